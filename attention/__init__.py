@@ -1,0 +1,1 @@
+"""Pages and kernels: the paged KV cache, the attention metadata and the backends. Knows nothing of drafting."""

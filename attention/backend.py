@@ -1,0 +1,75 @@
+"""The two interfaces of this package: `AttentionBackend` and `AttentionMetadataBuilder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.kv_cache import CacheGroup, LayerKV
+    from attention.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What one attention layer needs of a kernel; layers with equal keys share one plan.
+
+    Attributes:
+        num_q_heads, num_kv_heads: Hq and Hkv; Hq is a multiple of Hkv.
+        head_dim_k, head_dim_v: width of a query/key head and of a value head.
+        scale: factor on q·k before softcap and softmax.
+        window: number of visible positions including the own one, or None for all
+            (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
+        softcap: logits become softcap·tanh(logits/softcap), or None.
+        has_sinks: a learned logit per query head joins the softmax's denominator.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+
+
+class AttentionMetadataBuilder(Protocol):
+    """Turns one batch's metadata into a plan for one (CacheGroup, PlanKey). Depends on nothing else."""
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return the plan that `AttentionBackend.run` takes. Never synchronises with the device."""
+
+
+class AttentionBackend(Protocol):
+    """A family of attention kernels over the paged KV cache."""
+
+    name: str
+
+    def builder(self, group: CacheGroup, key: PlanKey) -> AttentionMetadataBuilder:
+        """Return a builder. Raises UnsupportedAttentionError when the variant is not offered."""
+
+    def run(
+        self,
+        plan: Any,
+        key: PlanKey,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V of the batch's tokens into the cache, then attend.
+
+        Args:
+            plan: what this backend's builder returned for `metadata`.
+            query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv].
+            layer_kv: the layer's cache tensors.
+            sinks: [Hq] or None.
+
+        Returns:
+            [T, Hq, Dv], dtype of `query`.
+        """

@@ -1,0 +1,27 @@
+"""The root of the error tree. `specdec.errors` extends and re-exports it."""
+
+from __future__ import annotations
+
+
+class SpecdecError(Exception):
+    """Root of every error this project raises on purpose."""
+
+
+class InvalidInputError(SpecdecError, ValueError):
+    """An argument is outside what is allowed. The message says what was given, what is allowed and what to do."""
+
+
+class OutOfPagesError(SpecdecError):
+    """The page allocator cannot serve a request. Raised before anything is changed."""
+
+
+class UnsupportedAttentionError(SpecdecError):
+    """A backend was asked for an attention variant it does not have."""
+
+
+class StaleMetadataError(SpecdecError):
+    """Metadata of an earlier round was used after its arena slot was overwritten (only under SPECDEC_CHECK=1)."""
+
+
+class InvariantError(SpecdecError, AssertionError):
+    """An internal invariant does not hold (only checked under SPECDEC_CHECK=1). Always a bug of ours."""

@@ -1,0 +1,1 @@
+"""Draft heads: how to guess. Knows nothing of scheduling or acceptance."""

@@ -1,0 +1,1 @@
+"""Training of draft heads. Needs no engine: `regenerate` and `evaluate` are given as callables."""

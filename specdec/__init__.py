@@ -1,0 +1,1 @@
+"""specdec: speculative decoding for Hugging Face causal language models."""

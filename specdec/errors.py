@@ -1,0 +1,45 @@
+"""Every error a user can meet. One tree, rooted at `SpecdecError`."""
+
+from __future__ import annotations
+
+from attention.errors import (
+    InvalidInputError,
+    InvariantError,
+    OutOfPagesError,
+    SpecdecError,
+    StaleMetadataError,
+    UnsupportedAttentionError,
+)
+from drafters.errors import HeadLoadError, HeadMismatchError
+
+
+class ModelLoadError(SpecdecError):
+    """The target model or its tokenizer cannot be loaded."""
+
+
+class UnsupportedModelError(SpecdecError):
+    """The target would come out wrong through this library's attention; the message gives the reason."""
+
+
+class CacheTooSmallError(InvalidInputError):
+    """The KV cache cannot hold even one such request."""
+
+
+class SpecdecWarning(UserWarning):
+    """Something a user should know, that does not make the result wrong."""
+
+
+__all__ = [
+    "CacheTooSmallError",
+    "HeadLoadError",
+    "HeadMismatchError",
+    "InvalidInputError",
+    "InvariantError",
+    "ModelLoadError",
+    "OutOfPagesError",
+    "SpecdecError",
+    "SpecdecWarning",
+    "StaleMetadataError",
+    "UnsupportedAttentionError",
+    "UnsupportedModelError",
+]

@@ -1,0 +1,103 @@
+"""What a generation did: the rounds of every request, and the numbers drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class RoundRecord:
+    """One verification of one request. Rounds that only read a prompt are not recorded.
+
+    Attributes:
+        drafted: drafts verified (n_i of that round; 0 without speculation).
+        accepted: how many of them the target accepted, before trimming at a stop.
+        emitted: tokens the request kept of this round (accepted + 1, less what lies after a stop or the length limit).
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(frozen=True)
+class RequestStats:
+    """Statistics of one finished request.
+
+    Attributes:
+        rounds: the verification rounds, in order. The token that the prompt pass gives belongs to no round.
+        prompt_tokens, new_tokens: lengths; new_tokens = 1 + sum(emitted) (0 when nothing was generated).
+        queue_s, prefill_s, decode_s: wall seconds waiting, from admission to the first token, from there to the end.
+        preemptions: how often the request lost its pages and was recomputed.
+    """
+
+    rounds: tuple[RoundRecord, ...] = ()
+    prompt_tokens: int = 0
+    new_tokens: int = 0
+    queue_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class AcceptanceStats:
+    """Acceptance pooled over rounds (and, through `pool`, over requests).
+
+    Attributes:
+        rounds: verification rounds.
+        emitted: tokens kept of them.
+        drafted, accepted: drafts verified and drafts accepted.
+        reached: reached[j] = rounds in which drafts 1..j were accepted and draft j+1 existed (conditional denominator).
+        offered: offered[j] = rounds that had a draft j+1 (unconditional denominator).
+        accepted_at: accepted_at[j] = rounds in which draft j+1 was accepted.
+    """
+
+    rounds: int = 0
+    emitted: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    reached: tuple[int, ...] = field(default=())
+    offered: tuple[int, ...] = field(default=())
+    accepted_at: tuple[int, ...] = field(default=())
+
+    @property
+    def tau(self) -> float:
+        """Acceptance length: tokens emitted per target pass; 1.0 without speculation, NaN without rounds."""
+        return self.emitted / self.rounds if self.rounds else float("nan")
+
+    @property
+    def conditional(self) -> tuple[float, ...]:
+        """P(draft j+1 accepted | drafts 1..j accepted and draft j+1 existed), per position j."""
+        return tuple(a / n if n else float("nan") for a, n in zip(self.accepted_at, self.reached, strict=True))
+
+    @property
+    def unconditional(self) -> tuple[float, ...]:
+        """P(drafts 1..j+1 all accepted | draft j+1 existed), per position j."""
+        return tuple(a / n if n else float("nan") for a, n in zip(self.accepted_at, self.offered, strict=True))
+
+
+def pool(rounds: Iterable[RoundRecord]) -> AcceptanceStats:
+    """Pool round records into acceptance statistics.
+
+    >>> s = pool([RoundRecord(3, 1, 2), RoundRecord(3, 3, 4), RoundRecord(1, 1, 2)])
+    >>> s.tau, s.accepted_at, s.reached, s.offered
+    (2.6666666666666665, (3, 1, 1), (3, 2, 1), (3, 2, 2))
+    """
+    rounds = list(rounds)
+    width = max((r.drafted for r in rounds), default=0)
+    return AcceptanceStats(
+        rounds=len(rounds),
+        emitted=sum(r.emitted for r in rounds),
+        drafted=sum(r.drafted for r in rounds),
+        accepted=sum(r.accepted for r in rounds),
+        reached=tuple(sum(r.drafted > j and r.accepted >= j for r in rounds) for j in range(width)),
+        offered=tuple(sum(r.drafted > j for r in rounds) for j in range(width)),
+        accepted_at=tuple(sum(r.accepted > j for r in rounds) for j in range(width)),
+    )
+
+
+def pool_requests(stats: Sequence[RequestStats]) -> AcceptanceStats:
+    """Pool the rounds of several requests."""
+    return pool(r for s in stats for r in s.rounds)
