@@ -1,0 +1,178 @@
+"""Plugs a backend into a transformers model's attention. The only file that touches Hugging Face attention.
+
+The model runs unmodified: its attention interface calls one registered function, which finds its layer through a handle
+bound to the attention module. No mask function is registered, so transformers builds no mask; therefore the function
+raises when it is called outside a forward of ours instead of attending without a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from attention.backend import PlanKey
+from attention.errors import UnsupportedAttentionError
+from attention.runner import GroupRunner, PlannedBatch
+
+ATTENTION_NAME = "specdec"
+_PROBE_NAME = "specdec_probe"
+
+_KNOWN_ARGUMENTS = frozenset(
+    "dropout scaling sliding_window softcap s_aux is_causal position_ids use_cache cache_position logits_to_keep "
+    "output_attentions output_hidden_states output_router_logits return_dict deterministic num_items_in_batch".split()
+)
+"""Keyword arguments of the attention interface that need no action of ours, or that PlanKey carries."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module asked of the interface during the probe pass."""
+
+    module: torch.nn.Module
+    plan_key: PlanKey
+
+
+class AttentionPort:
+    """Connects a model's attention modules to a GroupRunner while a forward of ours runs."""
+
+    def __init__(self, model: PreTrainedModel, calls: tuple[AttentionCall, ...], runner: GroupRunner) -> None:
+        AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+        self._runner = runner
+        self._planned: PlannedBatch | None = None
+        self._configs = _attention_configs(model)
+        for index, call in enumerate(calls):
+            call.module._specdec_layer = (self, index)  # type: ignore[assignment]
+
+    @contextmanager
+    def using(self, planned: PlannedBatch) -> Iterator[None]:
+        """Route the model's attention through `planned` for the duration of one forward."""
+        self._planned = planned
+        try:
+            with attention_implementation(self._configs, ATTENTION_NAME):
+                yield
+        finally:
+            self._planned = None
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
+
+        Raises:
+            UnsupportedAttentionError: no forward of ours is running.
+        """
+        if self._planned is None:
+            raise UnsupportedAttentionError(
+                f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention back with "
+                "model.set_attn_implementation('sdpa')"
+            )
+        rows = [states[0].transpose(0, 1) for states in (query, key, value)]
+        return self._runner.attend(self._planned, layer, *rows, sinks)[None]
+
+
+def specdec_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind transformers' attention interface.
+
+    Raises:
+        UnsupportedAttentionError: the module was not bound by an AttentionPort.
+    """
+    bound = getattr(module, "_specdec_layer", None)
+    if bound is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} is not bound to a paged cache")
+    port, layer = bound
+    return port.attend(layer, query, key, value, kwargs.get("s_aux")), None
+
+
+@contextmanager
+def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[None]:
+    """Set the attention implementation on a model's configs and put the old ones back after.
+
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had.
+    """
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation_internal = old
+
+
+def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionCall, ...], int]:
+    """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
+
+    Returns:
+        The calls in layer order, and the width V of the logits.
+
+    Raises:
+        UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.
+    """
+    calls: list[AttentionCall] = []
+
+    def record(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        _refuse_unknown(module, attention_mask, kwargs)
+        if any(call.module is module for call in calls):
+            raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
+        calls.append(AttentionCall(module, _plan_key(query, key, value, kwargs)))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(_PROBE_NAME, record)
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    with torch.no_grad(), attention_implementation(_attention_configs(model), _PROBE_NAME):
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return tuple(calls), int(logits.shape[-1])
+
+
+def _attention_configs(model: PreTrainedModel) -> tuple[Any, ...]:
+    """Every distinct config object that a submodule reads its attention implementation from."""
+    configs: dict[int, Any] = {}
+    for module in model.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    return tuple(configs.values())
+
+
+def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    if unknown:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which the paged attention does not know"
+        )
+    if mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
+
+
+def _plan_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> PlanKey:
+    scaling = kwargs.get("scaling")
+    return PlanKey(
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_k=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        has_sinks=kwargs.get("s_aux") is not None,
+    )

@@ -1,0 +1,146 @@
+"""Page ownership: a free list, and block tables that say which row owns which page."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from attention.checking import checking, require
+from attention.errors import InvalidInputError, OutOfPagesError
+
+NULL_PAGE = 0
+"""Page 0 belongs to nobody: padding rows write and read there. No -1 ever reaches a kernel."""
+
+
+class PageAllocator:
+    """Pages 1 … num_pages-1 on a free list; page 0 is the null page."""
+
+    def __init__(self, num_pages: int) -> None:
+        """Raises InvalidInputError when there is not even one page beside the null page."""
+        if num_pages < 2:
+            raise InvalidInputError(f"num_pages={num_pages}: at least 2 are needed (page 0 is the null page)")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages on the free list."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages.
+
+        Raises:
+            OutOfPagesError: fewer are free; nothing was taken.
+        """
+        if count > len(self._free):
+            raise OutOfPagesError(f"{count} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
+        cut = len(self._free) - count
+        taken = self._free[cut:][::-1]
+        del self._free[cut:]
+        return taken
+
+    def release(self, pages: list[int]) -> None:
+        """Return pages to the free list."""
+        self._free.extend(reversed(pages))
+
+    def free_pages(self) -> list[int]:
+        """A copy of the free list (for the ownership checker)."""
+        return list(self._free)
+
+
+class BlockTables:
+    """Rows of page ids, one row a running request, over one allocator.
+
+    `table` is [max_rows, P] int32; entries past a row's own pages are 0. Rows are handed out by `open_row`.
+    """
+
+    def __init__(self, num_pages: int, max_rows: int, max_tokens_per_row: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
+        self._counts = np.zeros(max_rows, np.int64)
+        self._free_rows = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit when one request has every page."""
+        return (self.allocator.num_pages - 1) * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def open_row(self) -> int:
+        """Take an unused row.
+
+        Raises:
+            OutOfPagesError: all rows are in use.
+        """
+        if not self._free_rows:
+            raise OutOfPagesError(f"all {len(self.table)} block-table rows are in use")
+        return self._free_rows.pop()
+
+    def close_row(self, row: int) -> None:
+        """Return the row and all its pages."""
+        self.resize([row], [0])
+        self._free_rows.append(row)
+
+    def resize(self, rows: list[int], num_tokens: list[int]) -> None:
+        """Give each row exactly the pages that num_tokens[i] tokens need: allocate what is missing, return what lies beyond.
+
+        All or nothing: pages that lie beyond count as free for the other rows of the same call.
+
+        Raises:
+            OutOfPagesError: too few pages; nothing was changed.
+            InvalidInputError: a row would be longer than the block table is wide; nothing was changed.
+        """
+        wanted = [self.pages_for(n) for n in num_tokens]
+        self._check_fits(rows, wanted)
+        for row, count in zip(rows, wanted, strict=True):
+            self._shrink(row, count)
+        for row, count in zip(rows, wanted, strict=True):
+            self._grow(row, count)
+        if checking():
+            self.validate()
+
+    def missing_pages(self, rows: list[int], num_tokens: list[int]) -> int:
+        """Pages that `resize` with the same arguments lacks (<= 0: it succeeds)."""
+        delta = sum(self.pages_for(n) - int(self._counts[r]) for r, n in zip(rows, num_tokens, strict=True))
+        return delta - self.allocator.num_free
+
+    def validate(self) -> None:
+        """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
+
+        Raises:
+            InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
+        """
+        owned = [int(p) for row, n in zip(self.table, self._counts, strict=True) for p in row[:n]]
+        seen = Counter(owned + self.allocator.free_pages())
+        require(NULL_PAGE not in seen, "the null page has an owner")
+        require(set(seen.values()) <= {1}, f"pages owned twice: {[p for p, n in seen.items() if n > 1][:8]}")
+        require(len(seen) == self.allocator.num_pages - 1, f"{self.allocator.num_pages - 1 - len(seen)} pages are lost")
+        tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
+        require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
+
+    def _check_fits(self, rows: list[int], wanted: list[int]) -> None:
+        width = self.table.shape[1]
+        if max(wanted, default=0) > width:
+            raise InvalidInputError(f"a row of {max(wanted)} pages was asked for; the block table is {width} pages wide")
+        short = sum(w - int(self._counts[r]) for r, w in zip(rows, wanted, strict=True)) - self.allocator.num_free
+        if short > 0:
+            raise OutOfPagesError(f"{short} pages are missing for {len(rows)} rows; {self.allocator.num_free} are free")
+
+    def _shrink(self, row: int, count: int) -> None:
+        have = int(self._counts[row])
+        if count < have:
+            self.allocator.release(self.table[row, count:have].tolist())
+            self.table[row, count:have] = NULL_PAGE
+            self._counts[row] = count
+
+    def _grow(self, row: int, count: int) -> None:
+        have = int(self._counts[row])
+        if count > have:
+            self.table[row, have:count] = self.allocator.allocate(count - have)
+            self._counts[row] = count

@@ -1,0 +1,50 @@
+"""GroupRunner: one cache group, its tensors and its builders. Plans a batch once, then serves every layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention.backend import AttentionBackend, PlanKey
+from attention.kv_cache import CacheGroup, LayerKV, allocate
+from attention.metadata import CommonAttentionMetadata
+
+
+@dataclass(frozen=True)
+class PlannedBatch:
+    """One batch planned for every distinct PlanKey of a group."""
+
+    metadata: CommonAttentionMetadata
+    plans: dict[PlanKey, Any]
+
+
+class GroupRunner:
+    """The attention of one cache group over one backend."""
+
+    def __init__(self, backend: AttentionBackend, group: CacheGroup, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises UnsupportedAttentionError when the backend lacks one of the group's variants; nothing is allocated then."""
+        self.group = group
+        self._backend = backend
+        self._builders = {key: backend.builder(group, key) for key in dict.fromkeys(group.plan_keys)}
+        self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
+
+    def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
+        """Plan a batch for every distinct PlanKey. No device synchronisation."""
+        return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+
+    def attend(
+        self,
+        planned: PlannedBatch,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
+        plan_key = self.group.plan_keys[layer]
+        return self._backend.run(
+            planned.plans[plan_key], plan_key, query, key, value, self.layers[layer], planned.metadata, sinks
+        )
