@@ -1,0 +1,50 @@
+"""The draft oracle: a head without cache. Recomputes the whole prefix from true hidden states for every round.
+
+Lossless verification hides a broken drafter: tokens stay right while fewer drafts are accepted. So the engine's draft ids
+are compared, round by round, with what this function says.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attention.torch_backend import attend as dense_attend
+from drafters.base import Attend, Head
+
+
+def oracle_drafts(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, num_drafts: int) -> list[int]:
+    """Greedy drafts after a committed prefix, recomputed without a cache.
+
+    Args:
+        token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the root (sampled, not yet read by the target).
+        tapped: [L, A·Ht] true target states at positions 0 … L-1.
+        num_drafts: how many drafts to make.
+
+    Returns:
+        Target-vocabulary ids of drafts 1 … num_drafts.
+    """
+    hidden = head.fuse(tapped)  # [L, H]
+    ids = token_ids[1:]
+    drafts: list[int] = []
+    for _ in range(num_drafts):
+        positions = torch.arange(len(ids), device=ids.device)
+        x = head.forward(ids, hidden, positions, _full_attend(head, len(ids)))
+        last = x[-1:]
+        drafts.append(int(head.to_target_ids(head.logits(last).argmax(-1))[0]))
+        ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
+        hidden = torch.cat([hidden, head.feedback(last)])
+    return drafts
+
+
+def _full_attend(head: Head, length: int) -> Attend:
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        plan_key = head.plan_keys[layer]
+        position = torch.arange(length, device=query.device)
+        mask = position <= position[:, None]
+        if plan_key.window is not None:
+            mask &= position > position[:, None] - plan_key.window
+        q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
+        out = dense_attend(q, k, v, mask[None, None], plan_key)  # [1, Hq, L, Dv]
+        return out[0].transpose(0, 1).to(query.dtype)
+
+    return attend

@@ -1,0 +1,187 @@
+"""SamplingParams, and the target distribution they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from specdec.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request is sampled and when it ends.
+
+    Attributes:
+        max_new_tokens: most new tokens.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most probable tokens (0: all). top_p: keep the smallest set with this mass (1.0: all).
+        min_p: keep tokens with at least min_p times the top probability (0.0: all).
+        stop: strings that end the request; the text ends before the string, the ids with the token that completed it.
+        stop_token_ids: ids that end the request beside the model's own eos ids.
+        ignore_eos: go on past the model's eos ids.
+        seed: fixes the request's randomness whatever else is in the batch; None draws from the engine's seed.
+        num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
+        return_drafts: keep the draft ids of every round in `Completion.drafts`.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    seed: int | None = None
+    num_speculative_tokens: int | None = None
+    return_drafts: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for a value outside its range."""
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
+        _check(self.temperature >= 0.0, "temperature", self.temperature, "0 (greedy) or more")
+        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
+        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
+        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
+        _check(all(self.stop), "stop", self.stop, "non-empty strings")
+        spec = self.num_speculative_tokens
+        _check(spec is None or spec >= 0, "num_speculative_tokens", spec, "None or 0 or more")
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most probable token is taken."""
+        return self.temperature == 0.0
+
+    @classmethod
+    def from_dict(cls, options: dict[str, object]) -> SamplingParams:
+        """Build from a mapping.
+
+        Raises:
+            InvalidInputError: an option is unknown.
+        """
+        known = [f.name for f in fields(cls)]
+        unknown = sorted(set(options) - set(known))
+        if unknown:
+            raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")
+        return cls(**options)  # type: ignore[arg-type]
+
+
+def _check(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise InvalidInputError(f"{name}={value!r}: allowed is {allowed}")
+
+
+@dataclass(frozen=True)
+class SamplingArrays:
+    """Sampling parameters of several rows as numpy arrays, [B] each; temperature 0 marks a greedy row."""
+
+    temperature: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+    min_p: np.ndarray
+
+    @classmethod
+    def of(cls, params: Iterable[SamplingParams]) -> SamplingArrays:
+        """Collect the parameters of several rows."""
+        rows = list(params)
+        return cls(
+            np.array([p.temperature for p in rows], np.float32),
+            np.array([p.top_k for p in rows], np.int32),
+            np.array([p.top_p for p in rows], np.float32),
+            np.array([p.min_p for p in rows], np.float32),
+        )
+
+    @property
+    def any_sampled(self) -> bool:
+        """Whether any row is not greedy."""
+        return bool((self.temperature > 0).any())
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row restricts its support."""
+        return bool((self.top_k > 0).any() or (self.top_p < 1).any() or (self.min_p > 0).any())
+
+
+@dataclass(frozen=True)
+class SamplingTensors:
+    """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
+
+    temperature: torch.Tensor
+    top_k: torch.Tensor
+    top_p: torch.Tensor
+    min_p: torch.Tensor
+    filters: bool
+
+    def rows(self, index: torch.Tensor) -> SamplingTensors:
+        """The parameters of selected rows ([n] int64)."""
+        picked = (t.index_select(0, index) for t in (self.temperature, self.top_k, self.top_p, self.min_p))
+        return SamplingTensors(*picked, filters=self.filters)
+
+
+def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:
+    """The distribution a request samples from: temperature, then top-k, top-p, min-p.
+
+    Order and tie rules are those of transformers' logits warpers (generation/logits_process.py): ties at the k-th logit
+    are all kept; top-p keeps the token that crosses the mass; each filter renormalises before the next.
+
+    Args:
+        logits: [R, V]; sampling: one row of parameters a logits row; greedy rows (temperature 0) give a one-hot.
+
+    Returns:
+        [R, V] float32 probabilities.
+    """
+    logits = logits.float()
+    greedy = sampling.temperature == 0
+    scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
+    if sampling.filters:
+        scaled = _min_p(_top_p(_top_k(scaled, sampling.top_k), sampling.top_p), sampling.min_p)
+    probs = scaled.softmax(-1)
+    one_hot = torch.zeros_like(probs).scatter_(1, logits.argmax(-1, keepdim=True), 1.0)
+    return torch.where(greedy[:, None], one_hot, probs)
+
+
+def _top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    vocab = logits.shape[-1]
+    k = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab).long()
+    ordered = logits.sort(-1, descending=True).values
+    threshold = ordered.gather(1, (k - 1)[:, None])
+    return logits.masked_fill(logits < threshold, float("-inf"))
+
+
+def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    ordered, index = logits.sort(-1, descending=False)
+    mass = ordered.softmax(-1).cumsum(-1)
+    drop = mass <= (1 - top_p)[:, None]
+    drop[:, -1] = False
+    drop &= (top_p < 1)[:, None]
+    return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
+
+
+def _min_p(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
+    probs = logits.softmax(-1)
+    drop = probs < min_p[:, None] * probs.amax(-1, keepdim=True)
+    return logits.masked_fill(drop, float("-inf"))
+
+
+def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
+    """Inverse-CDF sampling: the first index whose cumulative probability exceeds u·total.
+
+    Args:
+        probs: [R, V] non-negative weights, not all zero; uniform: [R] in [0, 1).
+
+    Returns:
+        [R] int64. Never an index of probability zero.
+    """
+    cumulative = probs.double().cumsum(-1)
+    target = uniform.double()[:, None] * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
+    return torch.minimum(index, last)
