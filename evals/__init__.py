@@ -1,1 +1,1 @@
-"""Evaluation: run the library as a user would. The top floor; nothing imports it."""
+"""evals: runs the library the way a user would, and measures it. The top floor; nothing imports it."""

@@ -1,0 +1,33 @@
+"""Errors of the evaluations; they belong to the library's one tree."""
+
+from __future__ import annotations
+
+from specdec.errors import InvalidInputError, SpecdecError
+
+
+class DataError(InvalidInputError):
+    """A data set is missing, empty or malformed. The message names the file and the line."""
+
+
+class RunStoreError(InvalidInputError):
+    """A run folder cannot be continued: it belongs to other settings, or is damaged."""
+
+
+class MissingExtraError(SpecdecError):
+    """A package of an optional extra is not installed. The message says how to install it."""
+
+
+class WorkerError(SpecdecError):
+    """The workers of a distributed run cannot be started or kept alive."""
+
+
+def missing_extra(package: str, extra: str) -> MissingExtraError:
+    """The error for an import that needs an extra.
+
+    >>> str(missing_extra("ray", "ray"))
+    "this needs the package 'ray', which is not installed; install it with: pip install 'specdec-hf[ray]'"
+    """
+    return MissingExtraError(
+        f"this needs the package {package!r}, which is not installed; "
+        f"install it with: pip install 'specdec-hf[{extra}]'"
+    )
