@@ -1,0 +1,87 @@
+"""Rotary position embedding of draft heads: half-rotation, float32, parameters from the head's own configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from drafters.errors import HeadLoadError
+
+ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of one head.
+
+    Attributes:
+        theta: base period.
+        kind: one of `ROPE_KINDS`.
+        max_positions: the head's `max_position_embeddings`; only scaled kinds read it, it is no limit on positions.
+        scaling: the kind's further keys under their configuration names, e.g. (("factor", 8.0), ...).
+    """
+
+    theta: float = 10000.0
+    kind: str = "default"
+    max_positions: int = 2048
+    scaling: tuple[tuple[str, float | bool], ...] = ()
+
+    def frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
+        """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin.
+
+        Raises:
+            HeadLoadError: unknown kind, or keys of its scaling are missing.
+        Source: transformers, modeling_rope_utils (called, so that heads and targets cannot drift apart).
+        """
+        if self.kind not in ROPE_KINDS:
+            raise HeadLoadError(f"RoPE type {self.kind!r} of this head is not among {', '.join(ROPE_KINDS)}")
+        with torch.device("cpu"):
+            if self.kind == "default":
+                return self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
+            return self._scaled_frequencies(head_dim)
+
+    def _scaled_frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
+        from transformers import LlamaConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        parameters = {"rope_type": self.kind, "rope_theta": self.theta, **dict(self.scaling)}
+        try:
+            config = LlamaConfig(
+                head_dim=head_dim, max_position_embeddings=self.max_positions, rope_parameters=parameters
+            )
+            frequencies, factor = ROPE_INIT_FUNCTIONS[self.kind](config, torch.device("cpu"))
+        except KeyError as error:
+            raise HeadLoadError(f"RoPE parameters {parameters} of the head are incomplete: {error}") from error
+        return frequencies, float(factor)
+
+
+class Rotary(nn.Module):
+    """cos and sin of positions, in float32."""
+
+    frequencies: torch.Tensor
+
+    def __init__(self, spec: RopeSpec, head_dim: int, device: torch.device) -> None:
+        super().__init__()
+        frequencies, self.factor = spec.frequencies(head_dim)
+        self.register_buffer("frequencies", frequencies.to(device), persistent=False)
+
+    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+        """Follow the module's device but stay float32: half-precision frequencies would move far positions."""
+        frequencies = self.frequencies
+        super()._apply(fn, recurse)
+        self.frequencies = frequencies.to(self.frequencies.device)
+        return self
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """positions [T] -> cos, sin [T, 1, D/2] float32 (the middle axis runs over heads)."""
+        angles = (positions[:, None] * self.frequencies)[:, None]
+        cos, sin = angles.cos(), angles.sin()
+        return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x [T, heads, D] by cos, sin [T, 1, D/2]: dimension i is paired with i + D/2. Computed in float32."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
