@@ -14,7 +14,8 @@ from attention.checking import require
 class HostBatch:
     """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
 
-    Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block table 0.
+    Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block
+    table 0.
 
     Attributes:
         query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.
@@ -67,7 +68,9 @@ class HostBatch:
         """
         rows, tokens = self.num_reqs, self.num_tokens
         require(self.query_start_loc.shape == (rows + 1,), "query_start_loc must be [B+1]")
-        require(int(self.query_start_loc[0]) == 0 and int(self.query_start_loc[-1]) == tokens, "query_start_loc must span T")
+        require(
+            int(self.query_start_loc[0]) == 0 and int(self.query_start_loc[-1]) == tokens, "query_start_loc must span T"
+        )
         require(bool((self.query_lens >= 0).all()), "query lengths must not be negative")
         require(
             bool((self.seq_lens == self.num_computed_tokens + self.query_lens).all()),

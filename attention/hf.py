@@ -23,8 +23,24 @@ ATTENTION_NAME = "specdec"
 _PROBE_NAME = "specdec_probe"
 
 _KNOWN_ARGUMENTS = frozenset(
-    "dropout scaling sliding_window softcap s_aux is_causal position_ids use_cache cache_position logits_to_keep "
-    "output_attentions output_hidden_states output_router_logits return_dict deterministic num_items_in_batch".split()
+    [
+        "dropout",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "deterministic",
+        "num_items_in_batch",
+    ]
 )
 """Keyword arguments of the attention interface that need no action of ours, or that PlanKey carries."""
 
@@ -68,11 +84,11 @@ class AttentionPort:
         """
         if self._planned is None:
             raise UnsupportedAttentionError(
-                f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention back with "
+                f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
                 "model.set_attn_implementation('sdpa')"
             )
-        rows = [states[0].transpose(0, 1) for states in (query, key, value)]
-        return self._runner.attend(self._planned, layer, *rows, sinks)[None]
+        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
+        return self._runner.attend(self._planned, layer, q, k, v, sinks)[None]
 
 
 def specdec_attention(
@@ -158,7 +174,7 @@ def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: 
     unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
     if unknown:
         raise UnsupportedAttentionError(
-            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, which the paged attention does not know"
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, unknown to the paged attention"
         )
     if mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")

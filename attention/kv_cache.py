@@ -33,7 +33,7 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Cache tensors of one layer: keys [num_pages, page_size, Hkv, Dk] (NHD) and values [num_pages, page_size, Hkv, Dv]."""
+    """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv]."""
 
     keys: torch.Tensor
     values: torch.Tensor

@@ -69,7 +69,9 @@ class CommonAttentionMetadata:
 
 def batch_fields(prefix: str) -> list[Field]:
     """Arena fields of one HostBatch; names and dimensions carry `prefix`, so that several batches share an arena."""
-    return [Field(f"{prefix}.{name}", dtype, tuple(f"{prefix}.{d}" for d in dims)) for name, dtype, dims in BATCH_FIELDS]
+    return [
+        Field(f"{prefix}.{name}", dtype, tuple(f"{prefix}.{d}" for d in dims)) for name, dtype, dims in BATCH_FIELDS
+    ]
 
 
 def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, int]:
@@ -88,7 +90,7 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
     if checking():
         batch.validate()
     views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS}
-    return CommonAttentionMetadata(host=batch, staged=staged, **views)
+    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, **views)
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -53,7 +53,7 @@ class PageAllocator:
 class BlockTables:
     """Rows of page ids, one row a running request, over one allocator.
 
-    `table` is [max_rows, P] int32; entries past a row's own pages are 0. Rows are handed out by `open_row`.
+    `table` is [max_rows, P] int32; entries past a row's own pages are 0.
     """
 
     def __init__(self, num_pages: int, max_rows: int, max_tokens_per_row: int, page_size: int) -> None:
@@ -61,7 +61,6 @@ class BlockTables:
         self.allocator = PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
         self._counts = np.zeros(max_rows, np.int64)
-        self._free_rows = list(range(max_rows - 1, -1, -1))
 
     @property
     def capacity_tokens(self) -> int:
@@ -72,23 +71,12 @@ class BlockTables:
         """Pages that hold `num_tokens` tokens."""
         return -(-num_tokens // self.page_size)
 
-    def open_row(self) -> int:
-        """Take an unused row.
-
-        Raises:
-            OutOfPagesError: all rows are in use.
-        """
-        if not self._free_rows:
-            raise OutOfPagesError(f"all {len(self.table)} block-table rows are in use")
-        return self._free_rows.pop()
-
-    def close_row(self, row: int) -> None:
-        """Return the row and all its pages."""
+    def release(self, row: int) -> None:
+        """Return all pages of a row."""
         self.resize([row], [0])
-        self._free_rows.append(row)
 
     def resize(self, rows: list[int], num_tokens: list[int]) -> None:
-        """Give each row exactly the pages that num_tokens[i] tokens need: allocate what is missing, return what lies beyond.
+        """Give each row exactly the pages that num_tokens[i] tokens need; what lies beyond is returned.
 
         All or nothing: pages that lie beyond count as free for the other rows of the same call.
 
@@ -105,10 +93,9 @@ class BlockTables:
         if checking():
             self.validate()
 
-    def missing_pages(self, rows: list[int], num_tokens: list[int]) -> int:
-        """Pages that `resize` with the same arguments lacks (<= 0: it succeeds)."""
-        delta = sum(self.pages_for(n) - int(self._counts[r]) for r, n in zip(rows, num_tokens, strict=True))
-        return delta - self.allocator.num_free
+    def growth(self, rows: list[int], num_tokens: list[int]) -> int:
+        """Pages that `resize` with the same arguments would take from the free list (negative: give back)."""
+        return sum(self.pages_for(n) - int(self._counts[r]) for r, n in zip(rows, num_tokens, strict=True))
 
     def validate(self) -> None:
         """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
@@ -127,7 +114,9 @@ class BlockTables:
     def _check_fits(self, rows: list[int], wanted: list[int]) -> None:
         width = self.table.shape[1]
         if max(wanted, default=0) > width:
-            raise InvalidInputError(f"a row of {max(wanted)} pages was asked for; the block table is {width} pages wide")
+            raise InvalidInputError(
+                f"a row of {max(wanted)} pages was asked for; the block table is {width} pages wide"
+            )
         short = sum(w - int(self._counts[r]) for r, w in zip(rows, wanted, strict=True)) - self.allocator.num_free
         if short > 0:
             raise OutOfPagesError(f"{short} pages are missing for {len(rows)} rows; {self.allocator.num_free} are free")

@@ -24,7 +24,7 @@ class GroupRunner:
     """The attention of one cache group over one backend."""
 
     def __init__(self, backend: AttentionBackend, group: CacheGroup, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises UnsupportedAttentionError when the backend lacks one of the group's variants; nothing is allocated then."""
+        """Raises UnsupportedAttentionError when the backend lacks a variant of the group; nothing is allocated then."""
         self.group = group
         self._backend = backend
         self._builders = {key: backend.builder(group, key) for key in dict.fromkeys(group.plan_keys)}

@@ -97,9 +97,7 @@ class StagingArena:
         self._device = device
         self._on_cuda = device.type == "cuda"
         self._capacity = layout_of(fields, max_bucket).nbytes
-        self._host = [
-            torch.zeros(self._capacity, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in range(_RING)
-        ]
+        self._host = [torch.zeros(self._capacity, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in range(_RING)]
         self._remote = torch.zeros(self._capacity, dtype=torch.uint8, device=device) if self._on_cuda else None
         self._events = [torch.cuda.Event() for _ in range(_RING)] if self._on_cuda else []
         self._layouts: dict[Bucket, ArenaLayout] = {}
@@ -147,7 +145,9 @@ class StagingArena:
         if (bucket, slot) not in self._views:
             layout = self._layouts.setdefault(bucket, layout_of(list(self._fields.values()), bucket))
             if layout.nbytes > self._capacity:
-                raise InvalidInputError(f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {self._capacity}")
+                raise InvalidInputError(
+                    f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {self._capacity}"
+                )
             self._views[bucket, slot] = {name: self._view(name, layout, slot) for name in self._fields}
         return self._views[bucket, slot]
 

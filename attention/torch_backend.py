@@ -165,7 +165,7 @@ def attend(
         query: [b, Hq, Q, Dk]; key_states: [b, Hkv, S, Dk]; value_states: [b, Hkv, S, Dv].
         mask: [b, 1, Q, S] bool, True = visible.
         key: scale, softcap.
-        sinks: [Hq] logits that join the denominator (Source: openai/gpt-oss, through transformers' modeling_gpt_oss.py).
+        sinks: [Hq] logits that join the denominator (Source: huggingface/transformers, modeling_gpt_oss.py).
 
     Returns:
         [b, Hq, Q, Dv] float32 (float64 for float64 input).

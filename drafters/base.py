@@ -15,11 +15,9 @@ the residual stream after b decoder layers (0 = embeddings)."""
 
 
 class Attend(Protocol):
-    """Attention as a head sees it: K and V are remembered by whoever made the callable (paged cache, trainer, oracle)."""
+    """Attention as a head sees it; whoever made the callable remembers K and V (paged cache, trainer, oracle)."""
 
-    def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> torch.Tensor:
+    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].
 
         `layer` indexes the head's `plan_keys`; scale and window come from there.
@@ -52,7 +50,7 @@ class Head(Protocol):
         """[R, H] block outputs -> [R, Vd] draft logits."""
 
     def feedback(self, x: torch.Tensor) -> torch.Tensor:
-        """[R, H] block outputs -> [R, H] hidden state of the next draft step (pre- or post-norm, as the head was trained)."""
+        """[R, H] block outputs -> [R, H] hidden state of the next draft step (pre- or post-norm, as trained)."""
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""

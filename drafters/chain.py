@@ -12,8 +12,8 @@ from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import Attend, Head
 
 Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
-"""(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or None
-for a one-hot q). How to choose is the caller's business: acceptance must know q."""
+"""(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or
+None for a one-hot q). How to choose is the caller's business: acceptance must know q."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ def draft_chain(
 ) -> Draft:
     """Draft a chain: step 1 from the first pass, steps 2 … n by feeding the head its own output.
 
-    The first pass rewrites the head's KV of all kept positions from the target's true hidden states; what the later steps
-    write is scratch.
+    The first pass rewrites the head's KV of all kept positions from the target's true hidden states; what the later
+    steps write is scratch.
 
     Args:
         tapped: [T, A·Ht] tapped states of the target's last forward.

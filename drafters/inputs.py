@@ -79,20 +79,20 @@ def kept_rows(
     )
 
 
-def shift_token_ids(token_ids: np.ndarray, query_start_loc: np.ndarray, next_token_ids: np.ndarray) -> np.ndarray:
-    """Pair the hidden state at position p with the token at p+1: ids'[:-1] = ids[1:] in each row, the last is given.
+def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Pair the hidden state at position p with the token at p+1: inside a row ids'[:-1] = ids[1:].
+
+    The row's last id is the token just sampled (for an unfinished prompt its own next prompt token); both stand in the
+    token table.
 
     Args:
-        token_ids: [T]; query_start_loc: [B+1], every row at least one token long.
-        next_token_ids: [B], the token just sampled, or the next prompt token of an unfinished prompt.
+        token_table: [rows, L] committed tokens by position; rows, positions: [T'] of the hidden states.
 
-    >>> shift_token_ids(np.array([10, 11, 12, 20, 21, 30, 31, 32, 33]), np.array([0, 3, 5, 9]), np.array([100, 200, 300])).tolist()
-    [11, 12, 100, 21, 200, 31, 32, 33, 300]
+    >>> table = np.array([[10, 11, 12, 100], [20, 21, 200, 0]])
+    >>> shifted_token_ids(table, np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])).tolist()
+    [11, 12, 100, 21, 200]
     """
-    shifted = np.empty_like(token_ids)
-    shifted[:-1] = token_ids[1:]
-    shifted[query_start_loc[1:] - 1] = next_token_ids
-    return shifted
+    return token_table[rows, positions + 1].astype(np.int64)
 
 
 def num_drafts_allowed(

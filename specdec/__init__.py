@@ -1,1 +1,49 @@
-"""specdec: speculative decoding for Hugging Face causal language models."""
+"""specdec: speculative decoding for Hugging Face causal language models, with exactly the model's own output."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec.errors import SpecdecError
+    from specdec.model import SpeculativeModel
+    from specdec.request import Completion
+    from specdec.sampling import SamplingParams
+
+_PUBLIC = {
+    "Completion": "specdec.request",
+    "SamplingParams": "specdec.sampling",
+    "SpecdecError": "specdec.errors",
+    "SpeculativeModel": "specdec.model",
+}
+
+__all__ = ["Completion", "SamplingParams", "SpecdecError", "SpeculativeModel"]
+
+
+def _check_siblings() -> None:
+    """`attention` and `drafters` are common names: make sure that the packages found are the ones beside this one."""
+    root = Path(__file__).resolve().parent.parent
+    for name in ("attention", "drafters"):
+        spec = find_spec(name)
+        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
+        if found is None or found.parent.parent != root:
+            raise ImportError(
+                f"specdec needs its own package {name!r} at {root / name}, but `import {name}` finds "
+                f"{found or 'nothing'}; remove or rename what shadows it"
+            )
+
+
+_check_siblings()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _PUBLIC:
+        raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+    return getattr(import_module(_PUBLIC[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

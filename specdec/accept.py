@@ -29,7 +29,7 @@ class SampledInputs:
     Attributes:
         target_probs: [B, K+1, V] p at the root and after each draft (one-hot for greedy rows).
         draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
-        accept_uniform: [B, K]; next_uniform: [B].
+        accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place where the next token may stand.
     """
 
     target_probs: torch.Tensor
@@ -68,7 +68,8 @@ def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: Sampl
     p_next = p.gather(1, at.expand(-1, 1, p.shape[2]))[:, 0]  # [B, V]
     residual = (p_next - _q_at(drafts, q, num_accepted, p_next)).clamp(min=0)
     usable = rejected & (residual.sum(-1) > 0)
-    return Verdict(num_accepted, draw(torch.where(usable[:, None], residual, p_next), inputs.next_uniform))
+    uniform = inputs.next_uniform.gather(1, num_accepted[:, None])[:, 0]
+    return Verdict(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))
 
 
 def _leading(matches: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:

@@ -114,16 +114,16 @@ class SamplingArrays:
 class SamplingTensors:
     """SamplingArrays on the device, [R] each, for R rows of logits; `filters` as known on the host."""
 
+    filters: bool
     temperature: torch.Tensor
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
-    filters: bool
 
     def rows(self, index: torch.Tensor) -> SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
         picked = (t.index_select(0, index) for t in (self.temperature, self.top_k, self.top_p, self.min_p))
-        return SamplingTensors(*picked, filters=self.filters)
+        return SamplingTensors(self.filters, *picked)
 
 
 def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tensor:

@@ -20,6 +20,13 @@ class RoundRecord:
     accepted: int
     emitted: int
 
+    @property
+    def trimmed(self) -> RoundRecord:
+        """The round as if nothing stood after the stop: drafts past it neither offered nor accepted."""
+        if self.emitted > self.accepted:
+            return self
+        return RoundRecord(self.emitted, self.emitted, self.emitted)
+
 
 @dataclass(frozen=True)
 class RequestStats:
@@ -79,13 +86,13 @@ class AcceptanceStats:
 
 
 def pool(rounds: Iterable[RoundRecord]) -> AcceptanceStats:
-    """Pool round records into acceptance statistics.
+    """Pool round records, trimmed at their stops, into acceptance statistics.
 
     >>> s = pool([RoundRecord(3, 1, 2), RoundRecord(3, 3, 4), RoundRecord(1, 1, 2)])
     >>> s.tau, s.accepted_at, s.reached, s.offered
     (2.6666666666666665, (3, 1, 1), (3, 2, 1), (3, 2, 2))
     """
-    rounds = list(rounds)
+    rounds = [r.trimmed for r in rounds]
     width = max((r.drafted for r in rounds), default=0)
     return AcceptanceStats(
         rounds=len(rounds),

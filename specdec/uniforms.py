@@ -30,7 +30,8 @@ def uniforms(keys: np.ndarray, positions: np.ndarray, role: Role) -> np.ndarray:
     """Uniforms in [0, 1), float32 with 24 random bits.
 
     Args:
-        keys: [...] uint64 request keys; positions: [...] int64 position of the token the uniform decides. They broadcast.
+        keys: [...] uint64 request keys.
+        positions: [...] int64 position of the token the uniform decides; broadcasts with keys.
 
     Source: splitmix64 finaliser, Steele, Lea and Flood, "Fast splittable pseudorandom number generators" (OOPSLA 2014).
     """

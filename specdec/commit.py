@@ -1,0 +1,87 @@
+"""Commit: what a verification means for the rows. Pure bookkeeping on the row table, vectorised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.request import RowRound
+from specdec.round import TargetArrays, Verified
+from specdec.rows import RowTable
+from specdec.scheduler import Schedule
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The round's one device-to-host read.
+
+    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n].
+    """
+
+    num_accepted: np.ndarray
+    tokens: np.ndarray
+    drafts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What each judged row got.
+
+    Attributes:
+        rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are kept.
+        num_drafts, num_accepted, count: [J].
+        at_eos, at_limit: [J] bool, why a row ends.
+        drafts: [J, n].
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    num_drafts: np.ndarray
+    num_accepted: np.ndarray
+    count: np.ndarray
+    at_eos: np.ndarray
+    at_limit: np.ndarray
+    drafts: np.ndarray
+
+    def round_of(self, j: int) -> RowRound:
+        """One judged row's share."""
+        num_drafts = int(self.num_drafts[j])
+        return RowRound(
+            token_ids=self.tokens[j, : self.count[j]].tolist(),
+            num_accepted=int(self.num_accepted[j]),
+            drafts=tuple(self.drafts[j, :num_drafts].tolist()),
+        )
+
+
+def commit(
+    schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable, eos_ids: np.ndarray
+) -> tuple[Committed, Verified]:
+    """Append the kept tokens to the table and advance its lengths.
+
+    A row keeps its accepted drafts and the next token, up to the first eos id and to its limit.
+    """
+    rows = schedule.rows[target.judged]
+    width = np.arange(outcome.tokens.shape[1])
+    count = np.minimum(outcome.num_accepted + 1, table.limit[rows] - table.length[rows])
+    is_eos = np.isin(outcome.tokens, eos_ids) & table.eos[rows][:, None] & (width < count[:, None])
+    at_eos = is_eos.any(1)
+    count = np.where(at_eos, is_eos.argmax(1) + 1, count)
+    kept = width < count[:, None]
+    places = (table.length[rows][:, None] + width)[kept]
+    table.tokens[np.repeat(rows, count), places] = outcome.tokens[kept]
+    table.length[rows] += count
+    accepted = np.zeros(len(schedule.rows), np.int64)
+    accepted[target.judged] = outcome.num_accepted
+    table.computed[schedule.rows] += schedule.num_new + accepted
+    committed = Committed(
+        rows=rows,
+        tokens=outcome.tokens,
+        num_drafts=target.num_drafts,
+        num_accepted=outcome.num_accepted,
+        count=count,
+        at_eos=at_eos,
+        at_limit=table.length[rows] >= table.limit[rows],
+        drafts=outcome.drafts,
+    )
+    return committed, Verified(target.batch.query_start_loc, schedule.rows, schedule.num_drafts, accepted)

@@ -1,0 +1,49 @@
+"""EngineConfig: the sizes and limits of one engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.errors import InvalidInputError
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and limits. All counts are in tokens unless the name says otherwise.
+
+    Attributes:
+        num_speculative_tokens: K, drafts a round (the root not counted); 0 is no speculation.
+        max_model_len: most positions of one request (prompt and new tokens).
+        max_num_seqs: most requests in one batch (B).
+        max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
+        page_size: tokens a page.
+        num_pages: pages of the target's pool, the null page included; the head's pool has as many.
+        seed: randomness of requests without a seed of their own.
+    """
+
+    num_speculative_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+    num_pages: int
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for sizes that cannot work together."""
+        for name in ("max_model_len", "max_num_seqs", "page_size"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"{name}={getattr(self, name)}: allowed is 1 or more")
+        if self.num_speculative_tokens < 0:
+            raise InvalidInputError(f"num_speculative_tokens={self.num_speculative_tokens}: allowed is 0 or more")
+        needed = self.max_num_seqs * (self.num_speculative_tokens + 1)
+        if self.max_num_batched_tokens < needed:
+            raise InvalidInputError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens}: {self.max_num_seqs} requests with "
+                f"{self.num_speculative_tokens} drafts each need at least {needed}; lower max_num_seqs or raise it"
+            )
+
+    @property
+    def pages_per_row(self) -> int:
+        """P: pages of the longest request."""
+        return -(-self.max_model_len // self.page_size)

@@ -1,0 +1,277 @@
+"""The engine. The body of `Engine.step` is the architecture."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from attention.pages import BlockTables
+from attention.runner import GroupRunner
+from attention.staging import StagingArena
+from drafters.base import Head
+from drafters.chain import Draft, draft_chain
+from specdec.commit import Committed, Outcome, commit
+from specdec.config import EngineConfig
+from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.fields import largest_bucket, power_of_two, round_fields
+from specdec.request import Request, Times, Update
+from specdec.round import DeviceRound, TargetArrays, Verified, draft_arrays, sampling_round, send_round, target_arrays
+from specdec.rows import RowTable
+from specdec.sampling import SamplingParams
+from specdec.scheduler import Schedule, Scheduler
+from specdec.target import Target, TargetOutput
+from specdec.text import StopFinder, TextStream, Tokenizer
+from specdec.uniforms import request_key
+from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge, read_outcome
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A head and the cache group it drafts on."""
+
+    head: Head
+    runner: GroupRunner
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Counters since the engine was made."""
+
+    rounds: int = 0
+    target_tokens: int = 0
+    host_to_device: int = 0
+    device_to_host: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True)
+class _Inflight:
+    """A round that is launched and not yet verified."""
+
+    schedule: Schedule
+    target: TargetArrays
+    device: DeviceRound
+    draft: Draft | None
+
+
+class Engine:
+    """Continuous batching over one target and, optionally, one draft head. Not thread-safe.
+
+    No speculation is the same road with no drafts.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        eos_token_ids: Sequence[int],
+    ) -> None:
+        self.config = config
+        self.stats = EngineStats()
+        self._target = target
+        self._drafter = drafter
+        self._tokenizer = tokenizer
+        self._eos = np.array(sorted(set(eos_token_ids)), np.int64)
+        self._table = RowTable(config.max_num_seqs, config.max_model_len)
+        self._scheduler = Scheduler(config, self._table, self._pages(), self._pages() if drafter else None)
+        self._arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
+        self._vocab = self._draft_vocab()
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+        self._inflight: _Inflight | None = None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request waits or runs."""
+        return not self._scheduler.idle
+
+    def submit(self, token_ids: Sequence[int], params: SamplingParams, sample_index: int = 0) -> int:
+        """Queue a request; it joins the batch between two rounds.
+
+        Args:
+            token_ids: prompt ids; sample_index: which of several samples of one prompt (with one seed) this is.
+
+        Returns:
+            The request's id.
+
+        Raises:
+            InvalidInputError: empty or too long prompt, an id outside the vocabulary, K larger than the engine's.
+            CacheTooSmallError: the KV cache could not hold the request even alone.
+        """
+        prompt = np.asarray(token_ids, np.int64)
+        self._check_prompt(prompt)
+        num_drafts = self._check_num_drafts(params)
+        limit = min(len(prompt) + params.max_new_tokens, self.config.max_model_len)
+        self._check_cache(len(prompt), limit)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        seed, index = (self.config.seed, request_id) if params.seed is None else (params.seed, sample_index)
+        request = Request(
+            id=request_id,
+            params=params,
+            prompt_len=len(prompt),
+            limit=limit,
+            num_drafts=num_drafts,
+            key=request_key(seed, index),
+            committed=prompt.astype(np.int32),
+            stream=TextStream(self._tokenizer, params.stop),
+            stops=StopFinder(self._tokenizer, params.stop),
+            times=Times(time.perf_counter()),
+        )
+        self._requests[request_id] = request
+        self._scheduler.waiting.append(request)
+        return request_id
+
+    @torch.inference_mode()
+    def step(self) -> list[Update]:
+        """One round: verify what was drafted, commit, and launch the next round."""
+        if self._inflight is None:
+            self._inflight = self._launch(None)
+        if self._inflight is None:
+            return []
+        output = self._forward(self._inflight)
+        outcome = self._read(output)
+        owners = self._owners()
+        committed, verified = commit(self._inflight.schedule, self._inflight.target, outcome, self._table, self._eos)
+        self._retire(committed, owners)
+        self._inflight = self._launch(verified, output.tapped)
+        return self._report(committed, owners)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """Forget requests, wherever they are; their rows and pages are free at once."""
+        for request_id in request_ids:
+            request = self._requests.pop(request_id, None)
+            if request is not None:
+                self._scheduler.remove(request)
+        self._settle()
+
+    def _launch(self, verified: Verified | None, tapped: torch.Tensor | None = None) -> _Inflight | None:
+        """Schedule, pages, arrays, the one copy to the device, and the draft loop."""
+        preempted = self._scheduler.num_preemptions
+        schedule = self._scheduler.schedule()
+        self._count(preemptions=self._scheduler.num_preemptions - preempted)
+        if schedule is None:
+            return None
+        tables = self._block_tables(schedule)
+        page_size = self.config.page_size
+        draft = None
+        if verified is not None and tables.head is not None:
+            draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
+        target = target_arrays(schedule, self._table, tables.target, page_size)
+        sampling = sampling_round(target, schedule, self._table)
+        device = send_round(draft, target, sampling, self._arena)
+        self._table.mark_batch(schedule.rows)
+        self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=1)
+        return _Inflight(schedule, target, device, self._draft(device, tapped, schedule))
+
+    def _draft(self, device: DeviceRound, tapped: torch.Tensor | None, schedule: Schedule) -> Draft | None:
+        if device.first is None or tapped is None or self._drafter is None:
+            return None
+        sampling = device.sampling
+        choose = choose_greedy if sampling is None else choose_sampled(sampling, schedule.num_drafting)
+        return draft_chain(self._drafter.head, self._drafter.runner, tapped, device.first, device.steps, choose)
+
+    def _forward(self, inflight: _Inflight) -> TargetOutput:
+        planned = self._target.runner.plan(inflight.device.metadata)
+        token_ids = fill_drafts(inflight.device, inflight.draft)
+        return self._target.forward(token_ids, planned, inflight.device.judged_rows)
+
+    def _read(self, output: TargetOutput) -> Outcome:
+        assert self._inflight is not None
+        self._count(device_to_host=1)
+        return read_outcome(judge(output.logits, self._inflight.device, self._inflight.draft, self._vocab))
+
+    def _owners(self) -> list[Request | None]:
+        """The request of each judged row; None for one that was aborted or stopped meanwhile."""
+        assert self._inflight is not None
+        by_row = {request.row: request for request in self._scheduler.running}
+        rows = self._inflight.schedule.rows[self._inflight.target.judged]
+        return [by_row.get(row) for row in rows.tolist()]
+
+    def _retire(self, committed: Committed, owners: Sequence[Request | None]) -> None:
+        """Close the rows that an eos id or a limit ended."""
+        for j in np.flatnonzero(committed.at_eos | committed.at_limit).tolist():
+            request = owners[j]
+            if request is not None:
+                request.finish_reason = "eos" if committed.at_eos[j] else "length"
+                self._scheduler.remove(request)
+
+    def _report(self, committed: Committed, owners: Sequence[Request | None]) -> list[Update]:
+        """Meanwhile: statistics, text and stop strings, while the device drafts."""
+        now = time.perf_counter()
+        updates = []
+        for j, request in enumerate(owners):
+            if request is None:
+                continue
+            update = request.take(committed.round_of(j), now)
+            if update.completion is not None:
+                self._requests.pop(request.id)
+                self._scheduler.remove(request)
+            updates.append(update)
+        self._settle()
+        return updates
+
+    def _settle(self) -> None:
+        """Drop a launched round when nobody is left in it."""
+        if not self._scheduler.running:
+            self._inflight = None
+
+    def _block_tables(self, schedule: Schedule) -> _Tables:
+        """Both block tables, as wide as the longest row of this round needs (a power of two of pages)."""
+        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max())
+        pages = self._scheduler.target_pages
+        width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
+        head = self._scheduler.head_pages
+        return _Tables(pages.table[:, :width], None if head is None else head.table[:, :width])
+
+    def _count(self, **increments: int) -> None:
+        self.stats = replace(self.stats, **{k: getattr(self.stats, k) + n for k, n in increments.items()})
+
+    def _pages(self) -> BlockTables:
+        c = self.config
+        return BlockTables(c.num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
+
+    def _draft_vocab(self) -> DraftVocab | None:
+        if self._drafter is None:
+            return None
+        ids = torch.arange(self._drafter.head.draft_vocab_size, device=self._target.hf_model.device)
+        return DraftVocab(self._drafter.head.to_target_ids(ids), self._target.vocab_size)
+
+    def _check_prompt(self, prompt: np.ndarray) -> None:
+        if prompt.ndim != 1 or not len(prompt):
+            raise InvalidInputError("the prompt is empty; at least one token is needed")
+        if len(prompt) >= self.config.max_model_len:
+            raise InvalidInputError(
+                f"the prompt has {len(prompt)} tokens; with max_model_len={self.config.max_model_len} at most "
+                f"{self.config.max_model_len - 1} are allowed (one place is kept for a new token)"
+            )
+        bad = prompt[(prompt < 0) | (prompt >= self._target.vocab_size)]
+        if len(bad):
+            raise InvalidInputError(f"token id {bad[0]} is outside the vocabulary 0 … {self._target.vocab_size - 1}")
+
+    def _check_num_drafts(self, params: SamplingParams) -> int:
+        asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InvalidInputError(f"num_speculative_tokens={asked}: this model was loaded for at most {most}")
+        return most if asked is None else asked
+
+    def _check_cache(self, prompt_len: int, limit: int) -> None:
+        capacity = self._scheduler.target_pages.capacity_tokens
+        if limit > capacity:
+            raise CacheTooSmallError(
+                f"{prompt_len} prompt tokens and {limit - prompt_len} new ones need {limit} cache places; the KV cache "
+                f"has {capacity}; lower max_new_tokens or load the model with a larger kv_cache_tokens"
+            )
+
+
+@dataclass(frozen=True)
+class _Tables:
+    """Block tables of one round: target and head."""
+
+    target: np.ndarray
+    head: np.ndarray | None

@@ -1,0 +1,67 @@
+"""The fields of the round's staging arena and their buckets."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from attention.metadata import batch_fields, batch_sizes
+from attention.staging import Bucket, Field, bucket_of
+from specdec.config import EngineConfig
+
+if TYPE_CHECKING:
+    from specdec.round import DraftArrays, TargetArrays
+
+
+def round_fields() -> list[Field]:
+    """Every array that a round may send."""
+    fields = batch_fields("target") + batch_fields("first")
+    fields += [Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")]
+    fields += [
+        Field("first.last_row", np.int64, ("first.rows",)),
+        Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
+        Field("step.block_table", np.int32, ("first.rows", "first.pages")),
+        Field("step.page_indices", np.int32, ("drafts", "first.rows_times_pages")),
+        Field("step.seq_lens", np.int32, ("drafts", "first.rows")),
+        Field("step.slot_mapping", np.int64, ("drafts", "first.rows")),
+        Field("step.positions", np.int64, ("drafts", "first.rows")),
+        Field("target.token_ids", np.int64, ("target.tokens",)),
+        Field("target.draft_places", np.int64, ("target.tokens",)),
+        Field("target.draft_sources", np.int64, ("target.tokens",)),
+        Field("target.judged_rows", np.int64, ("target.tokens",)),
+        Field("target.logit_index", np.int64, ("target.rows", "drafts_plus_1")),
+        Field("target.num_drafts", np.int64, ("target.rows",)),
+        Field("sampling.top_k", np.int32, ("target.rows",)),
+        Field("sampling.draft_uniform", np.float32, ("target.rows", "drafts")),
+        Field("sampling.accept_uniform", np.float32, ("target.rows", "drafts")),
+        Field("sampling.next_uniform", np.float32, ("target.rows", "drafts_plus_1")),
+    ]
+    return fields + [
+        Field(f"sampling.{name}", np.float32, ("target.rows",)) for name in ("temperature", "top_p", "min_p")
+    ]
+
+
+def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
+    """The bucket of a round: rows and tokens rounded up to powers of two."""
+    pages = target.batch.block_table.shape[1]
+    drafts = target.logit_index.shape[1] - 1
+    first = (0, 0) if draft is None else (draft.first.num_reqs, draft.first.num_tokens)
+    return _bucket((target.batch.num_reqs, target.batch.num_tokens), first, pages, drafts)
+
+
+def largest_bucket(config: EngineConfig) -> Bucket:
+    """A bucket that every round fits in."""
+    size = (config.max_num_seqs, config.max_num_batched_tokens)
+    return _bucket(size, size, config.pages_per_row, config.num_speculative_tokens)
+
+
+def _bucket(target: tuple[int, int], first: tuple[int, int], pages: int, drafts: int) -> Bucket:
+    sizes = batch_sizes("target", power_of_two(target[0]), power_of_two(target[1]), pages)
+    sizes |= batch_sizes("first", power_of_two(first[0]), power_of_two(first[1]), pages)
+    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, **sizes)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n; 0 for 0."""
+    return 1 << max(n - 1, 0).bit_length() if n else 0

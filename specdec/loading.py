@@ -1,0 +1,115 @@
+"""Names and folders -> a target model with its tokenizer, and a draft head that fits it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from drafters.checkpoints import TargetFacts, load_eagle3
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from drafters.base import Head
+from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.models import builtin_names, builtin_path
+from specdec.target import TargetProbe
+
+AUTO_HEAD = "auto"
+_BUILTIN_HEADS = {"gsm-llama": "gsm-llama-eagle3"}
+
+
+def resolve(name: str | Path) -> str:
+    """A built-in model's name -> its folder; anything else stays (a local folder or a hub name)."""
+    text = str(name)
+    return str(builtin_path(text)) if text in builtin_names() and not Path(text).exists() else text
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device asked for; by default CUDA where there is one."""
+    if device is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise InvalidInputError(f"device={device!r} is not a torch device: {error}") from error
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
+    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
+
+    Raises:
+        InvalidInputError: the name is no floating-point dtype of torch.
+    """
+    if dtype == "auto":
+        return torch.float32 if device.type == "cpu" else "auto"
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise InvalidInputError(f"dtype={dtype!r}: allowed are auto, float32, bfloat16, float16, float64")
+    return found
+
+
+def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+    """Load a causal language model through transformers.
+
+    Raises:
+        ModelLoadError: it is missing or transformers cannot load it.
+    """
+    try:
+        model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(
+            f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
+            f"({', '.join(builtin_names())})."
+        ) from error
+    return model.to(device).eval()  # type: ignore[arg-type]
+
+
+def load_tokenizer(name: str | Path) -> Any:
+    """Load a tokenizer through transformers.
+
+    Raises:
+        ModelLoadError: it is missing or cannot be loaded.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name))
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelLoadError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
+
+
+def resolve_head(draft: str | Path, target_name: str | None) -> str:
+    """The head's folder or hub name; "auto" is the head that was built in with the target.
+
+    Raises:
+        HeadLoadError: "auto" for a target without a built-in head.
+    """
+    if str(draft) != AUTO_HEAD:
+        return resolve(draft)
+    head = _BUILTIN_HEADS.get(target_name or "")
+    if head is None:
+        raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
+    return resolve(head)
+
+
+def target_facts(probed: TargetProbe) -> TargetFacts:
+    """What a head's loader must know of its target."""
+    model = probed.model
+    output = model.get_output_embeddings()
+    return TargetFacts(
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocab_size=probed.vocab_size,
+        num_layers=len(probed.layers),
+        embedding=model.get_input_embeddings().weight,
+        lm_head=None if output is None else output.weight,
+    )
+
+
+def load_head(draft: str | Path | Head, target_name: str | None, probed: TargetProbe) -> Head:
+    """Load a draft head for a probed target, in the target's dtype and on its device.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: see `drafters.checkpoints.load_eagle3`.
+    """
+    if not isinstance(draft, (str, Path)):
+        return draft
+    model = probed.model
+    return load_eagle3(resolve_head(draft, target_name), target_facts(probed), model.dtype, model.device)

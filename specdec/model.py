@@ -1,0 +1,280 @@
+"""SpeculativeModel: a Hugging Face causal language model that generates faster with exactly its own output."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+
+from attention.backend import AttentionBackend
+from attention.kv_cache import CacheGroup, bytes_per_token
+from attention.runner import GroupRunner
+from drafters.base import Head
+from specdec.backends import make_backend
+from specdec.config import EngineConfig
+from specdec.engine import Drafter, Engine, EngineStats
+from specdec.errors import InvalidInputError
+from specdec.generation_config import eos_ids, from_generation_config
+from specdec.loading import load_head, load_target, load_tokenizer, resolve_device, resolve_dtype
+from specdec.prompts import Prompts, encode_prompts
+from specdec.request import Completion
+from specdec.sampling import SamplingParams
+from specdec.selftest import self_test
+from specdec.target import Target, TargetProbe, probe_target
+
+DEFAULT_DRAFTS = 5
+_CPU_CACHE_BYTES = 1 << 30
+
+Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
+
+
+@dataclass(frozen=True)
+class StreamUpdate:
+    """What one round brought for one prompt: its index, new token ids, new text, and at the end the completion."""
+
+    index: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None
+
+
+class SpeculativeModel:
+    """The public face: load, generate, stream.
+
+    Attributes:
+        hf_model: the unmodified transformers model; its own `generate` works as before.
+        tokenizer: its tokenizer.
+        head: the draft head, or None.
+        config: sizes and limits of the engine.
+        backend_name: the attention backend in use.
+        self_test_error: relative logit error of the load-time self-test.
+    """
+
+    def __init__(
+        self,
+        probed: TargetProbe,
+        tokenizer: Any,
+        head: Head | None,
+        backend: AttentionBackend,
+        config: EngineConfig,
+    ) -> None:
+        """Build the engine and run the self-test; prefer `from_pretrained`.
+
+        Raises:
+            UnsupportedModelError: the target would come out wrong.
+            UnsupportedAttentionError: the backend lacks a variant.
+        """
+        self.hf_model: PreTrainedModel = probed.model
+        self.tokenizer = tokenizer
+        self.head = head
+        self.config = config
+        self.backend_name = backend.name
+        taps = () if head is None else tuple(head.taps)
+        runner = _runner(backend, "target", tuple(c.plan_key for c in probed.calls), config, probed.model)
+        self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
+        self.self_test_error = self_test(self.target)
+        drafter = None
+        if head is not None:
+            drafter = Drafter(head, _runner(backend, "head", tuple(head.plan_keys), config, probed.model))
+        eos = eos_ids(probed.model.generation_config)
+        self._engine = Engine(self.target, drafter, tokenizer, config, eos)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | Path | PreTrainedModel,
+        draft: str | Path | Head | None = None,
+        *,
+        num_speculative_tokens: int | None = None,
+        backend: str = "auto",
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        tokenizer: Any = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 32,
+        max_num_batched_tokens: int = 2048,
+        page_size: int = 16,
+        kv_cache_tokens: int | None = None,
+        seed: int = 0,
+    ) -> SpeculativeModel:
+        """Load a target, and a draft head that fits it.
+
+        Args:
+            target: built-in name, folder, hub name, or a loaded transformers model.
+            draft: folder or hub name of a head, "auto" for a built-in target's own, a loaded head, or None.
+            num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
+            backend: "auto", "torch" or "flashinfer".
+            dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
+            device: default CUDA where there is one.
+            tokenizer: default the target's own; needed when `target` is a model without a name.
+            max_model_len: most tokens of one request; default the model's limit.
+            max_num_seqs: most requests in one batch.
+            max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
+            page_size: tokens a page of the KV cache.
+            kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most 1 GiB on CPU.
+            seed: randomness of requests without a seed of their own.
+
+        Raises:
+            ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
+            InvalidInputError: an option outside what is allowed.
+        """
+        place = resolve_device(device)
+        if isinstance(target, PreTrainedModel):
+            model, name = target, target.name_or_path or None
+        else:
+            model, name = load_target(target, resolve_dtype(dtype, place), place), str(target)
+        if tokenizer is None:
+            if name is None:
+                raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
+            tokenizer = load_tokenizer(name)
+        backend_ = make_backend(backend, place if not isinstance(target, PreTrainedModel) else model.device)
+        probed = probe_target(model)
+        head = None if draft is None else load_head(draft, name, probed)
+        drafts = _num_drafts(num_speculative_tokens, head)
+        length = _max_model_len(max_model_len, model)
+        tokens = kv_cache_tokens or _default_cache_tokens(probed, head, max_num_seqs * length)
+        config = EngineConfig(
+            num_speculative_tokens=drafts,
+            max_model_len=length,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            num_pages=-(-tokens // max(page_size, 1)) + 1,
+            seed=seed,
+        )
+        return cls(probed, tokenizer, head, backend_, config)
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """K, drafts a round."""
+        return self.config.num_speculative_tokens
+
+    @property
+    def device(self) -> torch.device:
+        """Where the target lives."""
+        return self.hf_model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The target's dtype."""
+        return self.hf_model.dtype
+
+    @property
+    def engine_stats(self) -> EngineStats:
+        """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
+        return self._engine.stats
+
+    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
+        """Generate for one prompt or many, batched continuously.
+
+        Args:
+            prompts: str, token ids, chat messages, or a list of any of these.
+            params: SamplingParams, one for all or one a prompt, or a transformers.GenerationConfig; default greedy.
+
+        Returns:
+            One Completion a prompt, in order (num_return_sequences of a GenerationConfig: that many in a row).
+
+        Raises:
+            InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+        """
+        done = dict(self.generate_iter(prompts, params))
+        return [done[i] for i in sorted(done)]
+
+    def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
+        """As `generate`, but yield (index, Completion) as each finishes."""
+        for update in self.stream(prompts, params):
+            if update.completion is not None:
+                yield update.index, update.completion
+
+    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamUpdate]:
+        """As `generate`, but yield every round's new tokens and text as they are accepted.
+
+        Closing the iterator early aborts what is left.
+        """
+        ids = encode_prompts(prompts, self.tokenizer)
+        requests = self._requests(ids, params)
+        return self._run(requests)
+
+    def describe(self) -> dict[str, Any]:
+        """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
+        head = self.head
+        return {
+            "target": self.hf_model.name_or_path or type(self.hf_model).__name__,
+            "architecture": type(self.hf_model).__name__,
+            "parameters": sum(p.numel() for p in self.hf_model.parameters()),
+            "vocab_size": self.target.vocab_size,
+            "num_layers": len(self.target.runner.group.plan_keys),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "device": str(self.device),
+            "backend": self.backend_name,
+            "self_test_error": self.self_test_error,
+            "head": None if head is None else type(head).__name__,
+            "taps": None if head is None else list(head.taps),
+            "draft_vocab_size": None if head is None else head.draft_vocab_size,
+            "engine": dict(vars(self.config)),
+        }
+
+    def _requests(self, ids: list[list[int]], params: Params) -> list[tuple[list[int], SamplingParams, int]]:
+        """(prompt, params, sample index) of every request."""
+        if isinstance(params, GenerationConfig):
+            copies = params.num_return_sequences or 1
+            own = replace_eos = [from_generation_config(params, self.hf_model, len(p)) for p in ids]
+            own = [replace(p, ignore_eos=True) for p in replace_eos]
+            return [(p, s, c) for p, s in zip(ids, own, strict=True) for c in range(copies)]
+        if params is None or isinstance(params, SamplingParams):
+            each = [params or SamplingParams()] * len(ids)
+        else:
+            each = list(params)
+        if len(each) != len(ids):
+            raise InvalidInputError(f"{len(each)} SamplingParams for {len(ids)} prompts; give one, or one a prompt")
+        return [(p, s, 0) for p, s in zip(ids, each, strict=True)]
+
+    def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
+        index: dict[int, int] = {}
+        try:
+            for i, (ids, params, sample) in enumerate(requests):
+                index[self._engine.submit(ids, params, sample)] = i
+            while index:
+                for update in self._engine.step():
+                    if update.request_id in index:
+                        place = index[update.request_id]
+                        if update.completion is not None:
+                            del index[update.request_id]
+                        yield StreamUpdate(place, update.token_ids, update.text, update.completion)
+        finally:
+            self._engine.abort(list(index))
+
+
+def _runner(
+    backend: AttentionBackend, name: str, plan_keys: tuple[Any, ...], config: EngineConfig, model: PreTrainedModel
+) -> GroupRunner:
+    group = CacheGroup(name, plan_keys, config.num_pages, config.page_size)
+    return GroupRunner(backend, group, model.dtype, model.device)
+
+
+def _num_drafts(asked: int | None, head: Head | None) -> int:
+    if head is None and asked:
+        raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
+    if asked is None:
+        return 0 if head is None else DEFAULT_DRAFTS
+    return asked
+
+
+def _max_model_len(asked: int | None, model: PreTrainedModel) -> int:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if asked is None:
+        if most is None:
+            raise InvalidInputError("the model does not say its longest sequence; give max_model_len=…")
+        return int(most)
+    if most is not None and asked > most:
+        raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
+    return asked
+
+
+def _default_cache_tokens(probed: TargetProbe, head: Head | None, wanted: int) -> int:
+    keys = tuple(c.plan_key for c in probed.calls) + (() if head is None else tuple(head.plan_keys))
+    return min(wanted, _CPU_CACHE_BYTES // bytes_per_token(keys, probed.model.dtype))

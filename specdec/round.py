@@ -1,0 +1,274 @@
+"""All numpy arrays of one round: the draft loop's and the next verification's, and the one transfer that sends them.
+
+Pure functions of the schedule, the row table and the block tables; nothing here touches the device but `send_round`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.batch import HostBatch
+from attention.checking import checking
+from attention.metadata import CommonAttentionMetadata, batch_arrays, from_staged
+from attention.staging import Staged, StagingArena
+from drafters.chain import FirstPass
+from drafters.inputs import DraftSteps, KeptRows, draft_steps, kept_rows, rows_batch, shifted_token_ids, step_batch
+from specdec.fields import round_bucket
+from specdec.rows import RowTable
+from specdec.sampling import SamplingArrays, SamplingTensors
+from specdec.scheduler import Schedule
+from specdec.uniforms import Role, uniforms
+
+
+@dataclass(frozen=True)
+class Verified:
+    """The last target batch after its commit, as the draft loop needs it.
+
+    Attributes:
+        query_start_loc: [B+1] of that batch; rows: [B] RowTable rows; alive: [B] bool, rows that go on.
+        num_drafts, num_accepted: [B].
+    """
+
+    query_start_loc: np.ndarray
+    rows: np.ndarray
+    num_drafts: np.ndarray
+    num_accepted: np.ndarray
+
+
+@dataclass(frozen=True)
+class DraftArrays:
+    """Host arrays of one draft loop: first pass over the kept rows, then the steps of the R drafting rows."""
+
+    kept: KeptRows
+    token_ids: np.ndarray
+    first: HostBatch
+    steps: DraftSteps
+    step_batches: tuple[HostBatch, ...]
+    num_drafting: int
+
+
+@dataclass(frozen=True)
+class TargetArrays:
+    """Host arrays of one target forward and its verdict.
+
+    Attributes:
+        batch: its attention. token_ids: [T] int64, 0 where a draft comes.
+        draft_places: [sum n] int64 rows of token_ids that take a draft.
+        draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
+        judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
+        judged_rows: [R'] int64 token rows whose logits are wanted; logit_index: [J, n+1] int64 into them.
+        num_drafts: [J].
+    """
+
+    batch: HostBatch
+    token_ids: np.ndarray
+    draft_places: np.ndarray
+    draft_sources: np.ndarray
+    judged: np.ndarray
+    judged_rows: np.ndarray
+    logit_index: np.ndarray
+    num_drafts: np.ndarray
+
+
+@dataclass(frozen=True)
+class SamplingRound:
+    """Host arrays of a round with sampled rows: parameters [J], uniforms of drafts, acceptance and resampling."""
+
+    arrays: SamplingArrays
+    draft_uniform: np.ndarray
+    accept_uniform: np.ndarray
+    next_uniform: np.ndarray
+
+
+def draft_arrays(
+    verified: Verified, schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int
+) -> DraftArrays | None:
+    """The draft loop after a verification; None when no row has anything for the head to read.
+
+    The first pass takes the drafting rows, in the order of the schedule, then the prompts not read to their end.
+    block_table: [R, P] of the head's pages, by RowTable row.
+    """
+    drafting = schedule.rows[: schedule.num_drafting]
+    alive = (table.previous[verified.rows] >= 0) & (table.drafts[verified.rows] > 0)
+    unfinished = alive & (table.computed[verified.rows] < table.length[verified.rows] - 1)
+    order = np.concatenate([table.previous[drafting], np.flatnonzero(unfinished)])
+    if not len(order):
+        return None
+    kept = kept_rows(verified.query_start_loc, verified.num_drafts, verified.num_accepted, order)
+    rows = verified.rows[order]
+    lens = np.diff(kept.query_start_loc)
+    first = rows_batch(kept.query_start_loc, table.computed[rows] - lens, block_table[rows], page_size)
+    token_ids = shifted_token_ids(table.tokens, np.repeat(rows, lens), first.positions)
+    num = len(drafting)
+    head_table = first.block_table[:num]
+    steps = draft_steps(table.computed[drafting], schedule.num_drafts[:num], head_table, page_size)
+    batches = tuple(step_batch(steps, j, head_table, page_size) for j in range(steps.num_steps))
+    return DraftArrays(kept, token_ids, first, steps, batches, num)
+
+
+def target_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> TargetArrays:
+    """The next verification. block_table: [R, P] of the target's pages, by RowTable row."""
+    rows, n = schedule.rows, schedule.num_drafts
+    lens = schedule.num_new + n
+    query_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    start = table.computed[rows]
+    batch = rows_batch(query_start_loc, start, block_table[rows], page_size)
+    owner = np.repeat(rows, lens)
+    known = batch.positions < table.length[owner]
+    token_ids = np.where(known, table.tokens[owner, np.minimum(batch.positions, table.tokens.shape[1] - 1)], 0)
+    judged = np.flatnonzero(start + schedule.num_new == table.length[rows])
+    num_judged = n[judged] + 1
+    ends = np.cumsum(num_judged)
+    width = np.arange(int(n.max(initial=0)) + 1)
+    first_judged = query_start_loc[judged] + schedule.num_new[judged] - 1
+    logit_index = (ends - num_judged)[:, None] + np.minimum(width, n[judged][:, None])
+    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - num_judged, num_judged)
+    judged_rows = np.repeat(first_judged, num_judged) + within
+    drafting = width[1:] <= n[: schedule.num_drafting, None]  # [R, n]
+    return TargetArrays(
+        batch=batch,
+        token_ids=token_ids.astype(np.int64),
+        draft_places=np.flatnonzero(~known),
+        draft_sources=np.flatnonzero(drafting),
+        judged=judged,
+        judged_rows=judged_rows.astype(np.int64),
+        logit_index=logit_index.astype(np.int64),
+        num_drafts=n[judged],
+    )
+
+
+def sampling_round(target: TargetArrays, schedule: Schedule, table: RowTable) -> SamplingRound | None:
+    """Parameters and uniforms of the judged rows; None when all of them are greedy.
+
+    The token that draft j+1 proposes stands at position root+1+j; so does the next token when j drafts were accepted.
+    """
+    rows = schedule.rows[target.judged]
+    arrays = table.sampling(rows)
+    if not arrays.any_sampled:
+        return None
+    keys = table.key[rows][:, None]
+    positions = table.length[rows][:, None] + np.arange(target.logit_index.shape[1])
+    return SamplingRound(
+        arrays=arrays,
+        draft_uniform=uniforms(keys[: schedule.num_drafting], positions[: schedule.num_drafting, :-1], Role.DRAFT),
+        accept_uniform=uniforms(keys, positions[:, :-1], Role.ACCEPT),
+        next_uniform=uniforms(keys, positions, Role.RESAMPLE),
+    )
+
+
+@dataclass(frozen=True)
+class DeviceSampling:
+    """SamplingRound on the device."""
+
+    tensors: SamplingTensors
+    draft_uniform: torch.Tensor
+    accept_uniform: torch.Tensor
+    next_uniform: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeviceRound:
+    """One round on the device: inputs of the draft loop and of the next target forward.
+
+    Attributes:
+        first, steps: the draft loop (None, () when nobody drafts and no prompt goes on).
+        metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetArrays.
+        sampling: None when all rows are greedy.
+    """
+
+    first: FirstPass | None
+    steps: tuple[CommonAttentionMetadata, ...]
+    metadata: CommonAttentionMetadata
+    token_ids: torch.Tensor
+    draft_places: torch.Tensor
+    draft_sources: torch.Tensor
+    judged_rows: torch.Tensor
+    logit_index: torch.Tensor
+    num_drafts: torch.Tensor
+    sampling: DeviceSampling | None
+
+
+_TARGET_FIELDS = ("token_ids", "draft_places", "draft_sources", "judged_rows", "logit_index", "num_drafts")
+
+
+def send_round(
+    draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None, arena: StagingArena
+) -> DeviceRound:
+    """Send everything in one host-to-device copy and wrap the views."""
+    arrays = batch_arrays("target", target.batch)
+    arrays |= {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
+    if draft is not None:
+        arrays |= _draft_fields(draft)
+    if sampling is not None:
+        arrays |= _sampling_fields(sampling)
+    staged = arena.send(round_bucket(draft, target), arrays)
+    return DeviceRound(
+        first=None if draft is None else _first_pass(draft, staged),
+        steps=() if draft is None else tuple(_step(draft, j, staged) for j in range(len(draft.step_batches))),
+        metadata=from_staged("target", target.batch, staged),
+        **{name: staged[f"target.{name}"] for name in _TARGET_FIELDS},
+        sampling=None if sampling is None else _device_sampling(sampling, staged),
+    )
+
+
+def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
+    arrays = batch_arrays("first", draft.first)
+    arrays["first.token_ids"] = draft.token_ids
+    arrays["first.token_indices"] = draft.kept.token_indices
+    arrays["first.last_row"] = draft.kept.last_row[: draft.num_drafting]
+    if draft.step_batches:
+        pages = [batch.page_indices for batch in draft.step_batches]
+        width = max(map(len, pages))
+        arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
+        arrays["step.block_table"] = draft.first.block_table[: draft.num_drafting]
+        arrays["step.page_indices"] = np.stack([np.pad(p, (0, width - len(p))) for p in pages])
+        arrays["step.seq_lens"] = draft.steps.seq_lens
+        arrays["step.slot_mapping"] = draft.steps.slots
+        arrays["step.positions"] = draft.steps.positions
+    return arrays
+
+
+def _first_pass(draft: DraftArrays, staged: Staged) -> FirstPass:
+    return FirstPass(
+        token_ids=staged["first.token_ids"],
+        token_indices=staged["first.token_indices"],
+        last_row=staged["first.last_row"],
+        metadata=from_staged("first", draft.first, staged),
+    )
+
+
+def _step(draft: DraftArrays, step: int, staged: Staged) -> CommonAttentionMetadata:
+    host = draft.step_batches[step]
+    if checking():
+        host.validate()
+    return CommonAttentionMetadata(
+        host=host,
+        query_start_loc=staged["step.query_start_loc"],
+        block_table=staged["step.block_table"],
+        seq_lens=staged["step.seq_lens"][step],
+        slot_mapping=staged["step.slot_mapping"][step],
+        positions=staged["step.positions"][step],
+        page_indices=staged["step.page_indices"][step, : len(host.page_indices)],
+        staged=staged,
+    )
+
+
+def _sampling_fields(sampling: SamplingRound) -> dict[str, np.ndarray]:
+    s = sampling.arrays
+    arrays = {"temperature": s.temperature, "top_k": s.top_k, "top_p": s.top_p, "min_p": s.min_p}
+    arrays |= {"draft_uniform": sampling.draft_uniform, "accept_uniform": sampling.accept_uniform}
+    arrays["next_uniform"] = sampling.next_uniform
+    return {f"sampling.{name}": array for name, array in arrays.items()}
+
+
+def _device_sampling(sampling: SamplingRound, staged: Staged) -> DeviceSampling:
+    names = ("temperature", "top_k", "top_p", "min_p")
+    return DeviceSampling(
+        tensors=SamplingTensors(sampling.arrays.filters, *(staged[f"sampling.{name}"] for name in names)),
+        draft_uniform=staged["sampling.draft_uniform"],
+        accept_uniform=staged["sampling.accept_uniform"],
+        next_uniform=staged["sampling.next_uniform"],
+    )
