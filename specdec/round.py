@@ -220,15 +220,21 @@ def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
     arrays["first.token_indices"] = draft.kept.token_indices
     arrays["first.last_row"] = draft.kept.last_row[: draft.num_drafting]
     if draft.step_batches:
-        pages = [batch.page_indices for batch in draft.step_batches]
-        width = max(map(len, pages))
         arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
         arrays["step.block_table"] = draft.first.block_table[: draft.num_drafting]
-        arrays["step.page_indices"] = np.stack([np.pad(p, (0, width - len(p))) for p in pages])
+        arrays["step.page_indices"] = _stack_ragged([batch.page_indices for batch in draft.step_batches])
         arrays["step.seq_lens"] = draft.steps.seq_lens
         arrays["step.slot_mapping"] = draft.steps.slots
         arrays["step.positions"] = draft.steps.positions
     return arrays
+
+
+def _stack_ragged(arrays: list[np.ndarray]) -> np.ndarray:
+    """Stack 1-D int32 arrays of unequal lengths, zeros behind the shorter ones."""
+    stacked = np.zeros((len(arrays), max(map(len, arrays))), np.int32)
+    for row, array in zip(stacked, arrays, strict=True):
+        row[: len(array)] = array
+    return stacked
 
 
 def _first_pass(draft: DraftArrays, staged: Staged) -> FirstPass:
