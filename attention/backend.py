@@ -24,6 +24,8 @@ class PlanKey:
             (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
         softcap: logits become softcap·tanh(logits/softcap), or None.
         has_sinks: a learned logit per query head joins the softmax's denominator.
+        value_in_key: a value is the first head_dim_v columns of its key (latent attention, see attention/mla.py):
+            the cache keeps keys only.
     """
 
     num_q_heads: int
@@ -34,6 +36,7 @@ class PlanKey:
     window: int | None = None
     softcap: float | None = None
     has_sinks: bool = False
+    value_in_key: bool = False
 
 
 class AttentionMetadataBuilder(Protocol):
@@ -66,7 +69,7 @@ class AttentionBackend(Protocol):
 
         Args:
             plan: what this backend's builder returned for `metadata`.
-            query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv].
+            query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv] (not read when value_in_key).
             layer_kv: the layer's cache tensors.
             sinks: [Hq] or None.
 

@@ -7,7 +7,7 @@ raises when it is called outside a forward of ours instead of attending without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +17,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from attention.backend import PlanKey
 from attention.errors import UnsupportedAttentionError
-from attention.runner import GroupRunner, PlannedBatch
+from attention.mla import LatentAttention, latent_attention, unexpanded
 
 ATTENTION_NAME = "specdec"
 _PROBE_NAME = "specdec_probe"
@@ -47,48 +47,64 @@ _KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention module asked of the interface during the probe pass."""
+    """What one attention module asked of the interface during the probe pass.
+
+    Attributes:
+        module: the attention module.
+        plan_key: what it needs of a kernel, in absorbed form where it has one.
+        latent: its absorbed form, or None.
+    """
 
     module: torch.nn.Module
     plan_key: PlanKey
+    latent: LatentAttention | None
+
+
+LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 
 class AttentionPort:
-    """Connects a model's attention modules to a GroupRunner while a forward of ours runs."""
+    """Connects a model's attention modules to attention of ours while a forward of ours runs."""
 
-    def __init__(self, model: PreTrainedModel, calls: tuple[AttentionCall, ...], runner: GroupRunner) -> None:
+    def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
         AttentionInterface.register(ATTENTION_NAME, specdec_attention)
-        self._runner = runner
-        self._planned: PlannedBatch | None = None
-        self._configs = _attention_configs(model)
+        self._attend: LayerAttend | None = None
+        self._configs = _attention_configs(root)
+        self._latent = [call.latent for call in calls]
         for index, call in enumerate(calls):
             call.module._specdec_layer = (self, index)  # type: ignore[assignment]
 
     @contextmanager
-    def using(self, planned: PlannedBatch) -> Iterator[None]:
-        """Route the model's attention through `planned` for the duration of one forward."""
-        self._planned = planned
+    def using(self, attend: LayerAttend) -> Iterator[None]:
+        """Route the modules' attention through `attend` for the duration of one forward."""
+        self._attend = attend
+        latent = [layer for layer in self._latent if layer is not None]
         try:
-            with attention_implementation(self._configs, ATTENTION_NAME):
+            with attention_implementation(self._configs, ATTENTION_NAME), unexpanded(latent):
                 yield
         finally:
-            self._planned = None
+            self._attend = None
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """query [1, Hq, T, Dk], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, Dv].
+        """query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head].
 
         Raises:
             UnsupportedAttentionError: no forward of ours is running.
         """
-        if self._planned is None:
+        if self._attend is None:
             raise UnsupportedAttentionError(
                 f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
                 "model.set_attn_implementation('sdpa')"
             )
-        q, k, v = (states[0].transpose(0, 1) for states in (query, key, value))
-        return self._runner.attend(self._planned, layer, q, k, v, sinks)[None]
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        latent = self._latent[layer]
+        if latent is None:
+            return self._attend(layer, query[0].transpose(0, 1), k, v, sinks)[None]
+        attended = self._attend(layer, latent.absorb_query(query[0]), k, v, sinks)
+        return latent.project_output(attended)[None]
 
 
 def specdec_attention(
@@ -149,7 +165,8 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionC
         _refuse_unknown(module, attention_mask, kwargs)
         if any(call.module is module for call in calls):
             raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
-        calls.append(AttentionCall(module, _plan_key(query, key, value, kwargs)))
+        plan_key, latent = _plan_key(query, key, value, kwargs), latent_attention(module)
+        calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE_NAME, record)
@@ -160,10 +177,10 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionC
     return tuple(calls), int(logits.shape[-1])
 
 
-def _attention_configs(model: PreTrainedModel) -> tuple[Any, ...]:
+def _attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:
     """Every distinct config object that a submodule reads its attention implementation from."""
     configs: dict[int, Any] = {}
-    for module in model.modules():
+    for module in root.modules():
         config = getattr(module, "config", None)
         if config is not None and hasattr(config, "_attn_implementation_internal"):
             configs[id(config)] = config

@@ -33,16 +33,20 @@ class CacheGroup:
 
 @dataclass(frozen=True)
 class LayerKV:
-    """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv]."""
+    """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv].
+
+    `values` is a view of `keys` when `value_in_key` (latent attention): there is one tensor only.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
     layout: KVLayout
+    value_in_key: bool = False
 
 
 def bytes_per_token(plan_keys: tuple[PlanKey, ...], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers."""
-    elements = sum(k.num_kv_heads * (k.head_dim_k + k.head_dim_v) for k in plan_keys)
+    elements = sum(k.num_kv_heads * (k.head_dim_k + (0 if k.value_in_key else k.head_dim_v)) for k in plan_keys)
     return elements * dtype.itemsize
 
 
@@ -56,10 +60,12 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
         return torch.zeros((group.num_pages, *inner, dim), dtype=dtype, device=device)
 
-    return tuple(
-        LayerKV(tensor(k.num_kv_heads, k.head_dim_k), tensor(k.num_kv_heads, k.head_dim_v), group.layout)
-        for k in group.plan_keys
-    )
+    def layer(k: PlanKey) -> LayerKV:
+        keys = tensor(k.num_kv_heads, k.head_dim_k)
+        values = keys[..., : k.head_dim_v] if k.value_in_key else tensor(k.num_kv_heads, k.head_dim_v)
+        return LayerKV(keys, values, group.layout, k.value_in_key)
+
+    return tuple(layer(k) for k in group.plan_keys)
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
@@ -71,7 +77,8 @@ def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
 
 def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64, in place."""
-    for pages, states in ((layer.keys, key), (layer.values, value)):
+    both = ((layer.keys, key), (layer.values, value))
+    for pages, states in both[:1] if layer.value_in_key else both:
         if layer.layout == "NHD":
             slots_view(pages, "NHD").index_copy_(0, slot_mapping, states.to(pages.dtype))
         else:

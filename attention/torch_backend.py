@@ -113,7 +113,7 @@ def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarra
 
 
 class TorchBackend:
-    """Reference attention: GQA, sliding window, softcap, sinks, Dk != Dv, NHD and HND pages."""
+    """Reference attention: GQA, sliding window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND pages."""
 
     name = "torch"
 
@@ -167,7 +167,10 @@ def _attend_segment(
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
     k = gather(layer_kv.keys, segment.slots, layer_kv.layout).view(rows, num_keys, heads, -1).transpose(1, 2)
-    v = gather(layer_kv.values, segment.slots, layer_kv.layout).view(rows, num_keys, heads, -1).transpose(1, 2)
+    if key.value_in_key:
+        v = k[..., : key.head_dim_v]
+    else:
+        v = gather(layer_kv.values, segment.slots, layer_kv.layout).view(rows, num_keys, heads, -1).transpose(1, 2)
     out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
     return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class Target:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
-        self._port = AttentionPort(probed.model, probed.calls, runner)
+        self._port = AttentionPort(probed.model, probed.calls)
         self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
 
     def forward(self, token_ids: torch.Tensor, planned: PlannedBatch, judged_rows: torch.Tensor) -> TargetOutput:
@@ -144,7 +145,7 @@ class Target:
             token_ids: [T] int64; planned: the batch's attention, positions included.
             judged_rows: [R] int64 token rows whose logits are wanted.
         """
-        with self._port.using(planned):
+        with self._port.using(partial(self.runner.attend, planned)):
             output = self.hf_model(
                 input_ids=token_ids[None],
                 position_ids=planned.metadata.positions[None],
