@@ -1,0 +1,169 @@
+"""Checkpoint folders: find one, list its tensors without loading them, load some of them."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from drafters.errors import HeadLoadError
+
+_ALLOW = ["*.json", "*.safetensors", "pytorch_model.bin"]
+_PICKLED = "pytorch_model.bin"
+
+
+def locate(path: str | Path) -> Path:
+    """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
+
+    Raises:
+        HeadLoadError: neither a folder nor a name that the hub (or its local cache) knows.
+    """
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise HeadLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
+    if len(folder.parts) > 2 or str(path).startswith((".", "/", "~")):
+        raise HeadLoadError(f"there is no folder {path}")
+    return _download(str(path))
+
+
+def _download(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=_ALLOW))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise HeadLoadError(
+            f"there is no folder {name}, and the Hugging Face hub gave no model of that name: {error}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where one tensor lies and what it is."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class CheckpointFolder:
+    """A folder with config.json and weights in safetensors (one file or an index) or pytorch_model.bin.
+
+    Attributes:
+        path: the folder.
+        config: config.json as read.
+        tensors: every tensor by its name in the files.
+    """
+
+    path: Path
+    config: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+    def load(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Load tensors on CPU in their stored dtype; every file is opened once.
+
+        Raises:
+            HeadLoadError: a name is not in the folder, or a file cannot be read.
+        """
+        by_file: dict[Path, list[str]] = {}
+        for name in names:
+            if name not in self.tensors:
+                raise HeadLoadError(f"{self.path} has no tensor {name}")
+            by_file.setdefault(self.tensors[name].file, []).append(name)
+        loaded: dict[str, torch.Tensor] = {}
+        for file, wanted in by_file.items():
+            loaded |= _load_file(file, wanted)
+        return loaded
+
+
+def open_folder(path: str | Path) -> CheckpointFolder:
+    """Read config.json and the list of tensors of a checkpoint (see `locate` for what `path` may be).
+
+    Preferred is model.safetensors.index.json, then model.safetensors, then pytorch_model.bin (tensors only, no code).
+
+    Raises:
+        HeadLoadError: folder, config.json or weights are missing or unreadable.
+    """
+    folder = locate(path)
+    config = read_json(folder / "config.json")
+    tensors: dict[str, TensorInfo] = {}
+    for file in _weight_files(folder):
+        for name, info in _list_file(file).items():
+            if name in tensors:
+                raise HeadLoadError(f"tensor {name} is in {tensors[name].file.name} and again in {file.name}")
+            tensors[name] = info
+    return CheckpointFolder(folder, config, tensors)
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        HeadLoadError: the file is missing, is no JSON or no object.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise HeadLoadError(f"{file.parent} has no {file.name}") from error
+    except (OSError, ValueError) as error:
+        raise HeadLoadError(f"{file} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise HeadLoadError(f"{file} must hold a JSON object, not a {type(content).__name__}")
+    return content
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return _indexed_files(folder, read_json(index))
+    for name in ("model.safetensors", _PICKLED):
+        if (folder / name).exists():
+            return [folder / name]
+    raise HeadLoadError(f"{folder} has no weights: looked for model.safetensors (or its index) and {_PICKLED}")
+
+
+def _indexed_files(folder: Path, index: dict[str, Any]) -> list[Path]:
+    names = sorted(set(index.get("weight_map", {}).values()))
+    missing = [name for name in names if not (folder / name).exists()]
+    if missing or not names:
+        raise HeadLoadError(f"{folder}: its safetensors index names {names}, missing are {missing}")
+    return [folder / name for name in names]
+
+
+def _list_file(file: Path) -> dict[str, TensorInfo]:
+    if file.name == _PICKLED:
+        return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in _unpickle(file).items()}
+    try:
+        with safe_open(file, framework="pt") as weights:
+            slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
+            return {name: TensorInfo(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
+    except (OSError, SafetensorError) as error:
+        raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
+
+
+def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
+    if file.name == _PICKLED:
+        weights = _unpickle(file)
+        return {name: weights[name] for name in names}
+    with safe_open(file, framework="pt", device="cpu") as weights:
+        return {name: weights.get_tensor(name) for name in names}
+
+
+def _unpickle(file: Path) -> dict[str, torch.Tensor]:
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error
+    if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        raise HeadLoadError(f"{file} must hold a plain dictionary of tensors")
+    return weights
