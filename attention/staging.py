@@ -101,7 +101,7 @@ class StagingArena:
         self._remote = torch.zeros(self._capacity, dtype=torch.uint8, device=device) if self._on_cuda else None
         self._events = [torch.cuda.Event() for _ in range(_RING)] if self._on_cuda else []
         self._layouts: dict[Bucket, ArenaLayout] = {}
-        self._views: dict[tuple[Bucket, int], dict[str, tuple[np.ndarray, torch.Tensor]]] = {}
+        self._windows: dict[tuple[Bucket, int], _Windows] = {}
         self.generation = 0
 
     @property
@@ -122,14 +122,11 @@ class StagingArena:
         slot = self.generation % _RING
         if self._on_cuda:
             self._events[slot].synchronize()
-        views = self._views_of(bucket, slot)
+        windows = self._windows_of(bucket, slot)
         device_views = {}
         for name, array in arrays.items():
-            host, remote = views[name]
-            window = tuple(slice(0, n) for n in array.shape)
-            self._check_fits(name, array, host)
-            host[window] = array
-            device_views[name] = remote[window]
+            host, device_views[name] = windows.get(name, array.shape)
+            host[...] = array
         if self._remote is not None:
             nbytes = self._layouts[bucket].nbytes
             self._remote[:nbytes].copy_(self._host[slot][:nbytes], non_blocking=True)
@@ -137,19 +134,15 @@ class StagingArena:
         self.generation += 1
         return Staged(device_views, self.generation, self)
 
-    def _check_fits(self, name: str, array: np.ndarray, host: np.ndarray) -> None:
-        if array.ndim != host.ndim or any(a > h for a, h in zip(array.shape, host.shape, strict=True)):
-            raise InvalidInputError(f"field {name}: array {array.shape} does not fit the bucket's {host.shape}")
-
-    def _views_of(self, bucket: Bucket, slot: int) -> dict[str, tuple[np.ndarray, torch.Tensor]]:
-        if (bucket, slot) not in self._views:
+    def _windows_of(self, bucket: Bucket, slot: int) -> _Windows:
+        if (bucket, slot) not in self._windows:
             layout = self._layouts.setdefault(bucket, layout_of(list(self._fields.values()), bucket))
             if layout.nbytes > self._capacity:
                 raise InvalidInputError(
                     f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {self._capacity}"
                 )
-            self._views[bucket, slot] = {name: self._view(name, layout, slot) for name in self._fields}
-        return self._views[bucket, slot]
+            self._windows[bucket, slot] = _Windows({name: self._view(name, layout, slot) for name in self._fields})
+        return self._windows[bucket, slot]
 
     def _view(self, name: str, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, torch.Tensor]:
         dtype, shape, start = np.dtype(self._fields[name].dtype), layout.shapes[name], layout.offsets[name]
@@ -159,3 +152,29 @@ class StagingArena:
             return host, torch.from_numpy(host)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
         return host, self._remote[start:stop].view(torch_dtype).view(shape)
+
+
+class _Windows:
+    """Windows of one bucket's fields, host and device side. Remembered: making a view costs more than the copy."""
+
+    _MOST = 4096
+
+    def __init__(self, whole: Mapping[str, tuple[np.ndarray, torch.Tensor]]) -> None:
+        self._whole = whole
+        self._made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, torch.Tensor]] = {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
+        """Views of `shape` of field `name`. Raises InvalidInputError when the field is smaller."""
+        found = self._made.get((name, shape))
+        if found is None:
+            if len(self._made) >= self._MOST:
+                self._made.clear()
+            found = self._made[name, shape] = self._make(name, shape)
+        return found
+
+    def _make(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
+        host, remote = self._whole[name]
+        if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):
+            raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
+        window = tuple(slice(0, n) for n in shape)
+        return host[window], remote[window]

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from specdec.sampling import SamplingParams
-from specdec.stats import RequestStats, RoundRecord
+from specdec.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.text import StopFinder, TextStream
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -33,6 +33,11 @@ class Completion:
     finish_reason: FinishReason
     stats: RequestStats
     drafts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def pooled(self) -> AcceptanceStats:
+        """Acceptance over this request's rounds."""
+        return pool(self.stats.rounds)
 
 
 @dataclass(frozen=True)

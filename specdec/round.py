@@ -222,11 +222,22 @@ def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
     if draft.step_batches:
         arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
         arrays["step.block_table"] = draft.first.block_table[: draft.num_drafting]
-        arrays["step.page_indices"] = _stack_ragged([batch.page_indices for batch in draft.step_batches])
+        arrays["step.page_indices"] = _stack_ragged(_step_pages(draft))
         arrays["step.seq_lens"] = draft.steps.seq_lens
         arrays["step.slot_mapping"] = draft.steps.slots
         arrays["step.positions"] = draft.steps.positions
     return arrays
+
+
+def _step_pages(draft: DraftArrays) -> list[np.ndarray]:
+    """Page lists of the steps; a step in which no row enters a new page shares the list of the step before."""
+    pages: list[np.ndarray] = []
+    counts: np.ndarray | None = None
+    for batch in draft.step_batches:
+        same = counts is not None and np.array_equal(counts, batch.page_counts)
+        counts = batch.page_counts
+        pages.append(pages[-1] if same else batch.page_indices)
+    return pages
 
 
 def _stack_ragged(arrays: list[np.ndarray]) -> np.ndarray:
@@ -257,7 +268,7 @@ def _step(draft: DraftArrays, step: int, staged: Staged) -> CommonAttentionMetad
         seq_lens=staged["step.seq_lens"][step],
         slot_mapping=staged["step.slot_mapping"][step],
         positions=staged["step.positions"][step],
-        page_indices=staged["step.page_indices"][step, : len(host.page_indices)],
+        page_indices=staged["step.page_indices"][step, : int(host.page_counts.sum())],
         staged=staged,
     )
 

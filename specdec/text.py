@@ -15,8 +15,8 @@ class Tokenizer(Protocol):
 class TextStream:
     """Decodes new tokens as they come, in complete characters; holds back what may become a stop string.
 
-    Source: huggingface/text-generation-inference, server/text_generation_server/models/model.py (decode_token): decode a
-    short tail twice, emit the difference once it ends in a complete character.
+    Source: huggingface/text-generation-inference, server/text_generation_server/models/model.py (decode_token): decode
+    a short tail twice, emit the difference once it ends in a complete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:

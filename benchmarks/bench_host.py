@@ -1,0 +1,116 @@
+"""Host time of a round's preparation: every numpy array of the draft loop and the next verification, and their packing.
+
+    python benchmarks/bench_host.py [--out benchmarks/results/host.json]
+
+Ends in one JSON line with versions and commit. Runs on CPU; the transfer itself is not part of it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+
+from attention.pages import BlockTables
+from attention.staging import StagingArena
+from specdec.config import EngineConfig
+from specdec.fields import largest_bucket, round_fields
+from specdec.round import Verified, draft_arrays, sampling_round, send_round, target_arrays
+from specdec.rows import RowTable
+from specdec.sampling import SamplingParams
+from specdec.scheduler import Schedule
+
+PAGE_SIZE = 16
+CONTEXT = 1024
+
+
+@dataclass(frozen=True)
+class State:
+    """A running batch between commit and launch: B rows of about 1,024 tokens, each with K drafts to come."""
+
+    schedule: Schedule
+    verified: Verified
+    table: RowTable
+    target_pages: BlockTables
+    head_pages: BlockTables
+    arena: StagingArena
+
+
+def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
+    """A steady-state decoding batch with random lengths and acceptances."""
+    rng = np.random.default_rng(seed)
+    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, rows * (num_drafts + 1), PAGE_SIZE, rows * 2 * CONTEXT // PAGE_SIZE + 1)
+    table = RowTable(rows, config.max_model_len)
+    lengths = rng.integers(CONTEXT - 256, CONTEXT, rows)
+    for length in lengths:
+        table.open(rng.integers(0, 1000, length), config.max_model_len, num_drafts, 1, SamplingParams())
+    order = np.arange(rows)[::-1].copy()
+    accepted = rng.integers(0, num_drafts + 1, rows)
+    table.computed[:] = table.length - 1
+    table.mark_batch(order)
+    pages = [BlockTables(config.num_pages, rows, config.max_model_len, PAGE_SIZE) for _ in range(2)]
+    for tables in pages:
+        tables.resize(order.tolist(), (table.length[order] + num_drafts).tolist())
+    full = np.full(rows, num_drafts)
+    verified = Verified(np.arange(rows + 1) * (num_drafts + 1), order, full, accepted)
+    schedule = Schedule(order, np.ones(rows, np.int64), full)
+    arena = StagingArena(round_fields(), largest_bucket(config), torch.device("cpu"))
+    return State(schedule, verified, table, pages[0], pages[1], arena)
+
+
+def prepare(state: State) -> None:
+    """One round's preparation, as `Engine._launch` does it."""
+    width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
+    head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
+    draft = draft_arrays(state.verified, state.schedule, state.table, head, PAGE_SIZE)
+    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
+    send_round(draft, target, sampling_round(target, state.schedule, state.table), state.arena)
+
+
+def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:
+    """p50 and p99 of one preparation in microseconds."""
+    state = make_state(rows, num_drafts)
+    times = []
+    for _ in range(rounds + 20):
+        start = time.perf_counter_ns()
+        prepare(state)
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    p50, p99 = np.percentile(times[20:], [50, 99])
+    return {"rows": rows, "num_speculative_tokens": num_drafts, "p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+
+
+@click.command()
+@click.option("--rounds", default=500, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
+def main(rounds: int, out: Path | None) -> None:
+    """Measure B = 1, 8, 64, 256 and K = 3, 5."""
+    results = [measure(rows, drafts, rounds) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
+    for r in results:
+        click.echo(f"K={r['num_speculative_tokens']} B={r['rows']:>3}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    document = {
+        "benchmark": "host",
+        "results": results,
+        "context": CONTEXT,
+        "page_size": PAGE_SIZE,
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "commit": commit.stdout.strip() or None,
+    }
+    line = json.dumps(document)
+    click.echo(line)
+    if out is not None:
+        out.write_text(line + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""Command-line options that several commands share. Imports nothing heavy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from specdec.model import SpeculativeModel
+
+DEFAULT_MODEL = "gsm-llama"
+_Command = TypeVar("_Command", bound=Callable[..., Any])
+
+_MODEL_OPTIONS = (
+    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
+    click.option("--draft", default="auto", show_default=True, help="Folder or hub name; auto = built-in; none."),
+    click.option(
+        "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
+    ),
+    click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
+    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
+    click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),
+    click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
+    click.option(
+        "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
+    ),
+)
+
+
+def model_options(command: _Command) -> _Command:
+    """Add the options that say which model to load, and how."""
+    for option in reversed(_MODEL_OPTIONS):
+        command = option(command)
+    return command
+
+
+def load_model(
+    model: str,
+    draft: str,
+    num_speculative_tokens: int | None,
+    backend: str,
+    dtype: str,
+    device: str | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+) -> SpeculativeModel:
+    """Load what the options of `model_options` say."""
+    from specdec.loading import has_builtin_head
+    from specdec.model import SpeculativeModel
+
+    auto_without_head = draft == "auto" and not has_builtin_head(model)
+    return SpeculativeModel.from_pretrained(
+        model,
+        draft=None if draft == "none" or auto_without_head else draft,
+        num_speculative_tokens=num_speculative_tokens,
+        backend=backend,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+    )
