@@ -207,7 +207,7 @@ def send_round(
     staged = arena.send(round_bucket(draft, target), arrays)
     return DeviceRound(
         first=None if draft is None else _first_pass(draft, staged),
-        steps=() if draft is None else tuple(_step(draft, j, staged) for j in range(len(draft.step_batches))),
+        steps=() if draft is None else _steps(draft, staged),
         metadata=from_staged("target", target.batch, staged),
         **{name: staged[f"target.{name}"] for name in _TARGET_FIELDS},
         sampling=None if sampling is None else _device_sampling(sampling, staged),
@@ -223,6 +223,8 @@ def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
         arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
         arrays["step.block_table"] = draft.first.block_table[: draft.num_drafting]
         arrays["step.page_indices"] = _stack_ragged(_step_pages(draft))
+        arrays["step.page_indptr"] = np.stack([batch.page_indptr for batch in draft.step_batches])
+        arrays["step.last_page_len"] = np.stack([batch.last_page_len for batch in draft.step_batches])
         arrays["step.seq_lens"] = draft.steps.seq_lens
         arrays["step.slot_mapping"] = draft.steps.slots
         arrays["step.positions"] = draft.steps.positions
@@ -230,14 +232,14 @@ def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
 
 
 def _step_pages(draft: DraftArrays) -> list[np.ndarray]:
-    """Page lists of the steps; a step in which no row enters a new page shares the list of the step before."""
-    pages: list[np.ndarray] = []
-    counts: np.ndarray | None = None
-    for batch in draft.step_batches:
-        same = counts is not None and np.array_equal(counts, batch.page_counts)
-        counts = batch.page_counts
-        pages.append(pages[-1] if same else batch.page_indices)
-    return pages
+    """Page lists of the steps. While all rows go on, an earlier list is the last without the pages entered since."""
+    batches = draft.step_batches
+    last = batches[-1]
+    if not draft.steps.active.all():
+        return [batch.page_indices for batch in batches]
+    ends = np.cumsum(last.page_counts)
+    entered = [ends[batch.page_counts < last.page_counts] - 1 for batch in batches]
+    return [np.delete(last.page_indices, places) if len(places) else last.page_indices for places in entered]
 
 
 def _stack_ragged(arrays: list[np.ndarray]) -> np.ndarray:
@@ -257,18 +259,30 @@ def _first_pass(draft: DraftArrays, staged: Staged) -> FirstPass:
     )
 
 
-def _step(draft: DraftArrays, step: int, staged: Staged) -> CommonAttentionMetadata:
-    host = draft.step_batches[step]
+def _steps(draft: DraftArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+    """Metadata of every draft step; what does not change from step to step is one view."""
+    if not draft.step_batches:
+        return ()
+    names = ("seq_lens", "slot_mapping", "positions", "page_indices")
+    per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in names), strict=True)
+    shared = (staged["step.query_start_loc"], staged["step.block_table"])
+    return tuple(_step(host, staged, shared, views) for host, views in zip(draft.step_batches, per_step, strict=True))
+
+
+def _step(
+    host: HostBatch, staged: Staged, shared: tuple[torch.Tensor, torch.Tensor], views: tuple[torch.Tensor, ...]
+) -> CommonAttentionMetadata:
     if checking():
         host.validate()
+    seq_lens, slot_mapping, positions, page_indices = views
     return CommonAttentionMetadata(
         host=host,
-        query_start_loc=staged["step.query_start_loc"],
-        block_table=staged["step.block_table"],
-        seq_lens=staged["step.seq_lens"][step],
-        slot_mapping=staged["step.slot_mapping"][step],
-        positions=staged["step.positions"][step],
-        page_indices=staged["step.page_indices"][step, : int(host.page_counts.sum())],
+        query_start_loc=shared[0],
+        block_table=shared[1],
+        seq_lens=seq_lens,
+        slot_mapping=slot_mapping,
+        positions=positions,
+        page_indices=page_indices[: int(host.page_counts.sum())],
         staged=staged,
     )
 
