@@ -51,8 +51,12 @@ class AttentionBackend(Protocol):
 
     name: str
 
-    def builder(self, group: CacheGroup, key: PlanKey) -> AttentionMetadataBuilder:
-        """Return a builder. Raises UnsupportedAttentionError when the variant is not offered."""
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> AttentionMetadataBuilder:
+        """Return a builder for queries and cache of `dtype`.
+
+        Raises:
+            UnsupportedAttentionError: the variant is not offered.
+        """
 
     def run(
         self,

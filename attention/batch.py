@@ -60,6 +60,16 @@ class HostBatch:
         """[sum(page_counts)] int32, the rows' pages, concatenated (FlashInfer's kv_indices)."""
         return flat_pages(self.block_table, self.page_counts)
 
+    @cached_property
+    def page_indptr(self) -> np.ndarray:
+        """[B+1] int32, row i's pages are page_indices[page_indptr[i] : page_indptr[i+1]]."""
+        return np.concatenate([[0], np.cumsum(self.page_counts)]).astype(np.int32)
+
+    @cached_property
+    def last_page_len(self) -> np.ndarray:
+        """[B] int32, keys on each row's last page, 1 … page_size."""
+        return (self.seq_lens - 1) % self.page_size + 1
+
     def validate(self) -> None:
         """Check the arrays against each other.
 

@@ -18,6 +18,8 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
     ("slot_mapping", np.int64, ("tokens",)),
     ("positions", np.int64, ("tokens",)),
     ("page_indices", np.int32, ("rows_times_pages",)),
+    ("page_indptr", np.int32, ("rows_plus_1",)),
+    ("last_page_len", np.int32, ("rows",)),
 )
 """Arrays of a HostBatch that travel to the device: name, dtype, symbolic dimensions."""
 
@@ -32,6 +34,7 @@ class CommonAttentionMetadata:
         host: the numpy side.
         query_start_loc: [B+1] int32; seq_lens: [B] int32; block_table: [B, P] int32.
         slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
+        page_indptr: [B+1] int32; last_page_len: [B] int32.
         staged: the transfer they came with (for the staleness check).
         causal: every token sees the keys up to its own position.
     """
@@ -43,6 +46,8 @@ class CommonAttentionMetadata:
     slot_mapping: torch.Tensor
     positions: torch.Tensor
     page_indices: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_len: torch.Tensor
     staged: Staged
     causal: bool = True
 

@@ -27,7 +27,7 @@ class GroupRunner:
         """Raises UnsupportedAttentionError when the backend lacks a variant of the group; nothing is allocated then."""
         self.group = group
         self._backend = backend
-        self._builders = {key: backend.builder(group, key) for key in dict.fromkeys(group.plan_keys)}
+        self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.plan_keys)}
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:

@@ -120,8 +120,8 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def builder(self, group: CacheGroup, key: PlanKey) -> TorchBuilder:
-        """A builder for `key`.
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> TorchBuilder:
+        """A builder for `key`, any floating dtype.
 
         Raises:
             UnsupportedAttentionError: Hq is not a multiple of Hkv.

@@ -23,6 +23,8 @@ def round_fields() -> list[Field]:
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
         Field("step.block_table", np.int32, ("first.rows", "first.pages")),
         Field("step.page_indices", np.int32, ("drafts", "first.rows_times_pages")),
+        Field("step.page_indptr", np.int32, ("drafts", "first.rows_plus_1")),
+        Field("step.last_page_len", np.int32, ("drafts", "first.rows")),
         Field("step.seq_lens", np.int32, ("drafts", "first.rows")),
         Field("step.slot_mapping", np.int64, ("drafts", "first.rows")),
         Field("step.positions", np.int64, ("drafts", "first.rows")),

@@ -263,7 +263,7 @@ def _steps(draft: DraftArrays, staged: Staged) -> tuple[CommonAttentionMetadata,
     """Metadata of every draft step; what does not change from step to step is one view."""
     if not draft.step_batches:
         return ()
-    names = ("seq_lens", "slot_mapping", "positions", "page_indices")
+    names = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
     per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in names), strict=True)
     shared = (staged["step.query_start_loc"], staged["step.block_table"])
     return tuple(_step(host, staged, shared, views) for host, views in zip(draft.step_batches, per_step, strict=True))
@@ -274,7 +274,7 @@ def _step(
 ) -> CommonAttentionMetadata:
     if checking():
         host.validate()
-    seq_lens, slot_mapping, positions, page_indices = views
+    seq_lens, slot_mapping, positions, page_indices, page_indptr, last_page_len = views
     return CommonAttentionMetadata(
         host=host,
         query_start_loc=shared[0],
@@ -283,6 +283,8 @@ def _step(
         slot_mapping=slot_mapping,
         positions=positions,
         page_indices=page_indices[: int(host.page_counts.sum())],
+        page_indptr=page_indptr,
+        last_page_len=last_page_len,
         staged=staged,
     )
 
