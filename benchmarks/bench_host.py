@@ -46,7 +46,8 @@ class State:
 def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
     """A steady-state decoding batch with random lengths and acceptances."""
     rng = np.random.default_rng(seed)
-    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, rows * (num_drafts + 1), PAGE_SIZE, rows * 2 * CONTEXT // PAGE_SIZE + 1)
+    num_pages = rows * 2 * CONTEXT // PAGE_SIZE + 1
+    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, rows * (num_drafts + 1), PAGE_SIZE, num_pages)
     table = RowTable(rows, config.max_model_len)
     lengths = rng.integers(CONTEXT - 256, CONTEXT, rows)
     for length in lengths:
@@ -82,8 +83,8 @@ def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:
         start = time.perf_counter_ns()
         prepare(state)
         times.append((time.perf_counter_ns() - start) / 1e3)
-    p50, p99 = np.percentile(times[20:], [50, 99])
-    return {"rows": rows, "num_speculative_tokens": num_drafts, "p50_us": round(float(p50), 1), "p99_us": round(float(p99), 1)}
+    p50, p99 = (round(float(p), 1) for p in np.percentile(times[20:], [50, 99]))
+    return {"rows": rows, "num_speculative_tokens": num_drafts, "p50_us": p50, "p99_us": p99}
 
 
 @click.command()
@@ -93,7 +94,8 @@ def main(rounds: int, out: Path | None) -> None:
     """Measure B = 1, 8, 64, 256 and K = 3, 5."""
     results = [measure(rows, drafts, rounds) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
     for r in results:
-        click.echo(f"K={r['num_speculative_tokens']} B={r['rows']:>3}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
+        size = f"K={r['num_speculative_tokens']} B={r['rows']:>3}"
+        click.echo(f"{size}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     document = {
         "benchmark": "host",

@@ -15,8 +15,8 @@ PROBLEMS = (
     "Priya has 14 seashells. She finds 23 more on the beach and gives 9 to her cousin. How many seashells does Priya "
     "have now?",
     "A gardener plants 6 rows of tulips with 8 tulips in each row. Rabbits eat 11 of them. How many tulips are left?",
-    "A ferry carries 45 passengers on each trip. It makes 4 trips in the morning and 3 trips in the afternoon. How many "
-    "passengers does it carry that day?",
+    "A ferry carries 45 passengers on each trip. It makes 4 trips in the morning and 3 trips in the afternoon. How "
+    "many passengers does it carry that day?",
     "Omar saves $12 every week for 7 weeks. Then he buys a game for $35. How much money does Omar have left?",
     "Lena baked 60 muffins. She kept half of them and shared the rest equally among 5 neighbours. How many muffins did "
     "each neighbour get?",
@@ -43,7 +43,9 @@ def main() -> None:
     console.print(_summary(model, with_head, without))
 
 
-def _stream(console: Console, model: SpeculativeModel, problem: str, chat: object, params: SamplingParams) -> Completion:
+def _stream(
+    console: Console, model: SpeculativeModel, problem: str, chat: object, params: SamplingParams
+) -> Completion:
     console.print(f"\n[bold]{problem}[/bold]")
     for update in model.stream(chat, params):
         sys.stdout.write(update.text)
