@@ -93,7 +93,7 @@ def draft_arrays(
     """
     drafting = schedule.rows[: schedule.num_drafting]
     alive = (table.previous[verified.rows] >= 0) & (table.drafts[verified.rows] > 0)
-    unfinished = alive & (table.computed[verified.rows] < table.length[verified.rows] - 1)
+    unfinished = alive & table.reading(verified.rows)
     order = np.concatenate([table.previous[drafting], np.flatnonzero(unfinished)])
     if not len(order):
         return None

@@ -13,6 +13,7 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the root).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
+        entered [R]: tokens the row entered with (the prompt, and after a preemption what it had emitted).
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R] bool: the model's eos ids end it. temperature, top_k, top_p, min_p [R].
@@ -22,6 +23,7 @@ class RowTable:
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
+        self.entered = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
@@ -39,7 +41,7 @@ class RowTable:
         """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
         row = self._free.pop()
         self.tokens[row, : len(tokens)] = tokens
-        self.length[row], self.computed[row], self.limit[row] = len(tokens), 0, limit
+        self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self.eos[row] = not params.ignore_eos
         for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -55,6 +57,10 @@ class RowTable:
         """Note each row's place in the target batch just launched."""
         self.previous[:] = -1
         self.previous[rows] = np.arange(len(rows))
+
+    def reading(self, rows: np.ndarray) -> np.ndarray:
+        """[R] bool, rows that have not yet emitted a token since they entered: they read chunks and do not draft."""
+        return self.length[rows] == self.entered[rows]
 
     def committed(self, row: int) -> np.ndarray:
         """A copy of the row's committed tokens."""

@@ -93,8 +93,8 @@ class Scheduler:
         allowed = num_drafts_allowed(
             table.drafts[rows], self._config.max_model_len, table.computed[rows], table.limit[rows] - table.length[rows]
         )
-        # Only a row that was in the last batch and now stands at a root has states to draft from.
-        drafts = np.where((pending == 1) & (table.previous[rows] >= 0), allowed, 0)
+        # Only a row that was in the last batch and now stands at a root of its own has states to draft from.
+        drafts = np.where(~table.reading(rows) & (table.previous[rows] >= 0), allowed, 0)
         budget = self._config.max_num_batched_tokens - int((pending == 1).sum() + drafts.sum())
         for i in np.flatnonzero(pending > 1):
             pending[i] = min(int(pending[i]), budget)

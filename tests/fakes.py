@@ -1,0 +1,199 @@
+"""Stand-ins for weights and files: tiny random models, heads that guess right about half of the time, a tokenizer."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import string
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from attention.backend import PlanKey
+from drafters.base import Attend, Head
+
+LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
+VOCAB = len(LETTERS)
+EOS = 63
+
+
+class LetterTokenizer:
+    """One character a token; `EOS` is a special token."""
+
+    chat_template = None
+
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": [LETTERS.index(c) for c in text]}
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        special = "" if skip_special_tokens else "<end>"
+        return "".join(special if t == EOS else LETTERS[t % VOCAB] for t in token_ids)
+
+
+def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
+    """Random weights so large that every part of the model shows in its logits."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.ndim > 1:
+                parameter.copy_(noise * std / parameter.shape[-1] ** 0.5)
+            else:
+                parameter.add_(0.2 * noise)
+
+
+@functools.cache
+def _llama(vocab_size: int, seed: int, context: float) -> LlamaForCausalLM:
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    model = LlamaForCausalLM(config).eval()
+    enlarge(model, seed)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight.mul_(context)
+            layer.mlp.down_proj.weight.mul_(context)
+    return model
+
+
+def tiny_llama(vocab_size: int = VOCAB, seed: int = 0, context: float = 0.03) -> LlamaForCausalLM:
+    """A fresh copy of a random Llama: 4 layers, Hq 4, Hkv 2, D 16. `context` weighs attention against the last token."""
+    return copy.deepcopy(_llama(vocab_size, seed, context))
+
+
+def bigram_logits(model: PreTrainedModel) -> torch.Tensor:
+    """[V, V]: what the model says after each token alone."""
+    vocab = model.get_input_embeddings().weight.shape[0]
+    with torch.no_grad():
+        return model(torch.arange(vocab)[:, None], use_cache=False).logits[:, 0]
+
+
+class TableHead(torch.nn.Module):
+    """A head that knows the target's bigrams, disturbed by what it attends to.
+
+    So it is right about half of the time, and its drafts depend on the true hidden states at every position, through a
+    KV cache of its own. Satisfies `drafters.base.Head`. The block output x is [one-hot token, attention output].
+    """
+
+    def __init__(
+        self, table: torch.Tensor, taps: tuple[int, ...], width: int, disturbance: float, target_ids: torch.Tensor
+    ) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(7)
+        vocab, dim = table.shape[0], 8
+        self.plan_keys = (PlanKey(2, 1, dim, dim, scale=0.2),)
+        self.taps, self.hidden_size, self.draft_vocab_size = taps, vocab + 2 * dim, len(target_ids)
+        self.target_ids, self.table, self.vocab = target_ids, table[:, target_ids], vocab
+
+        def random(*shape: int) -> torch.Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.fuse_weight = random(len(taps) * width, self.hidden_size) / (len(taps) * width) ** 0.5
+        self.qkv = random(self.hidden_size + vocab, 4 * dim) / 4
+        self.mix = random(2 * dim, len(target_ids)) * disturbance
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        return tapped @ self.fuse_weight
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        one_hot = torch.nn.functional.one_hot(token_ids, self.vocab).to(hidden.dtype)  # [T, V]
+        turned = one_hot * torch.cos(positions[:, None] * 0.3).to(hidden.dtype)
+        qkv = torch.cat([turned, hidden], -1) @ self.qkv  # [T, 4·dim]
+        query, key, value = qkv.unflatten(-1, (4, -1)).split((2, 1, 1), dim=1)
+        return torch.cat([one_hot, attend(0, query, key, value).flatten(1)], -1)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, : self.vocab] @ self.table + x[:, self.vocab :] @ self.mix
+
+    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        return self.target_ids[draft_ids]
+
+
+def table_head(
+    model: PreTrainedModel, disturbance: float = 0.4, taps: tuple[int, ...] = (1, 2, 4), known: Iterable[int] = ()
+) -> TableHead:
+    """A TableHead for `model`, on the draft vocabulary `known` (default: the whole)."""
+    table = bigram_logits(model)
+    ids = torch.tensor(sorted(known) or range(table.shape[0]))
+    return TableHead(table, taps, model.config.hidden_size, disturbance, ids)
+
+
+def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None) -> Head:
+    """A random EAGLE-3 head for a tiny Llama."""
+    from drafters.eagle3 import Eagle3Head
+    from drafters.eagle3_spec import Eagle3Spec
+
+    config = model.config
+    vocab = config.vocab_size
+    known = draft_vocab_size or vocab
+    spec = Eagle3Spec(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=48,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        vocab_size=vocab,
+        draft_vocab_size=known,
+        taps=(1, 2, 3),
+    )
+    d2t = None if known == vocab else torch.arange(known) * (vocab // known - 1)
+    head = Eagle3Head(spec, model.get_input_embeddings().weight, d2t=d2t).eval().requires_grad_(False)
+    enlarge(head, seed)
+    return head
+
+
+def wrap(model: PreTrainedModel, draft: Any = None, **options: Any) -> Any:
+    """A SpeculativeModel with small sizes."""
+    from specdec.model import SpeculativeModel
+
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
+    return SpeculativeModel.from_pretrained(model, draft, **{"tokenizer": LetterTokenizer(), **sizes, **options})
+
+
+@functools.cache
+def _hf_greedy(vocab_size: int, seed: int, context: float, prompt: tuple[int, ...], new: int) -> tuple[int, ...]:
+    model = _llama(vocab_size, seed, context)
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        out = model.generate(ids, max_new_tokens=new, do_sample=False, attention_mask=torch.ones_like(ids))
+    return tuple(out[0, len(prompt) :].tolist())
+
+
+def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 0, context: float = 0.03) -> list[int]:
+    """What transformers' own greedy `generate` says of `tiny_llama` with the same arguments."""
+    return list(_hf_greedy(vocab_size, seed, context, tuple(prompt), new))
+
+
+def random_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = VOCAB) -> list[list[int]]:
+    """Random prompts of these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def free_everywhere(wrapped: Any) -> bool:
+    """Whether no request holds a row or a page any more."""
+    engine = wrapped._engine
+    scheduler = engine._scheduler
+    pools = [scheduler.target_pages] + ([scheduler.head_pages] if scheduler.head_pages is not None else [])
+    for pool in pools:
+        pool.validate()
+    empty = all(pool.allocator.num_free == pool.allocator.num_pages - 1 for pool in pools)
+    return empty and scheduler.idle and not engine._requests and engine._table.num_free == engine.config.max_num_seqs
