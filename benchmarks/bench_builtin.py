@@ -4,7 +4,7 @@
 
 Greedy, one run: tau of the head, of prompt lookup, of a bigram table, and of the head with zeroed and with shuffled
 taps; wall time with speculation, without it (the same engine, K = 0), and of transformers' own `generate` with a static
-and with a dynamic cache. Simple drafters are simulated on the target's own tokens: greedy verification makes that exact.
+and with a dynamic cache. Simple drafters are simulated on the target's own tokens; greedy makes that exact.
 """
 
 from __future__ import annotations
