@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -48,7 +49,7 @@ def sweep(ks: Sequence[int]) -> tuple[Arm, ...]:
 
 def settings(plan: Plan, facts: Json) -> Json:
     """What the answers depend on: a run folder belongs to exactly one such value."""
-    return {
+    found = {
         "data": data_facts(plan.data),
         "question_ids": digest([question.id for question in plan.data.questions]),
         "arms": [asdict(arm) for arm in plan.arms],
@@ -57,6 +58,8 @@ def settings(plan: Plan, facts: Json) -> Json:
         "models": {key: model_facts(one) for key, one in facts.items()},
         "versions": versions(),
     }
+    as_json: Json = json.loads(json.dumps(found))
+    return as_json
 
 
 def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:

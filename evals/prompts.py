@@ -17,12 +17,9 @@ NO_TEMPLATE = (
 )
 
 
-def warn_without_template(tokenizer: Any) -> bool:
-    """Whether the tokenizer has a chat template; warns once a call when it has none."""
-    if getattr(tokenizer, "chat_template", None):
-        return True
+def warn_without_template() -> None:
+    """Warn that prompts go out as plain text, and what that costs."""
     warnings.warn(NO_TEMPLATE, SpecdecWarning, stacklevel=2)
-    return False
 
 
 def opening(question: Question, system: str | None) -> list[dict[str, str]]:

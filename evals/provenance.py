@@ -40,8 +40,9 @@ def data_facts(data: DataSet) -> dict[str, Any]:
 
 
 def model_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """A model's facts as they may be published: a folder is reduced to its name."""
+    """A model's facts as they may be published: a folder is reduced to its name, and nothing measured is among them."""
     target = str(facts["target"])
     device = str(facts["device"])
     shown = PurePath(target).name if PurePath(target).is_absolute() else target
-    return {**facts, "target": shown, "device_name": device_name(device)}
+    fixed = {key: value for key, value in facts.items() if key != "self_test_error"}
+    return {**fixed, "target": shown, "device_name": device_name(device)}

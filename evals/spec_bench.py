@@ -1,6 +1,6 @@
 """Answer files in the schema of Spec-Bench and EAGLE, so that their own scripts read them.
 
-Source: hemingkx/Spec-Bench evaluation/eval.py and speed.py; SafeAILab/EAGLE eagle/evaluation/speed.py. Counting as there:
+Source: hemingkx/Spec-Bench evaluation/eval.py, speed.py; SafeAILab/EAGLE eagle/evaluation/speed.py. Counted as there:
 `new_tokens` and `accept_lengths` are accepted drafts + 1 a round, drafts after a stop included; `idxs` is rounds - 1.
 """
 

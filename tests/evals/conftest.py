@@ -66,7 +66,7 @@ class ScriptedModel:
         return {"target": "scripted", "device": "cpu", "dtype": "float32", "backend": "torch"}
 
     def generate(self, prompts: Any, params: Any) -> list[Completion]:
-        return [completion for _, completion in self.generate_iter(prompts, params)]
+        return [completion for _, completion in sorted(self.generate_iter(prompts, params), key=lambda pair: pair[0])]
 
     def generate_iter(self, prompts: Any, params: Any) -> Any:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params

@@ -1,0 +1,136 @@
+"""The table and the page say the same as the document; the page is whole in itself."""
+
+from __future__ import annotations
+
+import io
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from evals import html_report
+from evals.acceptance import Plan, run, settings, sweep
+from evals.executor import LocalExecutor
+from evals.metrics import METRICS
+from evals.runner import Arm
+from evals.store import RunStore
+from evals.terminal import RunProgress, print_acceptance
+from evals.worker import ModelSpec, Worker
+
+pytest.importorskip("matplotlib")
+CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
+
+
+def document_of(plant: SimpleNamespace, folder: Path, arms: tuple[Arm, ...], **more: Any) -> dict[str, Any]:
+    model = plant.Model(rates=(0.8, 0.6, 0.5), poison="question 4 ")
+    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    data = plant.questions(24, turns=2, categories=("math", "writing & <b>", "qa"))
+    plan = Plan(data, arms, plant.asking(), **{"warmup": 0, "worst": 3, **more})
+    return run(executor, plan, RunStore(folder / "run", settings(plan, executor.facts())), lambda answers: None)
+
+
+def printed(document: dict[str, Any]) -> str:
+    console = Console(width=300, record=True, file=io.StringIO())
+    print_acceptance(console, document)
+    return console.export_text()
+
+
+class Page(HTMLParser):
+    """Collects tags with their attributes, and checks that every element is closed."""
+
+    VOID = frozenset({"meta", "br", "path", "use", "rect", "line", "circle", "stop", "link"})
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, tmp_path: Path) -> None:
+    document = document_of(plant, tmp_path, sweep((1, 3)))
+    text = printed(document)
+    for metric in METRICS:
+        assert metric.label in text and metric.definition in text
+    tau = document["arms"][2]["metrics"]["tau"]
+    assert f"{tau['estimate']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]" in text
+    assert "best K is" in text and "failed: question 4" in text
+    assert "23 of 23 answers equal the target alone's" in text
+
+
+def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: Path) -> None:
+    document = document_of(plant, tmp_path, sweep((1, 3)))
+    page = html_report.render(document)
+    parsed = Page(page)
+    assert parsed.open == []
+    for metric in METRICS:
+        assert metric.definition in page.replace("&#39;", "'").replace("&lt;", "<")
+    assert sum(tag == "svg" for tag, _ in parsed.tags) == 5
+    assert not any(tag in ("script", "link", "img", "iframe") for tag, _ in parsed.tags)
+    links = [v for _, attrs in parsed.tags for k, v in attrs.items() if k in ("src", "href", "xlink:href") and v]
+    assert all(link.startswith("#") for link in links)
+    assert "writing &amp; &lt;b&gt;" in page and "<b>" not in page
+    classes = {attrs.get("class") for tag, attrs in parsed.tags if tag == "span"}
+    assert {"accepted", "rejected", "target"} <= classes
+
+
+def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
+    document = document_of(plant, tmp_path, (Arm("one", 1), Arm("three", 3)))
+    assert "three less one, paired" in printed(document)
+    assert "three less one, paired" in html_report.render(document)
+
+
+def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_path: Path) -> None:
+    console = Console(width=120, record=True, file=io.StringIO(), force_terminal=True)
+    model = plant.Model(rates=(1.0,), length=11)
+    executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
+    plan = Plan(plant.questions(3), sweep((4,)), plant.asking(), warmup=0)
+    with RunProgress(console, 3, 2) as progress:
+        run(executor, plan, RunStore(tmp_path / "run", settings(plan, executor.facts())), progress)
+    text = console.export_text()
+    assert "3/3" in text and "τ 5.000" in text
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
+def test_page_in_a_real_browser(plant: SimpleNamespace, tmp_path: Path) -> None:
+    """Every picture has a size, nothing is wider than the window, and no error is logged."""
+    page = tmp_path / "report.html"
+    probe = (
+        "<script>addEventListener('load', () => { const svgs = [...document.querySelectorAll('figure svg')];"
+        "document.body.dataset.probe = JSON.stringify({svgs: svgs.length,"
+        "smallest: Math.min(...svgs.map(s => Math.min(s.clientWidth, s.clientHeight))),"
+        "wide: document.documentElement.scrollWidth - innerWidth}); })</script>"
+    )
+    page.write_text(html_report.render(document_of(plant, tmp_path, sweep((1, 3)))) + probe, "utf-8")
+    flags = ["--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=3000", "--window-size=1280,900"]
+    done = subprocess.run(
+        [str(CHROMIUM), *flags, f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    found = re.search(
+        r'data-probe="\{&quot;svgs&quot;:(\d+),&quot;smallest&quot;:(\d+),&quot;wide&quot;:(-?\d+)', done.stdout
+    )
+    assert found is not None
+    svgs, smallest, wide = (int(number) for number in found.groups())
+    assert svgs == 5 and smallest > 100 and wide <= 0
