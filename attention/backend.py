@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -79,4 +79,18 @@ class AttentionBackend(Protocol):
 
         Returns:
             [T, Hq, Dv], dtype of `query`.
+        """
+
+
+@runtime_checkable
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose launches a CUDA graph can hold while the plan changes from replay to replay."""
+
+    def fixed_builder(
+        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
+    ) -> AttentionMetadataBuilder:
+        """A builder for batches of exactly `rows` rows with `query_len` tokens each.
+
+        It plans into the same buffers every time; the device arrays of its metadata must lie at the same addresses
+        every time. Raises UnsupportedAttentionError when the variant is not offered.
         """

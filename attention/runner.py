@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attention.backend import AttentionBackend, PlanKey
+from attention.backend import AttentionBackend, AttentionMetadataBuilder, GraphBackend, PlanKey
+from attention.errors import UnsupportedAttentionError
 from attention.kv_cache import CacheGroup, LayerKV, allocate
 from attention.metadata import CommonAttentionMetadata
 
@@ -20,6 +21,17 @@ class PlannedBatch:
     plans: dict[PlanKey, Any]
 
 
+class FixedPlanner:
+    """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
+
+    def __init__(self, builders: dict[PlanKey, AttentionMetadataBuilder]) -> None:
+        self._builders = builders
+
+    def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
+        """Plan a batch of the fixed shape; its device arrays lie at the same addresses every time."""
+        return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+
+
 class GroupRunner:
     """The attention of one cache group over one backend."""
 
@@ -27,12 +39,25 @@ class GroupRunner:
         """Raises UnsupportedAttentionError when the backend lacks a variant of the group; nothing is allocated then."""
         self.group = group
         self._backend = backend
+        self._dtype = dtype
         self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.plan_keys)}
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every distinct PlanKey. No device synchronisation."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+
+    def fixed_planner(self, rows: int, query_len: int) -> FixedPlanner:
+        """A planner for `rows` rows of `query_len` tokens each.
+
+        Raises:
+            UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
+        """
+        backend = self._backend
+        if not isinstance(backend, GraphBackend):
+            raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
+        keys = dict.fromkeys(self.group.plan_keys)
+        return FixedPlanner({k: backend.fixed_builder(self.group, k, self._dtype, rows, query_len) for k in keys})
 
     def attend(
         self,

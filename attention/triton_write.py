@@ -1,0 +1,68 @@
+"""The cache write as one Triton kernel for keys and values. Imported on CUDA only, where torch brings Triton along."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kv_cache import LayerKV
+
+
+@triton.jit
+def _write_kernel(  # type: ignore[no-untyped-def]
+    key_ptr,
+    value_ptr,
+    keys_ptr,
+    values_ptr,
+    slot_ptr,
+    key_token,
+    key_head,
+    value_token,
+    value_head,
+    page_stride,
+    slot_stride,
+    head_stride,
+    PAGE_SIZE: tl.constexpr,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_ptr + token)
+    at = tl.arange(0, BLOCK)
+    head, column = at // DIM, at % DIM
+    inside = at < HEADS * DIM
+    place = (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * slot_stride + head * head_stride + column
+    key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)
+    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=inside)
+    tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + place, value.to(values_ptr.dtype.element_ty), mask=inside)
+
+
+def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write key and value [T, Hkv, D] (last dimension contiguous) to their slots [T] int64, in place.
+
+    The cache tensors of keys and values have the same shape and strides.
+    """
+    tokens, heads, dim = key.shape
+    slot, head = (1, 2) if layer.layout == "NHD" else (2, 1)
+    pages = layer.keys
+    _write_kernel[(tokens,)](
+        key,
+        value,
+        pages,
+        layer.values,
+        slot_mapping,
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        pages.stride(0),
+        pages.stride(slot),
+        pages.stride(head),
+        PAGE_SIZE=pages.shape[slot],
+        HEADS=heads,
+        DIM=dim,
+        BLOCK=triton.next_power_of_2(heads * dim),
+    )

@@ -1,0 +1,202 @@
+"""FlashInfer against the torch reference over the same pages, and the two ways its plans can go wrong."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from attention.backend import PlanKey
+from attention.batch import HostBatch
+from attention.errors import InvariantError, UnsupportedAttentionError
+from attention.kv_cache import CacheGroup
+from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
+from attention.runner import GroupRunner, PlannedBatch
+from attention.torch_backend import TorchBackend
+from drafters.inputs import rows_batch
+
+CUDA = torch.device("cuda")
+NUM_PAGES = 1200
+LIMIT = {torch.bfloat16: 3e-3, torch.float16: 1e-3}
+
+DECODE = ([1, 1, 1, 1], [0, 15, 16, 777])
+VERIFY = ([6, 6, 4, 1, 6], [31, 0, 1023, 160, 62])
+PROMPT = ([300, 17, 64], [0, 47, 5])
+MIXED = ([4, 1, 200, 3, 33], [500, 80, 0, 14, 128])
+
+
+def plan_key(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: object) -> PlanKey:
+    return PlanKey(*heads, dim, dim, scale=dim**-0.5, **options)  # type: ignore[arg-type]
+
+
+def host_batch(query_lens: list[int], computed: list[int], page_size: int, seed: int = 0) -> HostBatch:
+    start = np.array(computed)
+    counts = -(-(start + query_lens) // page_size)
+    pages = np.random.default_rng(seed).permutation(np.arange(1, NUM_PAGES * 16 // page_size))[: counts.sum()]
+    table = np.zeros((len(counts), counts.max()), np.int32)
+    table[np.arange(counts.max()) < counts[:, None]] = pages
+    return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
+
+
+def metadata_of(batch: HostBatch) -> CommonAttentionMetadata:
+    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], CUDA)
+    return stage(batch, arena, bucket)
+
+
+class Pair:
+    """The same cache contents under FlashInfer and under the reference, and one batch's inputs."""
+
+    def __init__(self, key: PlanKey, dtype: torch.dtype, page_size: int = 16, layout: str = "NHD") -> None:
+        from attention.flashinfer_backend import FlashInferBackend
+
+        group = CacheGroup("test", (key,), NUM_PAGES * 16 // page_size, page_size, layout)  # type: ignore[arg-type]
+        self.key = key
+        self.dtype = dtype
+        self.flashinfer = GroupRunner(FlashInferBackend(CUDA), group, dtype, CUDA)
+        self.reference = GroupRunner(TorchBackend(CUDA), group, dtype, CUDA)
+        generator = torch.Generator(CUDA).manual_seed(1)
+        for ours, other in zip(self.flashinfer.layers, self.reference.layers, strict=True):
+            for mine, theirs in ((ours.keys, other.keys), (ours.values, other.values)):
+                mine.copy_(torch.randn(mine.shape, generator=generator, device=CUDA, dtype=torch.float32))
+                theirs.copy_(mine)
+
+    def states(self, tokens: int, seed: int = 2) -> list[torch.Tensor]:
+        generator = torch.Generator(CUDA).manual_seed(seed)
+        heads = (self.key.num_q_heads, self.key.num_kv_heads, self.key.num_kv_heads)
+        return [
+            torch.randn(tokens, n, self.key.head_dim_k, generator=generator, device=CUDA).to(self.dtype) for n in heads
+        ]
+
+    def expected(self, metadata: CommonAttentionMetadata, states: list[torch.Tensor]) -> torch.Tensor:
+        query, key, value = states
+        return self.reference.attend(self.reference.plan(metadata), 0, query.float(), key, value)
+
+    def error(self, batch: HostBatch) -> float:
+        metadata, states = metadata_of(batch), self.states(batch.num_tokens)
+        out = self.flashinfer.attend(self.flashinfer.plan(metadata), 0, *states)
+        return relative_error(out, self.expected(metadata, states))
+
+
+def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((out.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [DECODE, VERIFY, PROMPT, MIXED], ids=["decode", "verify", "prompt", "mixed"])
+def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
+    pair = Pair(plan_key(), dtype)
+    assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype]
+    for mine, theirs in zip(pair.flashinfer.layers, pair.reference.layers, strict=True):
+        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_page_sizes_and_layouts(page_size: int, layout: str) -> None:
+    assert Pair(plan_key(), torch.bfloat16, page_size, layout).error(host_batch(*MIXED, page_size)) <= 3e-3
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (16, 8), (24, 8), (28, 4), (16, 1), (6, 6)])
+def test_query_heads_a_kv_head(heads: tuple[int, int]) -> None:
+    assert Pair(plan_key(heads), torch.bfloat16).error(host_batch(*MIXED, 16)) <= 3e-3
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}, {"window": 17, "softcap": 20.0}])
+def test_head_dims_windows_and_softcap(dim: int, options: dict[str, object]) -> None:
+    pair = Pair(plan_key((8, 2), dim, **options), torch.bfloat16)
+    assert pair.error(host_batch(*VERIFY, 16)) <= 3e-3
+    assert pair.error(host_batch(*MIXED, 16)) <= 3e-3
+
+
+def test_the_comparison_can_fail() -> None:
+    pair = Pair(plan_key(), torch.bfloat16)
+    batch = host_batch(*VERIFY, 16)
+    pair.flashinfer.layers[0].values[batch.block_table[2, 3], 5] = 0
+    assert pair.error(batch) > 3e-3
+
+
+def test_float32_is_refused() -> None:
+    with pytest.raises(UnsupportedAttentionError, match=r"float32.*float16 and bfloat16.*torch"):
+        Pair(plan_key(), torch.float32)
+
+
+def test_replanning_behind_a_slow_kernel() -> None:
+    """Plans made while the stream is far behind must not disturb each other."""
+    pair = Pair(plan_key(), torch.bfloat16)
+    batches = [host_batch([6] * 4, [16 * i + j for j in range(4)], 16, seed=i) for i in range(12)]
+    metadata = [metadata_of(batch) for batch in batches]
+    states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    got = [pair.flashinfer.attend(pair.flashinfer.plan(m), 0, *s) for m, s in zip(metadata, states, strict=True)]
+    for out, m, s in zip(got, metadata, states, strict=True):
+        assert relative_error(out, pair.expected(m, s)) <= 3e-3
+
+
+def test_a_plan_does_not_outlive_its_wrapper(check_mode_on: None) -> None:
+    pair = Pair(plan_key(), torch.bfloat16)
+    metadata = metadata_of(host_batch(*VERIFY, 16))
+    first = pair.flashinfer.plan(metadata)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        pair.flashinfer.plan(metadata)
+    with pytest.raises(InvariantError, match="planned anew"):
+        pair.flashinfer.attend(first, 0, *pair.states(metadata.num_tokens))
+
+
+@pytest.fixture
+def check_mode_on():  # type: ignore[no-untyped-def]
+    from attention.checking import check_mode
+
+    with check_mode(True):
+        yield
+
+
+@pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (1, 6), (8, 6), (32, 1), (8, 4)])
+def test_graph_equals_eager(rows: int, query_len: int) -> None:
+    """One captured launch, planned anew for other lengths, gives what an eager plan gives."""
+    pair = Pair(plan_key(), torch.bfloat16)
+    planner = pair.flashinfer.fixed_planner(rows, query_len)
+    rng = np.random.default_rng(rows)
+    arena, bucket = single_batch_arena(rows, rows * query_len, 64, CUDA)
+    static = pair.states(rows * query_len)
+    eager = copy.copy(pair.flashinfer)
+
+    def planned(longest: int) -> tuple[PlannedBatch, CommonAttentionMetadata]:
+        computed = rng.integers(0, longest, rows).tolist()
+        metadata = stage(host_batch([query_len] * rows, computed, 16, seed=longest), arena, bucket)
+        return planner.plan(metadata), metadata
+
+    plan, metadata = planned(8)
+    pair.flashinfer.attend(plan, 0, *static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = pair.flashinfer.attend(plan, 0, *static)
+    for longest in (30, 500, 1000 if rows == 1 else 400, 3):
+        _, metadata = planned(longest)
+        graph.replay()
+        assert relative_error(out, pair.expected(metadata, static)) <= 3e-3
+        assert relative_error(eager.attend(eager.plan(metadata), 0, *static), out.float()) <= 3e-3
+
+
+def test_planning_never_synchronises() -> None:
+    pair = Pair(plan_key(), torch.bfloat16)
+    planner = pair.flashinfer.fixed_planner(4, 6)
+    metadata = metadata_of(host_batch([6] * 4, [100, 20, 3, 64], 16))
+    for _ in range(3):
+        pair.flashinfer.plan(metadata)
+    planner.plan(metadata)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.cuda._sleep(1_000_000)
+        pair.flashinfer.plan(metadata)
+        planner.plan(metadata)
+        with pytest.raises(RuntimeError, match="synchroniz"):
+            metadata.seq_lens.cpu()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
