@@ -1,1 +1,1 @@
-"""Training of draft heads. Needs no engine: `regenerate` and `evaluate` are given as callables."""
+"""Training draft heads. Needs no engine: generation, features and evaluation come in as callables."""

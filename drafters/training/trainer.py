@@ -1,0 +1,160 @@
+"""train: the loop that makes an EAGLE-3 head."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from transformers import get_cosine_schedule_with_warmup
+
+from drafters.checkpoints import save_eagle3
+from drafters.eagle3 import Eagle3Head
+from drafters.training.answers import AnswerSet
+from drafters.training.batches import Batch, held_out_batches, training_batches
+from drafters.training.config import TrainConfig
+from drafters.training.display import TrainingDisplay
+from drafters.training.errors import TrainingDivergedError
+from drafters.training.objective import Features, Outcome, evaluate_batch
+from drafters.training.state import Learner, Measurement, restore, save_checkpoint
+
+Evaluate = Callable[[Eagle3Head], Mapping[str, float]]
+"""Judges a trained head, for example by drafting with a real engine: name -> number."""
+
+
+@dataclass(frozen=True)
+class TrainingData:
+    """Answers to learn from, and answers to other questions that only measure."""
+
+    train: AnswerSet
+    held_out: AnswerSet
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """A finished run.
+
+    Attributes:
+        folder: of the finished head's checkpoint.
+        history: every measurement, the last one of the finished head.
+    """
+
+    folder: Path
+    history: tuple[Measurement, ...]
+
+
+def train(
+    config: TrainConfig,
+    head: Eagle3Head,
+    data: TrainingData,
+    features: Features,
+    evaluate: Evaluate,
+    output: Path,
+    console: Console,
+) -> TrainResult:
+    """Train a head in place; goes on from the newest checkpoint in `output` when there is one.
+
+    Args:
+        head: float32, on the device to train on (see `drafters.training.fresh`).
+        features: the target's tapped states and logits of a batch, on the head's device.
+        evaluate: judges the finished head.
+        output: gets checkpoints `step-N` and, at the end, `head` in the layout that `load_eagle3` reads.
+        console: where progress is shown.
+
+    Raises:
+        InvalidInputError: a checkpoint in `output` belongs to another run.
+        TrainingDivergedError: the loss is not finite.
+    """
+    head.requires_grad_(True).train()
+    learner = _learner(config, head)
+    done, history = restore(output, config, learner)
+    score = _Scorer(config, head, features)
+    device = head.norm.weight.device
+    batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, device, done)
+    with TrainingDisplay(console, config.steps, done) as display:
+        for step in range(done + 1, config.steps + 1):
+            loss = _optimize(config, learner, score(next(batches)).loss)
+            display.advance(step)
+            if step % config.log_every == 0 or _is_due(step, config.held_out_every, config.steps):
+                display.loss(_finite(loss, step))
+            if _is_due(step, config.held_out_every, config.steps):
+                judge = evaluate if step == config.steps else _no_evaluation
+                history.append(_measure(config, score, data.held_out, step, loss, judge))
+                display.measurement(history[-1])
+            if _is_due(step, config.checkpoint_every, config.steps):
+                save_checkpoint(output, step, config, learner, history)
+    return TrainResult(save_eagle3(head.eval(), output / "head"), tuple(history))
+
+
+def held_out_acceptance(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
+    """Share of chains that are right up to and including draft 1, 2, … over all batches."""
+    accepted, possible = zip(*((o.accepted, o.possible) for o in outcomes), strict=True)
+    totals = torch.stack(accepted).sum(0) / torch.stack(possible).sum(0).clamp(min=1)
+    return tuple(totals.tolist())
+
+
+class _Scorer:
+    """Scores batches: the target's features, then the training-time test under the run's precision."""
+
+    def __init__(self, config: TrainConfig, head: Eagle3Head, features: Features) -> None:
+        self._config = config
+        self.head = head
+        self._features = features
+        self.device = head.norm.weight.device
+        self._autocast = config.bfloat16 and self.device.type == "cuda"
+        self._evaluate = torch.compile(evaluate_batch) if config.compile else evaluate_batch
+
+    def __call__(self, batch: Batch) -> Outcome:
+        with torch.no_grad():
+            tapped, logits = self._features(batch.token_ids, batch.real)
+        tapped = tapped.to(torch.bfloat16 if self._autocast else torch.float32)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
+            return self._evaluate(self.head, batch, tapped, logits, self._config.ttt_steps, self._config.decay)
+
+
+def _learner(config: TrainConfig, head: Eagle3Head) -> Learner:
+    matrices = [p for p in head.parameters() if p.dim() >= 2]
+    vectors = [p for p in head.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=config.learning_rate, betas=(0.9, config.beta2))
+    return Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
+
+
+def _optimize(config: TrainConfig, learner: Learner, loss: torch.Tensor) -> torch.Tensor:
+    """One optimizer step; returns the loss, detached."""
+    learner.optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(learner.head.parameters(), config.clip)
+    learner.optimizer.step()
+    learner.scheduler.step()
+    return loss.detach()
+
+
+def _measure(
+    config: TrainConfig, score: _Scorer, held_out: AnswerSet, step: int, loss: torch.Tensor, judge: Evaluate
+) -> Measurement:
+    head = score.head.eval()
+    batches = held_out_batches(held_out, config.batch_size, config.pad_multiple, score.device)
+    with torch.no_grad():
+        acceptance = held_out_acceptance(score(batch) for batch in batches)
+        evaluation = dict(judge(head))
+    head.train()
+    return Measurement(step, _finite(loss, step), acceptance, evaluation)
+
+
+def _no_evaluation(head: Eagle3Head) -> Mapping[str, float]:
+    return {}
+
+
+def _finite(loss: torch.Tensor, step: int) -> float:
+    value = float(loss)
+    if not math.isfinite(value):
+        raise TrainingDivergedError(f"the loss is {value} at step {step}; lower the learning rate or the clip norm")
+    return value
+
+
+def _is_due(step: int, every: int, last: int) -> bool:
+    return step % every == 0 or step == last

@@ -1,0 +1,210 @@
+"""Training end to end on a tiny Llama: the head learns, a killed run goes on, the result can be loaded."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from attention.errors import InvalidInputError
+from drafters.checkpoints import TargetFacts, load_eagle3
+from drafters.eagle3 import Eagle3Head
+from drafters.eagle3_spec import Eagle3Spec
+from drafters.oracle import oracle_drafts
+from drafters.training.answers import answer
+from drafters.training.config import TrainConfig
+from drafters.training.errors import TrainingDivergedError
+from drafters.training.fresh import fresh_eagle3
+from drafters.training.objective import Features
+from drafters.training.trainer import TrainingData, train
+
+SPEC = Eagle3Spec(
+    hidden_size=16,
+    target_hidden_size=16,
+    intermediate_size=32,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    vocab_size=48,
+    draft_vocab_size=40,
+    taps=(1, 2, 3),
+)
+CONFIG = TrainConfig(
+    steps=8,
+    batch_size=4,
+    ttt_steps=3,
+    warmup_steps=2,
+    learning_rate=3e-3,
+    pad_multiple=8,
+    held_out_every=4,
+    checkpoint_every=3,
+    log_every=2,
+)
+
+
+class Killed(Exception):
+    """Stands for a process that ends in the middle of a run."""
+
+
+@pytest.fixture(scope="module")
+def target() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=48, num_hidden_layers=4, **sizes))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval().requires_grad_(False)
+
+
+@pytest.fixture(scope="module")
+def data(target: LlamaForCausalLM) -> TrainingData:
+    generator = torch.Generator().manual_seed(2)
+    prompts = torch.randint(0, 48, (120, 4), generator=generator)
+
+    def regenerate(asked: list[list[int]]) -> list[list[int]]:
+        out = target.generate(
+            torch.tensor(asked), max_new_tokens=12, do_sample=False, pad_token_id=0, eos_token_id=None
+        )
+        return out[:, 4:].tolist()
+
+    train_set, held_out = answer(prompts.tolist(), regenerate, max_length=16).split(20, seed=0)
+    return TrainingData(train_set, held_out)
+
+
+def facts(target: LlamaForCausalLM) -> TargetFacts:
+    return TargetFacts(16, 48, 4, target.model.embed_tokens.weight, target.lm_head.weight)
+
+
+def features_of(target: LlamaForCausalLM, calls: int = 10**9) -> Features:
+    """Features from the model's own forward; the process is "killed" after so many calls."""
+    left = iter(range(calls))
+
+    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if next(left, None) is None:
+            raise Killed
+        out = target(token_ids, attention_mask=real.long(), output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[b] for b in SPEC.taps], dim=-1), out.logits
+
+    return features
+
+
+def fresh(target: LlamaForCausalLM, data: TrainingData) -> Eagle3Head:
+    return fresh_eagle3(SPEC, facts(target), data.train.token_counts(48), seed=4)
+
+
+def quiet() -> Console:
+    return Console(file=io.StringIO())
+
+
+def nothing(head: Eagle3Head) -> Mapping[str, float]:
+    return {}
+
+
+def same(a: Eagle3Head, b: Eagle3Head) -> bool:
+    states = a.state_dict(), b.state_dict()
+    return all(torch.equal(tensor, states[1][name]) for name, tensor in states[0].items())
+
+
+def test_a_fresh_head_starts_from_the_targets_rows(target: LlamaForCausalLM, data: TrainingData) -> None:
+    head = fresh(target, data)
+    assert torch.equal(head.lm_head.weight, target.lm_head.weight[head.target_ids])
+    assert head.target_embedding is not None
+    assert head.target_embedding.data_ptr() == target.model.embed_tokens.weight.data_ptr()
+    assert same(head, fresh(target, data))
+
+
+def test_the_head_learns_and_the_oracle_agrees(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
+    config = replace(CONFIG, steps=150, held_out_every=1000, checkpoint_every=1000, batch_size=16)
+    head = fresh(target, data)
+    before = {name: tensor.clone() for name, tensor in target.state_dict().items()}
+    console = Console(file=io.StringIO(), width=200)
+
+    def drafted(trained: Eagle3Head) -> Mapping[str, float]:
+        return {"right drafts": drafts_accepted(trained, target, data)}
+
+    result = train(config, head, data, features_of(target), drafted, tmp_path, console)
+    one = replace(config, steps=1)
+    first = train(one, fresh(target, data), data, features_of(target), nothing, tmp_path / "one", quiet())
+    learned, start = result.history[-1], first.history[-1]
+    assert learned.acceptance[0] > start.acceptance[0] + 0.2
+    assert learned.tau > start.tau + 0.3
+    assert learned.evaluation["right drafts"] == pytest.approx(learned.tau - 1, abs=1e-6)
+    assert "held-out acceptance" in console.file.getvalue() and "right drafts" in console.file.getvalue()  # type: ignore[attr-defined]
+    assert all(torch.equal(tensor, target.state_dict()[name]) for name, tensor in before.items())
+    loaded = load_eagle3(result.folder, facts(target), torch.float32, "cpu")
+    assert loaded.spec == SPEC and same(loaded, head)
+
+
+def drafts_accepted(head: Eagle3Head, target: LlamaForCausalLM, data: TrainingData) -> float:
+    """The held-out number again, from chains that the oracle drafts one by one: sum over i of P(drafts 1 … i right)."""
+    features, right, chains = features_of(target), [0] * CONFIG.ttt_steps, [0] * CONFIG.ttt_steps
+    for i in range(len(data.held_out)):
+        ids = torch.from_numpy(data.held_out.sequence(i))
+        tapped, _ = features(ids[None], torch.ones(1, len(ids)))
+        for root in range(int(data.held_out.answer_starts[i]), len(ids) - 1):
+            drafts = oracle_drafts(head, ids[: root + 1], tapped[0, :root], CONFIG.ttt_steps)
+            wanted = ids[root + 1 : root + 1 + CONFIG.ttt_steps].tolist()
+            for k in range(len(wanted)):
+                chains[k] += 1
+                right[k] += drafts[: k + 1] == wanted[: k + 1]
+    return sum(r / c for r, c in zip(right, chains, strict=True))
+
+
+@pytest.mark.parametrize("calls", [4, 11])
+def test_a_killed_run_goes_on_with_the_same_result(
+    target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, calls: int
+) -> None:
+    whole = fresh(target, data)
+    expected = train(CONFIG, whole, data, features_of(target), nothing, tmp_path / "whole", quiet())
+    with pytest.raises(Killed):
+        train(CONFIG, fresh(target, data), data, features_of(target, calls), nothing, tmp_path / "cut", quiet())
+    resumed = fresh(target, data)
+    for parameter in resumed.parameters():
+        torch.nn.init.zeros_(parameter)  # all of it must come from the checkpoint
+    result = train(CONFIG, resumed, data, features_of(target), nothing, tmp_path / "cut", quiet())
+    assert same(whole, resumed)
+    assert result.history == expected.history
+    names = sorted(path.name for path in (tmp_path / "cut").iterdir())
+    assert names == ["head", "step-0000006", "step-0000008"]
+
+
+def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
+    whole, cut = fresh(target, data), fresh(target, data)
+    train(CONFIG, whole, data, features_of(target), nothing, tmp_path / "whole", quiet())
+    with pytest.raises(Killed):
+        train(CONFIG, cut, data, features_of(target, 4), nothing, tmp_path / "cut", quiet())
+    saved = tmp_path / "cut" / "step-0000003" / "trainer.pt"
+    state = torch.load(saved, weights_only=True)
+    for moments in state["optimizer"]["state"].values():
+        moments["exp_avg"].zero_()
+    torch.save(state, saved)
+    train(CONFIG, cut, data, features_of(target), nothing, tmp_path / "cut", quiet())
+    assert not same(whole, cut)
+
+
+def test_other_runs_checkpoints_are_refused(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
+    train(CONFIG, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
+    with pytest.raises(InvalidInputError, match=r"learning_rate.*0\.003.*0\.1"):
+        other = replace(CONFIG, learning_rate=0.1)
+        train(other, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
+    with pytest.raises(InvalidInputError, match="another shape"):
+        spec = replace(SPEC, intermediate_size=8)
+        head = fresh_eagle3(spec, facts(target), data.train.token_counts(48), seed=4)
+        train(CONFIG, head, data, features_of(target), nothing, tmp_path, quiet())
+
+
+def test_a_diverging_run_stops(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
+    def broken(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        tapped, logits = features_of(target)(token_ids, real)
+        return tapped * float("nan"), logits
+
+    with pytest.raises(TrainingDivergedError, match="step 2"):
+        train(CONFIG, fresh(target, data), data, broken, nothing, tmp_path, quiet())
+    assert not list(tmp_path.glob("step-*"))
