@@ -78,7 +78,7 @@ evaluate = LazyGroup("eval", lazy=_EVALUATIONS, context_settings=_CONTEXT, help=
 _COMMANDS = {
     "generate": LazyCommand("specdec.commands:generate", "Generate text, with or without speculation."),
     "inspect": LazyCommand("specdec.commands:inspect", "Show what a target and a head are, and whether they fit."),
-    "train": LazyCommand("specdec.commands:train", "Train a draft head for a target."),
+    "train": LazyCommand("specdec.train_commands:train", "Train a draft head for a target."),
     "eval": LazyCommand("evals.cli:evaluate", "Measure acceptance and speed-up; check losslessness and accuracy."),
 }
 

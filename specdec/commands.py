@@ -1,4 +1,4 @@
-"""The commands `specdec generate`, `specdec inspect` and `specdec train`."""
+"""The commands `specdec generate` and `specdec inspect`."""
 
 from __future__ import annotations
 

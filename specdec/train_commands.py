@@ -1,0 +1,87 @@
+"""The command group `specdec train`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specdec.errors import InvalidInputError
+
+
+@click.group()
+def train() -> None:
+    """Train a draft head for a target."""
+
+
+@train.command()
+@click.option("--model", default="gsm-llama", show_default=True, help="Target: built-in name, folder or hub name.")
+@click.option(
+    "--data",
+    multiple=True,
+    required=True,
+    type=click.Path(path_type=Path),
+    help="JSONL of questions (messages, prompt or question a line); the target writes the answers. Repeatable.",
+)
+@click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder; an unfinished run goes on.")
+@click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
+@click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
+@click.option("--taps", help="Boundaries, e.g. 2,4,5. Default: 2, N//2, N-3.")
+@click.option("--steps", default=1500, show_default=True)
+@click.option("--batch-size", default=48, show_default=True)
+@click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
+@click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i.")
+@click.option("--learning-rate", default=1e-3, show_default=True)
+@click.option("--held-out", default=256, show_default=True, help="Questions that only measure.")
+@click.option("--max-new-tokens", default=512, show_default=True, help="Of an answer.")
+@click.option("--max-length", default=1024, show_default=True, help="Of a training sequence.")
+@click.option("--max-num-seqs", default=64, show_default=True, help="Questions answered at once.")
+@click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True)
+@click.option("--dtype", default="auto", show_default=True, help="Of the target.")
+@click.option("--device", help="Default: CUDA where there is one.")
+def eagle3(data: tuple[Path, ...], output: Path, **options: Any) -> None:
+    """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
+    from rich.console import Console
+
+    from drafters.training.config import TrainConfig
+    from drafters.training.questions import read_questions
+    from specdec.model import SpeculativeModel
+    from specdec.training import HeadShape, train_eagle3
+
+    questions = [question for path in data for question in read_questions(path)]
+    shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _taps(options["taps"]))
+    config = TrainConfig(
+        compile=options["compile_"],
+        **{name: options[name] for name in ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed")},
+    )
+    model = SpeculativeModel.from_pretrained(
+        options["model"],
+        backend=options["backend"],
+        dtype=options["dtype"],
+        device=options["device"],
+        max_num_seqs=options["max_num_seqs"],
+    )
+    result = train_eagle3(
+        model,
+        questions,
+        shape,
+        config,
+        output,
+        held_out=options["held_out"],
+        max_new_tokens=options["max_new_tokens"],
+        max_length=options["max_length"],
+        console=Console(),
+    )
+    click.echo(f"the head is in {result.folder}")
+
+
+def _taps(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError as error:
+        raise InvalidInputError(f"--taps {text!r}: give boundaries separated by commas, e.g. 2,4,5") from error

@@ -1,0 +1,179 @@
+"""Training a head for a loaded target: the target's side of `drafters.training`, which itself needs no engine."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from drafters.base import FINAL_NORM
+from drafters.eagle3 import Eagle3Head
+from drafters.eagle3_spec import Eagle3Spec, default_taps
+from drafters.rope import RopeSpec
+from drafters.training.answers import AnswerSet, answer
+from drafters.training.config import TrainConfig
+from drafters.training.fresh import fresh_eagle3
+from drafters.training.objective import Features
+from drafters.training.trainer import TrainingData, TrainResult, train
+from specdec.errors import InvalidInputError
+from specdec.loading import target_facts
+from specdec.model import SpeculativeModel
+from specdec.prompts import encode_prompts
+from specdec.sampling import SamplingParams
+from specdec.stats import pool_requests
+from specdec.target import probe_target
+
+_JUDGED_PROMPTS = 64
+
+
+@dataclass(frozen=True)
+class HeadShape:
+    """What is free to choose about a new EAGLE-3 head; the rest follows from its target.
+
+    Attributes:
+        draft_vocab_size: Vd, None for the target's whole vocabulary.
+        intermediate_size: of the MLP, None for the target's own.
+        taps: boundaries, None for the usual (2, N//2, N-3).
+    """
+
+    draft_vocab_size: int | None = None
+    intermediate_size: int | None = None
+    taps: tuple[int, ...] | None = None
+
+
+def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
+    """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them."""
+    config = model.hf_model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    heads = config.num_attention_heads
+    return Eagle3Spec(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=shape.intermediate_size or config.intermediate_size,
+        num_heads=heads,
+        num_kv_heads=getattr(config, "num_key_value_heads", heads),
+        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        vocab_size=model.target.vocab_size,
+        draft_vocab_size=shape.draft_vocab_size or model.target.vocab_size,
+        taps=shape.taps or default_taps(config.num_hidden_layers),
+        rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
+        rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=config.max_position_embeddings),
+    )
+
+
+def train_eagle3(
+    model: SpeculativeModel,
+    questions: list[Any],
+    shape: HeadShape,
+    config: TrainConfig,
+    output: Path,
+    *,
+    held_out: int = 256,
+    max_new_tokens: int = 512,
+    max_length: int = 1024,
+    console: Console,
+) -> TrainResult:
+    """Let the target answer the questions, then train a head on the answers.
+
+    The answers are kept in `output` and the training goes on from its newest checkpoint, so a killed run resumes.
+
+    Args:
+        model: the target, loaded without a head.
+        questions: prompts as `SpeculativeModel.generate` takes them.
+        output: gets `answers-….safetensors`, checkpoints, and the finished head in `head/`.
+        held_out: questions that only measure.
+        max_new_tokens, max_length: limits of an answer, and of a training sequence.
+
+    Raises:
+        InvalidInputError: the model has a head already, or there are too few questions.
+        TrainingDivergedError: the loss is not finite.
+    """
+    if model.head is not None:
+        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train a new one")
+    output.mkdir(parents=True, exist_ok=True)
+    prompts = encode_prompts(questions, model.tokenizer)
+    answers = _answers(model, prompts, output, max_new_tokens, max_length, console)
+    training, measured = answers.split(held_out, config.seed)
+    spec = eagle3_spec(model, shape)
+    facts = target_facts(probe_target(model.hf_model))
+    head = fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
+    features = target_features(model, spec.taps)
+    data = TrainingData(training, measured)
+    judge = _judge(model, measured, config.ttt_steps, max_new_tokens)
+    return train(config, head, data, features, judge, output, console)
+
+
+def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
+    """The target's tapped states and logits of right-padded batches, through transformers' own forward.
+
+    The tuple form of `output_hidden_states` is used: index b is boundary b below N in every release. The causal mask
+    alone keeps padding on the right out of the real tokens.
+
+    Raises:
+        InvalidInputError: a tap is not one of the boundaries 0 … N-1.
+    """
+    num_layers = len(model.target.runner.group.plan_keys)
+    if FINAL_NORM in taps or max(taps) >= num_layers:
+        raise InvalidInputError(f"taps {taps}: to train, boundaries 0 … {num_layers - 1} can be tapped")
+
+    @torch.no_grad()
+    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = model.hf_model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
+        return torch.cat([out.hidden_states[tap] for tap in taps], -1).float(), out.logits.float()
+
+    return features
+
+
+def _answers(
+    model: SpeculativeModel,
+    prompts: list[list[int]],
+    output: Path,
+    max_new_tokens: int,
+    max_length: int,
+    console: Console,
+) -> AnswerSet:
+    """The target's answers, from the file of an earlier run with the same prompts where there is one."""
+    key = repr((model.describe()["target"], max_new_tokens, max_length, prompts)).encode()
+    path = output / f"answers-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"
+    if path.exists():
+        return AnswerSet.load(path)
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+
+    def regenerate(batch: list[list[int]]) -> list[list[int]]:
+        each = model.generate_iter(batch, params)
+        shown = track(each, "the target answers", total=len(batch), console=console)
+        done = {index: completion.token_ids for index, completion in shown}
+        return [done[i] for i in range(len(batch))]
+
+    answers = answer(prompts, regenerate, max_length)
+    answers.save(path)
+    return answers
+
+
+def _judge(
+    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, max_new_tokens: int
+) -> Callable[[Eagle3Head], Mapping[str, float]]:
+    """Acceptance of the finished head in a real engine on held-out prompts."""
+    count = min(len(measured), _JUDGED_PROMPTS)
+    prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
+
+    def judge(head: Eagle3Head) -> Mapping[str, float]:
+        trial = SpeculativeModel.from_pretrained(
+            model.hf_model,
+            draft=copy.deepcopy(head).to(model.dtype).eval(),
+            num_speculative_tokens=num_drafts,
+            tokenizer=model.tokenizer,
+            max_model_len=model.config.max_model_len,
+            backend=model.backend_name,
+        )
+        completions = trial.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens))
+        return {"tau": pool_requests([c.stats for c in completions]).tau}
+
+    return judge
