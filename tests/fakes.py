@@ -69,7 +69,7 @@ def _llama(vocab_size: int, seed: int, context: float) -> LlamaForCausalLM:
 
 
 def tiny_llama(vocab_size: int = VOCAB, seed: int = 0, context: float = 0.03) -> LlamaForCausalLM:
-    """A fresh copy of a random Llama: 4 layers, Hq 4, Hkv 2, D 16. `context` weighs attention against the last token."""
+    """A fresh random Llama: 4 layers, Hq 4, Hkv 2, D 16. `context` weighs attention against the last token."""
     return copy.deepcopy(_llama(vocab_size, seed, context))
 
 
