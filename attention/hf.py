@@ -150,6 +150,20 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionC
         The calls in layer order, and the width V of the logits.
 
     Raises:
+        UnsupportedAttentionError: as `recorded_calls`.
+    """
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    with torch.no_grad(), recorded_calls(model) as calls:
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return tuple(calls), int(logits.shape[-1])
+
+
+@contextmanager
+def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
+    """Record what the attention modules under `root` ask for while it runs; they get zeros back.
+
+    Raises (from inside the run):
         UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.
     """
     calls: list[AttentionCall] = []
@@ -170,11 +184,8 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionC
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     AttentionInterface.register(_PROBE_NAME, record)
-    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
-    positions = torch.arange(num_tokens, device=model.device)[None]
-    with torch.no_grad(), attention_implementation(_attention_configs(model), _PROBE_NAME):
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return tuple(calls), int(logits.shape[-1])
+    with attention_implementation(_attention_configs(root), _PROBE_NAME):
+        yield calls
 
 
 def _attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:

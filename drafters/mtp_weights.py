@@ -1,0 +1,77 @@
+"""Stored tensors of a multi-token-prediction module -> the tensors that transformers' layer classes hold."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import torch
+
+from drafters.errors import HeadLoadError
+
+_SCALE = "_scale_inv"
+
+
+def dequantise(weights: Mapping[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:
+    """Multiply block-quantised weights out: `X` and `X_scale_inv` become X·scale of its block, float32.
+
+    Args:
+        weights: by name; those without a scale stay as they are.
+        block: rows and columns that share one scale; the last block of a row or column may be smaller.
+
+    Raises:
+        HeadLoadError: a scale without its weight, or of another shape than the weight's blocks.
+    Source: deepseek-ai/DeepSeek-V3, inference/fp8_cast_bf16.py.
+    """
+    plain = {name: tensor for name, tensor in weights.items() if not name.endswith(_SCALE)}
+    for scale_name in weights.keys() - plain.keys():
+        name, scale = scale_name.removesuffix(_SCALE), weights[scale_name]
+        if name not in plain:
+            raise HeadLoadError(f"{scale_name} has no weight {name}")
+        rows, columns = plain[name].shape
+        blocks = (-(-rows // block[0]), -(-columns // block[1]))
+        if tuple(scale.shape) != blocks:
+            raise HeadLoadError(f"{scale_name} is {list(scale.shape)}, blocks of {list(block)} need {list(blocks)}")
+        wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+        plain[name] = plain[name].float() * wide[:rows, :columns]
+    unscaled = [name for name, tensor in plain.items() if tensor.is_floating_point() and tensor.element_size() < 2]
+    if unscaled:
+        raise HeadLoadError(f"fp8 weights without {_SCALE[1:]}: {', '.join(sorted(unscaled)[:4])}")
+    return plain
+
+
+def stack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Join the matrices of single experts into the stacks of transformers' expert modules.
+
+    `P.experts.j.gate_proj.weight` and `up_proj` [Im, H] of all j become `P.experts.gate_up_proj` [E, 2·Im, H],
+    `down_proj` [H, Im] become `P.experts.down_proj` [E, H, Im]. Names of other kinds stay.
+
+    Raises:
+        HeadLoadError: an expert's matrix is missing or has another shape.
+    """
+    singles: dict[str, dict[tuple[int, str], torch.Tensor]] = {}
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        match = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+        if match is None:
+            out[name] = tensor
+        else:
+            singles.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+    for prefix, parts in singles.items():
+        out |= _stacked(prefix, parts)
+    return out
+
+
+def _stacked(prefix: str, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
+    experts = range(max(j for j, _ in parts) + 1)
+    missing = [
+        f"{prefix}.{j}.{kind}_proj" for j in experts for kind in ("gate", "up", "down") if (j, kind) not in parts
+    ]
+    if missing:
+        raise HeadLoadError(f"missing: {', '.join(missing[:6])}")
+    if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != 3:
+        raise HeadLoadError(f"the experts of {prefix} have matrices of different shapes")
+    return {
+        f"{prefix}.gate_up_proj": torch.stack([torch.cat([parts[j, "gate"], parts[j, "up"]]) for j in experts]),
+        f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
+    }
