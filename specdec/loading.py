@@ -76,6 +76,11 @@ def load_tokenizer(name: str | Path) -> Any:
         raise ModelLoadError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
 
 
+def has_builtin_head(target: str | Path) -> bool:
+    """Whether draft="auto" means something for this target."""
+    return str(target) in _BUILTIN_HEADS
+
+
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """The head's folder or hub name; "auto" is the head that was built in with the target.
 
@@ -91,15 +96,21 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
 
 
 def target_facts(probed: TargetProbe) -> TargetFacts:
-    """What a head's loader must know of its target."""
+    """What a head's loader must know of its target.
+
+    Raises:
+        HeadLoadError: the target has no output embedding.
+    """
     model = probed.model
-    output = model.get_output_embeddings()
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is None:
+        raise HeadLoadError(f"{type(model).__name__} has no output embedding (lm_head) that a head could share")
     return TargetFacts(
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=probed.vocab_size,
         num_layers=len(probed.layers),
-        embedding=model.get_input_embeddings().weight,
-        lm_head=None if output is None else output.weight,
+        embedding=embedding.weight,  # type: ignore[arg-type]
+        lm_head=output.weight,
     )
 
 
