@@ -131,7 +131,8 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
     times = {plan.batch_size: {arm.k: _round_seconds(kept[arm.name]) for arm in plan.arms}}
     if plan.predict_batch_sizes:
-        times |= executor.step_times(plan.predict_batch_sizes, plan.arms, plan.data.questions[0], plan.asking)
+        sizes, arms, question, asking = plan.predict_batch_sizes, plan.arms, plan.data.questions[0], plan.asking
+        times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
     widest = max(summaries, key=lambda summary: summary["k"])
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)

@@ -65,7 +65,7 @@ def acceptance(**options: Any) -> None:
 @click.argument("a")
 @click.argument("b")
 @shared.model_options
-@click.option("--draft", default=None, help="The head of a side that names none.")
+@click.option("--draft", default="auto", show_default=True, help="The head of a side that names none.")
 @shared.data_options
 @click.option(
     "--k", "default_k", type=click.IntRange(1), default=5, show_default=True, help="K of a side that names none."
@@ -101,13 +101,61 @@ def compare(a: str, b: str, **options: Any) -> None:
     _evaluate(options, specs, plan, data)
 
 
+@click.command(short_help="Check that speculation leaves the target's output unchanged.")
+@shared.model_options
+@shared.draft_option
+@shared.data_options
+@click.option(
+    "--k", "ks", type=shared.Numbers(1), default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--system", default=None, help="A system prompt before every conversation.")
+@click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--batch-size", type=click.IntRange(1), default=8, show_default=True, help="Questions at a time.")
+@click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
+@click.option("--samples", type=click.IntRange(100), default=2000, show_default=True, help="Samples a prompt and arm.")
+@click.option(
+    "--sample-prompts", type=click.IntRange(1), default=4, show_default=True, help="Prompts that are sampled."
+)
+@click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
+@shared.run_dir_option
+@shared.ray_option
+@shared.workers_option
+def lossless(**options: Any) -> None:
+    """Check that speculation leaves the target's output unchanged; exit code 1 when it does not.
+
+    Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
+    have the target's distribution.
+    """
+    from rich.console import Console
+
+    from evals.lossless_run import Check, check, print_check
+    from evals.terminal import RunProgress
+
+    options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
+    data = _data(options)
+    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+    console = Console()
+    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
+        facts = executor.facts()
+        asking = shared.settle(shared.make_asking(options), facts)
+        plan = Check(data, options["ks"], asking, options["batch_size"], options["mode"], options["samples"])
+        store = _store(options, plan.greedy, facts)
+        with RunProgress(Console(stderr=True), len(data.questions), len(plan.greedy.arms)) as progress:
+            document = check(executor, plan, store, progress, options["sample_prompts"])
+    print_check(console, document)
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    console.print(f"run: {store.folder}")
+    sys.exit(0 if document["passed"] else EXIT_FAILED)
+
+
 def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
     """The model and the K of one side."""
     given = shared.parse_arm(text)
     draft = given.get("draft", options["draft"])
     k = int(given.get("k", options["default_k"]))
-    if draft is None and k:
-        raise click.UsageError(f"{text!r} names no head; give --draft, or draft=HEAD in it")
     merged = dict(options)
     merged.update({key: value for key, value in given.items() if key in ("backend", "dtype")})
     return shared.make_spec(merged, draft, k), k
@@ -181,7 +229,9 @@ def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
         arms = [arm["name"] for arm in document["arms"]]
         ids = [row["id"] for row in document["questions"]]
         answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
-        spec_bench.write(options["spec_bench_dir"], answers, options["target"].replace("/", "--"))
+        spec_bench.write(
+            options["spec_bench_dir"], answers, shared.model_name(options, options["draft"]).replace("/", "--")
+        )
 
 
 def write_document(path: Path, document: Json) -> None:

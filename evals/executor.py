@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from evals.answers import Answer
 from evals.datasets import DataSet, Question
 from evals.runner import Arm, Asking
 from evals.store import RunStore
 from evals.worker import Work, Worker
+
+Result = TypeVar("Result")
 
 
 class Executor(Protocol):
@@ -21,10 +23,8 @@ class Executor(Protocol):
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
         """The answers of each piece of work as they come, in any order."""
 
-    def step_times(
-        self, batch_sizes: Sequence[int], arms: Sequence[Arm], prompt: Question, asking: Asking
-    ) -> dict[int, dict[int, float]]:
-        """See `Worker.step_times`."""
+    def on_one(self, function: Callable[[Worker], Result]) -> Result:
+        """Call a function with one worker, where that worker is."""
 
     def close(self) -> None:
         """Give back what the executor holds."""
@@ -44,11 +44,9 @@ class LocalExecutor:
         """See Executor."""
         return (self._worker.run(work) for work in works)
 
-    def step_times(
-        self, batch_sizes: Sequence[int], arms: Sequence[Arm], prompt: Question, asking: Asking
-    ) -> dict[int, dict[int, float]]:
+    def on_one(self, function: Callable[[Worker], Result]) -> Result:
         """See Executor."""
-        return self._worker.step_times(batch_sizes, arms, prompt, asking)
+        return function(self._worker)
 
     def close(self) -> None:
         """Nothing to give back."""

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specdec.options import DEFAULT_MODEL
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -50,7 +52,7 @@ def _stacked(*decorators: Decorator) -> Decorator:
 
 
 model_options = _stacked(
-    click.option("--target", required=True, help="Built-in name, folder or hub name of the model."),
+    click.option("--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."),
     click.option("--backend", default="auto", show_default=True, help="auto, torch or flashinfer."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
     click.option("--device", default=None, help="cpu, cuda, cuda:1, ...; default CUDA where there is one."),
@@ -58,7 +60,10 @@ model_options = _stacked(
 )
 
 draft_option = click.option(
-    "--draft", required=True, help='Folder or hub name of the head; "auto" is the built-in target\'s own.'
+    "--draft",
+    default="auto",
+    show_default=True,
+    help="Folder or hub name of the head; auto = the built-in one.",
 )
 
 data_options = _stacked(
@@ -80,11 +85,15 @@ asking_options = _stacked(
     click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Questions at a time."),
 )
 
+run_dir_option = click.option(
+    "--run-dir", type=PATH, default=None, help="Folder of the run; default runs/<hash of its settings>."
+)
+
 output_options = _stacked(
     click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
     click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
     click.option("--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."),
-    click.option("--run-dir", type=PATH, default=None, help="Folder of the run; default runs/<hash of its settings>."),
+    run_dir_option,
 )
 
 ray_option = click.option(
@@ -120,12 +129,24 @@ def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
     return asking
 
 
+def model_name(options: Mapping[str, Any], draft: str | None) -> str:
+    """The target: the one given, or the built-in one when its own head is to be used.
+
+    Raises:
+        click.UsageError: a head without its target.
+    """
+    given: str | None = options["model"]
+    if given is None and draft not in (None, "auto"):
+        raise click.UsageError(f"the head {draft!r} needs its target: give --model")
+    return given or DEFAULT_MODEL
+
+
 def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpec:
     """The model to load, for at most `k` drafts a round."""
     from evals.worker import ModelSpec
 
     return ModelSpec(
-        target=options["target"],
+        target=model_name(options, draft),
         draft=draft,
         num_speculative_tokens=k,
         backend=options["backend"],

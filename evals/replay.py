@@ -1,0 +1,33 @@
+"""The target once more, by transformers alone and in higher precision: it judges where two answers differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+_HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+
+
+class Replay:
+    """A copy of a model with transformers' own eager attention: float32 is replayed in float64, half in float32.
+
+    Attributes:
+        dtype: of the copy.
+    """
+
+    def __init__(self, hf_model: Any) -> None:
+        self.dtype = _HIGHER.get(hf_model.dtype, torch.float64)
+        self._model = AutoModelForCausalLM.from_config(
+            hf_model.config, dtype=self.dtype, attn_implementation="eager"
+        ).to(hf_model.device)
+        self._model.load_state_dict(hf_model.state_dict())
+        self._model.eval()
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """Logits of the token after `token_ids`: [V], in the copy's dtype, on the CPU."""
+        ids = torch.tensor([list(token_ids)], device=self._model.device)
+        return self._model(ids, use_cache=False).logits[0, -1].cpu()
