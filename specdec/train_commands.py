@@ -37,6 +37,7 @@ def train() -> None:
 @click.option("--max-new-tokens", default=512, show_default=True, help="Of an answer.")
 @click.option("--max-length", default=1024, show_default=True, help="Of a training sequence.")
 @click.option("--max-num-seqs", default=64, show_default=True, help="Questions answered at once.")
+@click.option("--answers-only", is_flag=True, help="Only let the target answer (several files in parallel, say).")
 @click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True)
@@ -46,12 +47,13 @@ def eagle3(data: tuple[Path, ...], output: Path, **options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
     from rich.console import Console
 
+    from drafters.training.answers import AnswerSet
     from drafters.training.config import TrainConfig
     from drafters.training.questions import read_questions
     from specdec.model import SpeculativeModel
-    from specdec.training import HeadShape, train_eagle3
+    from specdec.training import AnswerLimits, HeadShape, answer_questions, train_eagle3
 
-    questions = [question for path in data for question in read_questions(path)]
+    questions = [read_questions(path) for path in data]
     shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _taps(options["taps"]))
     config = TrainConfig(
         compile=options["compile_"],
@@ -64,17 +66,13 @@ def eagle3(data: tuple[Path, ...], output: Path, **options: Any) -> None:
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
     )
-    result = train_eagle3(
-        model,
-        questions,
-        shape,
-        config,
-        output,
-        held_out=options["held_out"],
-        max_new_tokens=options["max_new_tokens"],
-        max_length=options["max_length"],
-        console=Console(),
-    )
+    console = Console()
+    limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
+    answers = [answer_questions(model, each, limits, output, console) for each in questions]
+    if options["answers_only"]:
+        return
+    joined = AnswerSet.joined(answers)
+    result = train_eagle3(model, joined, shape, config, output, held_out=options["held_out"], console=console)
     click.echo(f"the head is in {result.folder}")
 
 

@@ -68,28 +68,58 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
     )
 
 
+@dataclass(frozen=True)
+class AnswerLimits:
+    """max_new_tokens of an answer, max_length of a training sequence."""
+
+    max_new_tokens: int = 512
+    max_length: int = 1024
+
+
+def answer_questions(
+    model: SpeculativeModel, questions: list[Any], limits: AnswerLimits, output: Path, console: Console
+) -> AnswerSet:
+    """The target's own answers, kept in `output`; an earlier run's file for the same questions is taken as it is.
+
+    Args:
+        questions: prompts as `SpeculativeModel.generate` takes them.
+    """
+    output.mkdir(parents=True, exist_ok=True)
+    prompts = encode_prompts(questions, model.tokenizer)
+    key = repr((model.describe()["target"], limits, prompts)).encode()
+    path = output / f"answers-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"
+    if path.exists():
+        return AnswerSet.load(path)
+    params = SamplingParams(max_new_tokens=limits.max_new_tokens)
+
+    def regenerate(batch: list[list[int]]) -> list[list[int]]:
+        each = model.generate_iter(batch, params)
+        shown = track(each, "the target answers", total=len(batch), console=console)
+        done = {index: completion.token_ids for index, completion in shown}
+        return [done[i] for i in range(len(batch))]
+
+    answers = answer(prompts, regenerate, limits.max_length)
+    answers.save(path)
+    return answers
+
+
 def train_eagle3(
     model: SpeculativeModel,
-    questions: list[Any],
+    answers: AnswerSet,
     shape: HeadShape,
     config: TrainConfig,
     output: Path,
     *,
     held_out: int = 256,
-    max_new_tokens: int = 512,
-    max_length: int = 1024,
     console: Console,
 ) -> TrainResult:
-    """Let the target answer the questions, then train a head on the answers.
-
-    The answers are kept in `output` and the training goes on from its newest checkpoint, so a killed run resumes.
+    """Train a head on the target's answers; goes on from the newest checkpoint in `output`, so a killed run resumes.
 
     Args:
         model: the target, loaded without a head.
-        questions: prompts as `SpeculativeModel.generate` takes them.
-        output: gets `answers-….safetensors`, checkpoints, and the finished head in `head/`.
-        held_out: questions that only measure.
-        max_new_tokens, max_length: limits of an answer, and of a training sequence.
+        answers: what `answer_questions` gave.
+        output: gets checkpoints, and the finished head in `head/`.
+        held_out: answers that only measure.
 
     Raises:
         InvalidInputError: the model has a head already, or there are too few questions.
@@ -97,16 +127,13 @@ def train_eagle3(
     """
     if model.head is not None:
         raise InvalidInputError("the target was loaded with a head; load it with draft=None to train a new one")
-    output.mkdir(parents=True, exist_ok=True)
-    prompts = encode_prompts(questions, model.tokenizer)
-    answers = _answers(model, prompts, output, max_new_tokens, max_length, console)
     training, measured = answers.split(held_out, config.seed)
     spec = eagle3_spec(model, shape)
     facts = target_facts(probe_target(model.hf_model))
     head = fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
     features = target_features(model, spec.taps)
     data = TrainingData(training, measured)
-    judge = _judge(model, measured, config.ttt_steps, max_new_tokens)
+    judge = _judge(model, measured, config.ttt_steps)
     return train(config, head, data, features, judge, output, console)
 
 
@@ -131,34 +158,8 @@ def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
     return features
 
 
-def _answers(
-    model: SpeculativeModel,
-    prompts: list[list[int]],
-    output: Path,
-    max_new_tokens: int,
-    max_length: int,
-    console: Console,
-) -> AnswerSet:
-    """The target's answers, from the file of an earlier run with the same prompts where there is one."""
-    key = repr((model.describe()["target"], max_new_tokens, max_length, prompts)).encode()
-    path = output / f"answers-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"
-    if path.exists():
-        return AnswerSet.load(path)
-    params = SamplingParams(max_new_tokens=max_new_tokens)
-
-    def regenerate(batch: list[list[int]]) -> list[list[int]]:
-        each = model.generate_iter(batch, params)
-        shown = track(each, "the target answers", total=len(batch), console=console)
-        done = {index: completion.token_ids for index, completion in shown}
-        return [done[i] for i in range(len(batch))]
-
-    answers = answer(prompts, regenerate, max_length)
-    answers.save(path)
-    return answers
-
-
 def _judge(
-    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, max_new_tokens: int
+    model: SpeculativeModel, measured: AnswerSet, num_drafts: int
 ) -> Callable[[Eagle3Head], Mapping[str, float]]:
     """Acceptance of the finished head in a real engine on held-out prompts."""
     count = min(len(measured), _JUDGED_PROMPTS)
@@ -173,7 +174,7 @@ def _judge(
             max_model_len=model.config.max_model_len,
             backend=model.backend_name,
         )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=max_new_tokens))
+        completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
         return {"tau": pool_requests([c.stats for c in completions]).tau}
 
     return judge

@@ -66,6 +66,12 @@ class AnswerSet:
         order = np.random.default_rng(seed).permutation(len(self))
         return self.subset(np.sort(order[held_out:])), self.subset(np.sort(order[:held_out]))
 
+    @classmethod
+    def joined(cls, parts: Sequence[AnswerSet]) -> AnswerSet:
+        """All sequences of several sets, in order."""
+        sequences = [part.sequence(i) for part in parts for i in range(len(part))]
+        return _flatten(sequences, np.concatenate([part.answer_starts for part in parts]))
+
     def save(self, path: str | Path) -> None:
         """Write to a safetensors file."""
         arrays = {"tokens": self.tokens, "starts": self.starts, "answer_starts": self.answer_starts}
