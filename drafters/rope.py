@@ -28,6 +28,10 @@ class RopeSpec:
     max_positions: int = 2048
     scaling: tuple[tuple[str, float | bool], ...] = ()
 
+    def __str__(self) -> str:
+        scaling = "".join(f", {name} {value}" for name, value in self.scaling)
+        return f"{self.kind}, theta {self.theta:g}{scaling}"
+
     def frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
         """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin.
 

@@ -32,9 +32,9 @@ class Batch:
 def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> list[np.ndarray]:
     """Indices of every batch of an epoch: a function of its arguments alone, so that a resumed run sees the same.
 
-    Sequences are shuffled, sorted by length inside groups of `16 * batch_size` (give or take a fifth, so that neighbours
-    change from epoch to epoch), cut into batches, and the batches shuffled. An incomplete last batch is left out, unless
-    it is the only one.
+    Sequences are shuffled, sorted by length inside groups of `16 * batch_size` (give or take a fifth, so that
+    neighbours change from epoch to epoch), cut into batches, and the batches shuffled. An incomplete last batch is
+    left out, unless it is the only one.
     """
     rng = np.random.default_rng((seed, epoch))
     order = rng.permutation(len(lengths))

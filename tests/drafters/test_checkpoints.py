@@ -337,3 +337,17 @@ def test_pickles_of_anything_but_tensors_are_refused(tmp_path: Path) -> None:
     torch.save({"fc.weight": Path("/")}, tmp_path / "pytorch_model.bin")
     with pytest.raises(HeadLoadError, match="plain dictionary of tensors"):
         load(tmp_path)
+
+
+def test_a_name_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_eagle3(make_head(), tmp_path)
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(tmp_path))
+    assert load_eagle3("someone/some-head", facts(), torch.float32, "cpu").spec == SPEC
+    assert asked == ["someone/some-head"]
+
+
+def test_describing_needs_no_weights_of_the_target(tmp_path: Path) -> None:
+    save_eagle3(make_head(), tmp_path)
+    nothing = torch.empty(40, 16, device="meta")
+    assert "default, theta 10000" in str(describe_eagle3(tmp_path, TargetFacts(16, 40, 8, nothing, nothing)))
