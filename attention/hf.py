@@ -72,12 +72,12 @@ class AttentionPort:
         self._attend: LayerAttend | None = None
         self._configs = _attention_configs(root)
         self._latent = [call.latent for call in calls]
-        for index, call in enumerate(calls):
-            call.module._specdec_layer = (self, index)  # type: ignore[assignment]
+        self._modules = [call.module for call in calls]
 
     @contextmanager
     def using(self, attend: LayerAttend) -> Iterator[None]:
         """Route the modules' attention through `attend` for the duration of one forward."""
+        self._bind()
         self._attend = attend
         latent = [layer for layer in self._latent if layer is not None]
         try:
@@ -85,6 +85,12 @@ class AttentionPort:
                 yield
         finally:
             self._attend = None
+
+    def _bind(self) -> None:
+        """Point the modules at this port, unless they are: a model wrapped twice has two ports."""
+        for index, module in enumerate(self._modules):
+            if getattr(module, "_specdec_layer", (None,))[0] is not self:
+                module._specdec_layer = (self, index)  # type: ignore[assignment]
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None

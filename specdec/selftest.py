@@ -13,7 +13,7 @@ from specdec.target import Target
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.2}
+_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
 """Largest rms error of a token's logits over their rms, by dtype; what comes out wrong is off by about 1."""
 
 
@@ -22,7 +22,9 @@ def self_test(target: Target) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     Returns:
-        The median over tokens of rms error over rms of the logits.
+        The largest error of the six pieces, a piece being one row's prompt or its verification. Its error is the median
+        over its tokens of rms error over rms of the logits: a flipped expert of one token does not count, a wrong row
+        or a wrong verification does.
 
     Raises:
         UnsupportedModelError: the target comes out wrong through the paged attention.
@@ -35,9 +37,9 @@ def self_test(target: Target) -> float:
     ours.append(_paged(target, ids, _PROMPT_LENS, _PROMPT_LENS + _VERIFY_LEN, table))
     errors = []
     for row, own in enumerate(_eager(target, ids)):
-        mine = torch.cat([ours[0][row], ours[1][row]])
-        errors.append((mine - own).double().pow(2).mean(-1).sqrt() / own.double().pow(2).mean(-1).sqrt())
-    error = float(torch.cat(errors).median())
+        pieces = own.split((int(_PROMPT_LENS[row]), _VERIFY_LEN))
+        errors += [_error(ours[phase][row], right) for phase, right in enumerate(pieces)]
+    error = float(torch.stack(errors).max())
     limit = _TOLERANCE[target.hf_model.dtype]
     if not error <= limit:
         raise UnsupportedModelError(
@@ -45,6 +47,12 @@ def self_test(target: Target) -> float:
             f"{error:.2g} against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g})"
         )
     return error
+
+
+def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Median over tokens of rms error over rms; NaN where a token has NaN."""
+    errors = (ours - right).double().pow(2).mean(-1).sqrt() / right.double().pow(2).mean(-1).sqrt()
+    return errors.median()
 
 
 def _scrambled_table(target: Target) -> np.ndarray:

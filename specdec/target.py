@@ -48,6 +48,8 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         calls, vocab_size = probe(model)
     except UnsupportedAttentionError as error:
         raise UnsupportedModelError(f"{name} cannot run on the paged cache: {error}") from error
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedModelError(f"{name} does not run without an attention mask: {error}") from error
     config = model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
     if len(calls) != num_layers:
