@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from drafters.checkpoints import TargetFacts, load_eagle3
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters.base import Head
+from drafters.checkpoints import TargetFacts, load_eagle3
+from drafters.mtp_checkpoints import has_mtp, load_mtp
+from drafters.mtp_spec import mtp_target
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
 from specdec.models import builtin_names, builtin_path
 from specdec.target import TargetProbe
 
 AUTO_HEAD = "auto"
+MTP_HEAD = "mtp"
 _BUILTIN_HEADS = {"gsm-llama": "gsm-llama-eagle3"}
 
 
@@ -117,10 +120,28 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 def load_head(draft: str | Path | Head, target_name: str | None, probed: TargetProbe) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
+    Args:
+        draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
+            module; a loaded head is taken as it is.
+
     Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.checkpoints.load_eagle3`.
+        HeadLoadError, HeadMismatchError: see `drafters.checkpoints.load_eagle3` and `drafters.mtp_checkpoints`.
     """
     if not isinstance(draft, (str, Path)):
         return draft
+    if str(draft) == MTP_HEAD:
+        if target_name is None:
+            raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
+        return _load_mtp_head(resolve(target_name), probed)
+    path, model = resolve_head(draft, target_name), probed.model
+    if has_mtp(path):
+        return _load_mtp_head(path, probed)
+    return load_eagle3(path, target_facts(probed), model.dtype, model.device)
+
+
+def _load_mtp_head(path: str, probed: TargetProbe) -> Head:
     model = probed.model
-    return load_eagle3(resolve_head(draft, target_name), target_facts(probed), model.dtype, model.device)
+    modules = load_mtp(path, mtp_target(model), model.dtype, model.device)
+    if len(modules) > 1:
+        raise HeadLoadError(f"{path} has {len(modules)} multi-token-prediction modules; one is supported")
+    return modules[0]
