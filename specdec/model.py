@@ -105,8 +105,8 @@ class SpeculativeModel:
 
         Args:
             target: built-in name, folder, hub name, or a loaded transformers model.
-            draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-prediction
-                module in the target's checkpoint, a loaded head, or None.
+            draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
+                prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
             backend: "auto", "torch" or "flashinfer".
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
