@@ -25,7 +25,7 @@ def read_questions(path: str | Path) -> list[list[Message]]:
     file = Path(path)
     if not file.is_file():
         raise InvalidInputError(f"there is no file of questions {path}")
-    lines = file.read_text(encoding="utf-8").splitlines()
+    lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold U+2028
     questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise InvalidInputError(f"{path} has no questions")
