@@ -15,7 +15,7 @@ from drafters.fields import check_tensors, lookup
 from drafters.layouts import Layout, detect, strip_prefixes
 from drafters.mtp import MtpHead
 from drafters.mtp_spec import Feedback, MtpSpec, MtpTarget
-from drafters.mtp_weights import dequantise, stack_experts
+from drafters.mtp_weights import dequantise, stack_experts, unstack_experts
 from drafters.tensor_files import CheckpointFolder, open_folder
 
 MTP_LAYOUTS = (Layout.MTP_DEEPSEEK, Layout.MTP_MIMO, Layout.MTP_ERNIE, Layout.MTP_QWEN)
@@ -121,6 +121,26 @@ def load_mtp(
         return tuple(_load_module(folder, family, names, target, dtype, device, feedback) for names in modules)
     except HeadLoadError as error:
         raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
+
+
+def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
+    """A module's tensors under the names that DeepSeek checkpoints give them; what is the target's is left out.
+
+    Args:
+        layer: N + k, the number of the target's layers plus the module's own.
+
+    Raises:
+        HeadLoadError: the module has what these checkpoints cannot say.
+    """
+    spec = head.spec
+    if spec.hidden_first or not spec.final_norm or spec.projection_bias:
+        raise HeadLoadError(f"a DeepSeek-style module has a final norm and reads [embedding, hidden]; given is {spec}")
+    back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
+    named = {}
+    for name, tensor in unstack_experts(head.state_dict()).items():
+        new = next(prefix for prefix in back if name.startswith(prefix))
+        named[f"model.layers.{layer}.{back[new]}{name.removeprefix(new)}"] = tensor.detach().clone()
+    return named
 
 
 def _family(folder: CheckpointFolder) -> Family | None:

@@ -75,3 +75,19 @@ def _stacked(prefix: str, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict
         f"{prefix}.gate_up_proj": torch.stack([torch.cat([parts[j, "gate"], parts[j, "up"]]) for j in experts]),
         f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
     }
+
+
+def unstack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The inverse of `stack_experts`: stacks become single matrices; names of other kinds stay."""
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        if name.endswith(".experts.gate_up_proj"):
+            prefix = name.removesuffix(".gate_up_proj")
+            for j, (gate, up) in enumerate(pair.chunk(2) for pair in tensor):
+                out |= {f"{prefix}.{j}.gate_proj.weight": gate, f"{prefix}.{j}.up_proj.weight": up}
+        elif name.endswith(".experts.down_proj"):
+            prefix = name.removesuffix(".down_proj")
+            out |= {f"{prefix}.{j}.down_proj.weight": down for j, down in enumerate(tensor)}
+        else:
+            out[name] = tensor
+    return out

@@ -11,7 +11,7 @@ import torch
 
 from drafters.errors import HeadLoadError
 from drafters.mtp import MtpHead
-from drafters.mtp_checkpoints import has_mtp, load_mtp
+from drafters.mtp_checkpoints import deepseek_tensors, has_mtp, load_mtp
 from drafters.mtp_spec import mtp_target
 from drafters.mtp_weights import dequantise, stack_experts
 
@@ -169,3 +169,15 @@ def test_speculators_names_are_mimos_but_the_embedding_comes_first(
     folder = case.write(tmp_path, settings={"speculators_model_type": "mtp"})
     assert not load(folder, case).spec.hidden_first
     assert load(case.write(tmp_path / "b"), case).spec.hidden_first
+
+
+def test_exported_names_are_deepseeks(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    """Export is the inverse of loading, but for the duplicates of the target's tensors."""
+    case = tiny_case("deepseek_v3")
+    written = deepseek_tensors(load(case.write(tmp_path), case), layer=4)
+    duplicates = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
+    assert written.keys() == case.tensors.keys() - duplicates
+    assert all(torch.equal(tensor, case.tensors[name]) for name, tensor in written.items())
+    other = tiny_case("mimo")
+    with pytest.raises(HeadLoadError, match="DeepSeek-style"):
+        deepseek_tensors(load(other.write(tmp_path / "b"), other), layer=4)
