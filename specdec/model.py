@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from specdec.errors import InvalidInputError
 from specdec.generation_config import eos_ids, from_generation_config
 from specdec.loading import load_head, load_target, load_tokenizer, resolve_device, resolve_dtype
 from specdec.prompts import Prompts, encode_prompts
-from specdec.request import Completion
+from specdec.request import Completion, Update
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test
 from specdec.target import Target, TargetProbe, probe_target
@@ -82,6 +83,7 @@ class SpeculativeModel:
             drafter = Drafter(head, _runner(backend, "head", tuple(head.plan_keys), config, probed.model))
         eos = eos_ids(probed.model.generation_config)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos)
+        self._inboxes: dict[int, deque[Update]] = {}
 
     @classmethod
     def from_pretrained(
@@ -235,19 +237,26 @@ class SpeculativeModel:
         return [(p, s, 0) for p, s in zip(ids, each, strict=True)]
 
     def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
+        """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
         index: dict[int, int] = {}
+        inbox: deque[Update] = deque()
         try:
             for i, (ids, params, sample) in enumerate(requests):
-                index[self._engine.submit(ids, params, sample)] = i
+                request_id = self._engine.submit(ids, params, sample)
+                index[request_id], self._inboxes[request_id] = i, inbox
             while index:
-                for update in self._engine.step():
-                    if update.request_id in index:
-                        place = index[update.request_id]
-                        if update.completion is not None:
-                            del index[update.request_id]
-                        yield StreamUpdate(place, update.token_ids, update.text, update.completion)
+                for update in [] if inbox else self._engine.step():
+                    self._inboxes[update.request_id].append(update)
+                while inbox:
+                    update = inbox.popleft()
+                    place = index[update.request_id]
+                    if update.completion is not None:
+                        del index[update.request_id], self._inboxes[update.request_id]
+                    yield StreamUpdate(place, update.token_ids, update.text, update.completion)
         finally:
             self._engine.abort(list(index))
+            for request_id in index:
+                del self._inboxes[request_id]
 
 
 def _runner(
