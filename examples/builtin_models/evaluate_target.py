@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
@@ -11,7 +12,7 @@ from typing import cast
 import torch
 from gsm8k_text import Pair
 from mix import chat_text, load_tokenizer, turn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerFast
 
 LIMIT = 320
 _LAST_LINE = re.compile(r"(?:^|\n)#### (-?[\d.]+)$")
@@ -77,8 +78,9 @@ def _greedy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts:
     """Greedy answers, end token included, at most LIMIT tokens."""
     inputs = tokenizer(prompts, padding=True, padding_side="left", add_special_tokens=False, return_tensors="pt")
     inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
-    out = cast(GenerationMixin, model).generate(**inputs, max_new_tokens=LIMIT, do_sample=False)  # [B, T]
-    answers = cast(torch.Tensor, out)[:, inputs["input_ids"].shape[1] :].tolist()
+    generate = cast(Callable[..., torch.Tensor], model.generate)
+    out = generate(**inputs, max_new_tokens=LIMIT, do_sample=False)  # [B, T], prompts included
+    answers = out[:, inputs["input_ids"].shape[1] :].tolist()
     return [_until(ids, tokenizer.eos_token_id) for ids in answers]
 
 
