@@ -7,7 +7,7 @@ raises when it is called outside a forward of ours instead of attending without 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.backend import PlanKey
 from attention.errors import UnsupportedAttentionError
 from attention.mla import LatentAttention, latent_attention, unexpanded
+from attention.opaque import Channel, LayerAttend, opaque_attend
 
 ATTENTION_NAME = "specdec"
 _PROBE_NAME = "specdec_probe"
@@ -60,16 +61,13 @@ class AttentionCall:
     latent: LatentAttention | None
 
 
-LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-"""(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
-
-
 class AttentionPort:
     """Connects a model's attention modules to attention of ours while a forward of ours runs."""
 
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
         AttentionInterface.register(ATTENTION_NAME, specdec_attention)
         self._attend: LayerAttend | None = None
+        self._channel = Channel()
         self._configs = _attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]
@@ -81,7 +79,11 @@ class AttentionPort:
         self._attend = attend
         latent = [layer for layer in self._latent if layer is not None]
         try:
-            with attention_implementation(self._configs, ATTENTION_NAME), unexpanded(latent):
+            with (
+                attention_implementation(self._configs, ATTENTION_NAME),
+                unexpanded(latent),
+                self._channel.carrying(attend),
+            ):
                 yield
         finally:
             self._attend = None
@@ -100,17 +102,24 @@ class AttentionPort:
         Raises:
             UnsupportedAttentionError: no forward of ours is running.
         """
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        latent = self._latent[layer]
+        if latent is None:
+            return self._call(layer, query[0].transpose(0, 1), k, v, sinks)[None]
+        attended = self._call(layer, latent.absorb_query(query[0]), k, v, sinks)
+        return latent.project_output(attended)[None]
+
+    def _call(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return opaque_attend(query, key, value, sinks, self._channel.number, layer)
         if self._attend is None:
             raise UnsupportedAttentionError(
                 f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
                 "model.set_attn_implementation('sdpa')"
             )
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        latent = self._latent[layer]
-        if latent is None:
-            return self._attend(layer, query[0].transpose(0, 1), k, v, sinks)[None]
-        attended = self._attend(layer, latent.absorb_query(query[0]), k, v, sinks)
-        return latent.project_output(attended)[None]
+        return self._attend(layer, query, key, value, sinks)
 
 
 def specdec_attention(

@@ -1,0 +1,65 @@
+"""Attention as one opaque operator, so that torch.compile sees a model without graph breaks.
+
+The operator finds its attention through a numbered channel, whose content may change from call to call without making
+the compiled code stale. That it writes the KV cache is invisible to the compiler: nothing else in a compiled model
+touches the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import count
+
+import torch
+
+from attention.errors import UnsupportedAttentionError
+
+LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+"""(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
+
+_numbers = count()
+_content: dict[int, LayerAttend] = {}
+
+
+class Channel:
+    """One place through which compiled code reaches attention."""
+
+    def __init__(self) -> None:
+        self.number = next(_numbers)
+
+    @contextmanager
+    def carrying(self, attend: LayerAttend) -> Iterator[None]:
+        """Serve the operator's calls on this channel with `attend`, for a while."""
+        _content[self.number] = attend
+        try:
+            yield
+        finally:
+            del _content[self.number]
+
+
+@torch.library.custom_op("specdec::attend", mutates_args=())
+def opaque_attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None,
+    channel: int,
+    layer: int,
+) -> torch.Tensor:
+    """query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None -> [T, Hq, Dv].
+
+    Raises:
+        UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
+    """
+    attend = _content.get(channel)
+    if attend is None:
+        raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
+    return attend(layer, query, key, value, sinks)
+
+
+@opaque_attend.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None, channel: int, layer: int
+) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
