@@ -1,0 +1,158 @@
+"""torch.compile of target and head, with sibling projections fused.
+
+Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
+sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and a pass
+over the compiler's graph leaves one of the equal products. In eager code it is the linear layer it was, on a view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention.opaque import Channel, opaque_attend
+from drafters.base import Head
+
+_SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
+_MATMULS = ("mm", "addmm")
+
+
+class SiblingLinear(nn.Linear):
+    """A linear layer whose weight is a slice of a tensor it shares with its siblings."""
+
+    def __init__(self, own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> None:
+        """Take the place of `own`: rows start … start + out_features of fused_weight [sum of widths, in_features]."""
+        super().__init__(own.in_features, own.out_features, bias=False, device="meta")
+        self.rows = slice(start, start + own.out_features)
+        self.weight = nn.Parameter(fused_weight[self.rows], requires_grad=False)
+        if fused_bias is not None:
+            self.bias = nn.Parameter(fused_bias[self.rows], requires_grad=False)
+        self.fused_weight = fused_weight
+        self.fused_bias = fused_bias
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.compiler.is_compiling():
+            return F.linear(input, self.fused_weight, self.fused_bias)[..., self.rows]
+        return F.linear(input, self.weight, self.bias)
+
+
+def fuse_siblings(root: nn.Module, run: Callable[[], object]) -> int:
+    """Find linear layers of one parent that read the same tensor while `run` runs, and fuse their weights.
+
+    The module keeps its parameters' names and values; weights that belong to two modules (tied) are left alone.
+
+    Returns:
+        The number of fused groups.
+    """
+    names = {module: name for name, module in root.named_modules() if type(module) is nn.Linear}
+    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
+    readers: dict[tuple[str, int], list[str]] = {}
+    kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
+
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        name = names[module]  # type: ignore[index]
+        kept.append(args[0])
+        readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
+
+    hooks = [module.register_forward_pre_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups = {tuple(dict.fromkeys(group)) for group in readers.values()}
+    fused = [group for group in groups if len(group) > 1 and _fusible(root, group, owners)]
+    for group in fused:
+        _fuse(root, group)
+    return len(fused)
+
+
+def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
+    layers: list[Any] = [root.get_submodule(name) for name in group]
+    kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    return len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
+
+
+def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
+    layers: list[Any] = [root.get_submodule(name) for name in group]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+    start = 0
+    for name, layer in zip(group, layers, strict=True):
+        parent, _, child = name.rpartition(".")
+        setattr(root.get_submodule(parent), child, SiblingLinear(layer, weight, bias, start))
+        start += layer.out_features
+
+
+class LeaveOneProduct(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        """Replace every later node that computes what an earlier one did."""
+        seen: dict[Any, torch.fx.Node] = {}
+        for node in list(graph.nodes):
+            packet = getattr(node.target, "overloadpacket", None)
+            if node.op != "call_function" or getattr(packet, "__name__", "") not in _SHAPE_OPS + _MATMULS:
+                continue
+            key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+            first = seen.setdefault(key, node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+                graph.erase_node(node)
+
+    def uuid(self) -> str:
+        """Part of the compiler cache's key."""
+        return "specdec-leave-one-product-1"
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return value
+
+
+@contextmanager
+def compiler_settings() -> Iterator[None]:
+    """Inductor's settings while our code is compiled (compilation happens at the first call)."""
+    with torch._inductor.config.patch(post_grad_custom_pre_pass=LeaveOneProduct()):
+        yield
+
+
+def compiled_model(model: nn.Module) -> Callable[..., Any]:
+    """The model as one compiled graph for any number of tokens >= 2. Call it first inside `compiler_settings`."""
+    return torch.compile(model, fullgraph=True, dynamic=True)
+
+
+class HeadPasses:
+    """The greedy passes of a head as plain functions of tensors; attention goes through `channel`."""
+
+    def __init__(self, head: Head) -> None:
+        self.head = head
+        self.channel = Channel()
+
+    def first(
+        self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tapped [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
+        x = self.head.forward(token_ids, self.head.fuse(tapped), positions, self._attend)
+        return self._choose(x.index_select(0, last_row))
+
+    def step(
+        self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
+        return self._choose(self.head.forward(token_ids, self.head.feedback(x), positions, self._attend))
+
+    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x, self.head.to_target_ids(self.head.logits(x).argmax(-1))
+
+    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return opaque_attend(query, key, value, None, self.channel.number, layer)

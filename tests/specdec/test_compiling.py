@@ -1,0 +1,86 @@
+"""Sibling projections: found, fused, one matmul in compiled code, and nothing changes for the module itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from specdec.compiling import LeaveOneProduct, SiblingLinear, fuse_siblings
+
+
+class Block(nn.Module):
+    """q, k, v and gate, up beside layers that must stay alone."""
+
+    def __init__(self, bias: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.q, self.k, self.v = (nn.Linear(16, n, bias=bias) for n in (16, 8, 8))
+        self.o = nn.Linear(16, 16)
+        self.gate, self.up = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.tied = nn.Linear(16, 32)
+        self.head = nn.Linear(16, 32)
+        self.head.weight = self.tied.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.q(x) + torch.cat([self.k(x), self.v(x)], -1)
+        z = self.o(y)
+        return self.gate(z) * self.up(z) + self.tied(y) + self.head(y)
+
+
+@pytest.fixture(params=[False, True], ids=["no bias", "bias"])
+def block(request: pytest.FixtureRequest) -> Block:
+    return Block(request.param).requires_grad_(False)
+
+
+def test_siblings_are_found_and_nothing_changes(block: Block) -> None:
+    x = torch.randn(3, 16)
+    before, names = block(x), {name: p.clone() for name, p in block.named_parameters()}
+    assert fuse_siblings(block, lambda: block(x)) == 2
+    fused = {name for name, module in block.named_modules() if isinstance(module, SiblingLinear)}
+    assert fused == {"q", "k", "v", "gate", "up"}
+    assert torch.equal(block(x), before)
+    assert {n: p.shape for n, p in block.named_parameters()} == {n: p.shape for n, p in names.items()}
+    assert all(torch.equal(p, names[n]) for n, p in block.named_parameters())
+
+
+def test_fusing_twice_finds_nothing_more(block: Block) -> None:
+    x = torch.randn(3, 16)
+    fuse_siblings(block, lambda: block(x))
+    assert fuse_siblings(block, lambda: block(x)) == 0
+
+
+def test_weights_share_one_tensor(block: Block) -> None:
+    fuse_siblings(block, lambda: block(torch.randn(3, 16)))
+    storages = {m.weight.untyped_storage().data_ptr() for m in (block.q, block.k, block.v)}
+    assert len(storages) == 1
+    assert block.q.fused_weight.untyped_storage().data_ptr() in storages
+
+
+class Counted(LeaveOneProduct):
+    """Counts the matmuls before and after."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.counts.append(matmuls(graph))
+        super().__call__(graph)
+        self.counts.append(matmuls(graph))
+
+
+def matmuls(graph: torch.fx.Graph) -> int:
+    return sum(str(node.target).startswith(("aten.mm", "aten.addmm")) for node in graph.nodes)
+
+
+@pytest.mark.slow
+def test_compiled_code_has_one_matmul_a_group(block: Block) -> None:
+    x = torch.randn(3, 16)
+    before = block(x)
+    fuse_siblings(block, lambda: block(x))
+    counted = Counted()
+    settings = {"post_grad_custom_pre_pass": counted, "force_disable_caches": True}
+    with torch.no_grad(), torch._inductor.config.patch(settings):
+        out = torch.compile(block, fullgraph=True, dynamic=True)(x)
+    assert counted.counts == [8, 5]  # q+k+v, o, gate+up, tied, head
+    assert torch.allclose(out, before, atol=1e-5)
