@@ -1,0 +1,126 @@
+"""Who may know whom: attention <- drafters <- specdec <- evals, never backwards; and the public face."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+ORDER = ["attention", "drafters", "specdec", "evals"]
+FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imported_names(tree: ast.AST) -> set[str]:
+    """Top-level names of every import of a file, wherever it stands, and of importlib calls with a literal name."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "relative imports hide where they go"
+            names.add(node.module or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("import_module", "__import__")):
+            names |= {str(a.value) for a in node.args[:1] if isinstance(a, ast.Constant)}
+    return {name.split(".")[0] for name in names}
+
+
+def backward(package: str, tree: ast.AST) -> set[str]:
+    return imported_names(tree) & set(ORDER[ORDER.index(package) + 1 :])
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_no_file_imports_a_later_package(path: Path) -> None:
+    assert not backward(path.relative_to(ROOT).parts[0], ast.parse(path.read_text("utf-8")))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import specdec",
+        "from specdec.engine import Engine",
+        "def f():\n    import drafters.base",
+        "from importlib import import_module\nimport_module('evals.cli')",
+    ],
+)
+def test_the_rule_sees(line: str) -> None:
+    assert backward("attention", ast.parse(line))
+
+
+def test_every_package_is_judged() -> None:
+    assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(ORDER)
+    assert len(FILES) > 40
+
+
+@pytest.mark.parametrize(
+    ("module", "only"),
+    [("flashinfer", {"attention/flashinfer_backend.py", "attention/mla.py"}), ("transformers.integrations", set())],
+)
+def test_some_libraries_are_imported_in_one_place(module: str, only: set[str]) -> None:
+    found = set()
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            if any(name == module or name.startswith(f"{module}.") for name in names):
+                found.add(path.relative_to(ROOT).as_posix())
+    assert found <= only
+
+
+def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
+    """Run `code` in a fresh interpreter that finds packages in `paths`."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, cwd=os.sep, check=False
+    )
+
+
+def test_attention_alone_pulls_in_nothing_else() -> None:
+    code = (
+        "import sys, attention, attention.pages, attention.torch_backend, attention.metadata\n"
+        "print(sorted({'drafters', 'specdec', 'evals', 'transformers', 'flashinfer'} & set(sys.modules)))"
+    )
+    assert run(code, ROOT).stdout.strip() == "[]"
+
+
+def test_import_specdec_is_lazy() -> None:
+    done = run("import sys, specdec; print('torch' in sys.modules, 'transformers' in sys.modules, dir(specdec))", ROOT)
+    assert done.stdout.strip() == "False False ['Completion', 'SamplingParams', 'SpecdecError', 'SpeculativeModel']"
+
+
+def test_the_public_names_exist_and_no_others() -> None:
+    import specdec
+
+    assert specdec.__all__ == sorted(specdec.__all__)
+    assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
+    with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
+        specdec.Engine  # noqa: B018
+
+
+def test_the_error_tree_has_one_root() -> None:
+    import specdec.errors as errors
+
+    kinds = [getattr(errors, name) for name in errors.__all__ if not name.endswith("Warning")]
+    assert all(issubclass(kind, errors.SpecdecError) for kind in kinds)
+    assert issubclass(errors.InvalidInputError, ValueError)
+
+
+@pytest.mark.parametrize("name", ["attention", "drafters"])
+def test_a_package_that_shadows_ours_is_named(name: str, tmp_path: Path) -> None:
+    other = tmp_path / name
+    other.mkdir()
+    (other / "__init__.py").write_text("")
+    done = run("import specdec", tmp_path, ROOT)
+    assert done.returncode != 0
+    message = done.stderr.strip().splitlines()[-1]
+    assert message.startswith("ImportError: specdec needs its own package")
+    assert str(other / "__init__.py") in message and str(ROOT / name) in message
+
+
+def test_no_folder_of_tests_is_a_package() -> None:
+    """A lone __init__.py there would be imported under the name of the package it tests."""
+    assert not list((ROOT / "tests").rglob("__init__.py"))
