@@ -98,7 +98,7 @@ class RayExecutor:
         return result
 
     def run(self, works: Sequence[Work]) -> Iterator[list[Answer]]:
-        """See Executor. A chunk whose worker died is tried again, `attempts` times in all; then its answers are errors."""
+        """See Executor. A chunk whose worker died is tried `attempts` times in all; then its answers are errors."""
         import ray
 
         waiting = [_Task(work) for work in reversed(works)]
