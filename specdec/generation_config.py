@@ -38,36 +38,17 @@ def from_generation_config(config: GenerationConfig, model: PreTrainedModel, pro
     Unset fields come from the model's generation config, then from transformers' defaults (top_k=50 when sampling).
 
     Args:
-        prompt_len: tokens of the prompt, for a config that gives `max_length`.
+        prompt_len: tokens of the prompt, for a config that gives `max_length`; by default there are 20 new tokens.
 
     Raises:
         InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …).
     """
     merged, _ = model._prepare_generation_config(config)  # type: ignore[operator]
-    plain = GenerationConfig().to_diff_dict()
-    odd = {
-        name: value
-        for name, value in merged.to_diff_dict().items()
-        if name not in _HONOURED | _HARMLESS and not name.startswith("_") and value != plain.get(name) and value
-    }
-    if merged.num_beams not in (None, 1):
-        odd["num_beams"] = merged.num_beams
-    neutral = {
-        "repetition_penalty": 1.0,
-        "diversity_penalty": 0.0,
-        "length_penalty": 1.0,
-        "typical_p": 1.0,
-        "num_beams": 1,
-    }
-    odd = {name: value for name, value in odd.items() if neutral.get(name) != value}
-    if odd:
-        asked = ", ".join(f"{name}={value!r}" for name, value in sorted(odd.items()))
-        raise InvalidInputError(
-            f"not supported in GenerationConfig: {asked}; supported are {', '.join(sorted(_HONOURED))}"
-        )
+    _refuse_unsupported(merged)
+    given_length = config.max_length is not None or model.generation_config.max_length is not None
     sampled = bool(merged.do_sample)
     return SamplingParams(
-        max_new_tokens=_max_new_tokens(merged, prompt_len),
+        max_new_tokens=_max_new_tokens(merged, prompt_len if given_length else 0),
         temperature=_or(merged.temperature, 1.0) if sampled else 0.0,
         top_k=_or(merged.top_k, 50) if sampled else 0,
         top_p=_or(merged.top_p, 1.0) if sampled else 1.0,
@@ -75,6 +56,20 @@ def from_generation_config(config: GenerationConfig, model: PreTrainedModel, pro
         stop=tuple([merged.stop_strings] if isinstance(merged.stop_strings, str) else merged.stop_strings or ()),
         stop_token_ids=eos_ids(merged),
     )
+
+
+def _refuse_unsupported(merged: GenerationConfig) -> None:
+    neutral = merged._get_default_generation_params()
+    odd = {
+        name: value
+        for name, value in merged.to_diff_dict().items()
+        if name not in _HONOURED | _HARMLESS and not name.startswith("_") and value and value != neutral.get(name)
+    }
+    if odd:
+        asked = ", ".join(f"{name}={value!r}" for name, value in sorted(odd.items()))
+        raise InvalidInputError(
+            f"not supported in GenerationConfig: {asked}; supported are {', '.join(sorted(_HONOURED))}"
+        )
 
 
 def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
