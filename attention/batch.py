@@ -15,7 +15,7 @@ class HostBatch:
     """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
 
     Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block
-    table 0.
+    table 0. Padding tokens behind a row's own (see specdec/padding.py) write to slot 0.
 
     Attributes:
         query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.
@@ -90,7 +90,8 @@ class HostBatch:
         require(int(self.page_counts.max(initial=0)) <= self.block_table.shape[1], "block_table is too narrow")
         owner = np.repeat(np.arange(rows), self.query_lens)
         expected = slots_of(self.block_table, owner, self._cache_positions(owner), self.page_size)
-        require(bool((expected == self.slot_mapping).all()), "a slot is not the one its row owns at that position")
+        own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
+        require(bool(own.all()), "a slot is neither the one its row owns at that position nor the null slot")
 
     def _cache_positions(self, owner: np.ndarray) -> np.ndarray:
         within = np.arange(self.num_tokens) - self.query_start_loc[:-1][owner]

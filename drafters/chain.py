@@ -75,7 +75,7 @@ def draft_chain(
 
     Source: EAGLE-3, arXiv 2503.01840, section 3; SafeAILab/EAGLE eagle/model/cnets.py (topK_genrate, stable_kv).
     """
-    x = _first_pass(head, runner, tapped, first)
+    x = first_pass(head, runner, tapped, first)
     if x is None:
         return Draft(first.token_ids.new_empty(0, 0), None)
     ids, probs = choose(0, head.logits(x))
@@ -90,8 +90,8 @@ def draft_chain(
     return Draft(torch.stack(token_ids, 1), torch.stack(sampled, 1) if sampled else None)
 
 
-def _first_pass(head: Head, runner: GroupRunner, tapped: torch.Tensor, first: FirstPass) -> torch.Tensor | None:
-    """Output rows [R, H] that give draft 1, or None when no row drafts."""
+def first_pass(head: Head, runner: GroupRunner, tapped: torch.Tensor, first: FirstPass) -> torch.Tensor | None:
+    """The head's pass over the kept rows: output rows [R, H] that give draft 1, or None when no row drafts."""
     hidden = head.fuse(tapped.index_select(0, first.token_indices))  # [T', H]
     attend = paged_attend(runner, runner.plan(first.metadata))
     x = head.forward(first.token_ids, hidden, first.metadata.positions, attend)

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from attention.pages import BlockTables
-from attention.runner import GroupRunner
-from attention.staging import StagingArena
-from drafters.base import Head
-from drafters.chain import Draft, draft_chain
+from drafters.chain import Draft
 from specdec.commit import Committed, Outcome, commit
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
-from specdec.fields import largest_bucket, power_of_two, round_fields
+from specdec.executor import Drafter, EagerExecutor, Executor, Verification
+from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
-from specdec.round import DeviceRound, TargetArrays, Verified, draft_arrays, sampling_round, send_round, target_arrays
+from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
-from specdec.target import Target, TargetOutput
+from specdec.target import Target
 from specdec.text import StopFinder, TextStream, Tokenizer
 from specdec.uniforms import request_key
-from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge, read_outcome
+from specdec.verify import read_outcome
 
-
-@dataclass(frozen=True)
-class Drafter:
-    """A head and the cache group it drafts on."""
-
-    head: Head
-    runner: GroupRunner
+ReadOutcome = Callable[[torch.Tensor, np.ndarray], Outcome]
 
 
 @dataclass(frozen=True)
@@ -50,12 +43,13 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class _Inflight:
-    """A round that is launched and not yet verified."""
+    """A round that is launched. `device` is the executor's own; `verification` is None while the draft loop runs."""
 
     schedule: Schedule
     target: TargetArrays
-    device: DeviceRound
+    device: Any
     draft: Draft | None
+    verification: Verification | None
 
 
 class Engine:
@@ -71,7 +65,15 @@ class Engine:
         tokenizer: Tokenizer,
         config: EngineConfig,
         eos_token_ids: Sequence[int],
+        executor: Executor | None = None,
+        read: ReadOutcome = read_outcome,
     ) -> None:
+        """Make an engine with no requests.
+
+        Args:
+            executor: how rounds run on the device; default operator by operator.
+            read: the round's device-to-host read, (packed verdict, num_drafts [J]) -> Outcome.
+        """
         self.config = config
         self.stats = EngineStats()
         self._target = target
@@ -80,8 +82,9 @@ class Engine:
         self._eos = np.array(sorted(set(eos_token_ids)), np.int64)
         self._table = RowTable(config.max_num_seqs, config.max_model_len)
         self._scheduler = Scheduler(config, self._table, self._pages(), self._pages() if drafter else None)
-        self._arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
-        self._vocab = self._draft_vocab()
+        self._executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self._read = read
+        self._launch_ahead = target.hf_model.device.type == "cuda"
         self._requests: dict[int, Request] = {}
         self._next_id = 0
         self._inflight: _Inflight | None = None
@@ -134,12 +137,14 @@ class Engine:
             self._inflight = self._launch(None)
         if self._inflight is None:
             return []
-        output = self._forward(self._inflight)
-        outcome = self._read(output)
+        inflight = self._inflight
+        verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
+        self._count(device_to_host=1)
+        outcome = self._read(verification.packed, inflight.target.num_drafts)
         owners = self._owners()
-        committed, verified = commit(self._inflight.schedule, self._inflight.target, outcome, self._table, self._eos)
+        committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
-        self._inflight = self._launch(verified, output.tapped)
+        self._inflight = self._launch(self._executor.verified(verified, inflight.device), verification.tapped)
         return self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -164,27 +169,13 @@ class Engine:
             draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
         target = target_arrays(schedule, self._table, tables.target, page_size)
         sampling = sampling_round(target, schedule, self._table)
-        device = send_round(draft, target, sampling, self._arena)
+        device = self._executor.send(draft, target, sampling)
         self._table.mark_batch(schedule.rows)
         self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=1)
-        return _Inflight(schedule, target, device, self._draft(device, tapped, schedule))
-
-    def _draft(self, device: DeviceRound, tapped: torch.Tensor | None, schedule: Schedule) -> Draft | None:
-        if device.first is None or tapped is None or self._drafter is None:
-            return None
-        sampling = device.sampling
-        choose = choose_greedy if sampling is None else choose_sampled(sampling, schedule.num_drafting)
-        return draft_chain(self._drafter.head, self._drafter.runner, tapped, device.first, device.steps, choose)
-
-    def _forward(self, inflight: _Inflight) -> TargetOutput:
-        planned = self._target.runner.plan(inflight.device.metadata)
-        token_ids = fill_drafts(inflight.device, inflight.draft)
-        return self._target.forward(token_ids, planned, inflight.device.judged_rows)
-
-    def _read(self, output: TargetOutput) -> Outcome:
-        assert self._inflight is not None
-        self._count(device_to_host=1)
-        return read_outcome(judge(output.logits, self._inflight.device, self._inflight.draft, self._vocab))
+        drafted = None if tapped is None else self._executor.draft(device, tapped)
+        # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
+        verification = self._executor.verify(device, drafted) if self._launch_ahead else None
+        return _Inflight(schedule, target, device, drafted, verification)
 
     def _owners(self) -> list[Request | None]:
         """The request of each judged row; None for one that was aborted or stopped meanwhile."""
@@ -235,12 +226,6 @@ class Engine:
     def _pages(self) -> BlockTables:
         c = self.config
         return BlockTables(c.num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
-
-    def _draft_vocab(self) -> DraftVocab | None:
-        if self._drafter is None:
-            return None
-        ids = torch.arange(self._drafter.head.draft_vocab_size, device=self._target.hf_model.device)
-        return DraftVocab(self._drafter.head.to_target_ids(ids), self._target.vocab_size)
 
     def _check_prompt(self, prompt: np.ndarray) -> None:
         if prompt.ndim != 1 or not len(prompt):

@@ -52,10 +52,22 @@ def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
     return _bucket((target.batch.num_reqs, target.batch.num_tokens), first, pages, drafts)
 
 
+def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
+    """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
+    tokens = rows * (config.num_speculative_tokens + 1)
+    first = (rows, max(tokens, config.max_num_batched_tokens))
+    return _bucket((rows, tokens), first, _most_pages(config), config.num_speculative_tokens)
+
+
 def largest_bucket(config: EngineConfig) -> Bucket:
     """A bucket that every round fits in."""
     size = (config.max_num_seqs, config.max_num_batched_tokens)
-    return _bucket(size, size, config.pages_per_row, config.num_speculative_tokens)
+    return _bucket(size, size, _most_pages(config), config.num_speculative_tokens)
+
+
+def _most_pages(config: EngineConfig) -> int:
+    """Pages of the longest row, padding tokens behind its own included."""
+    return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
 
 
 def _bucket(target: tuple[int, int], first: tuple[int, int], pages: int, drafts: int) -> Bucket:

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from attention.backend import AttentionBackend
+from attention.backend import AttentionBackend, GraphBackend
 from attention.kv_cache import CacheGroup, bytes_per_token
 from attention.runner import GroupRunner
 from drafters.base import Head
 from specdec.backends import make_backend
 from specdec.config import EngineConfig
-from specdec.engine import Drafter, Engine, EngineStats
-from specdec.errors import InvalidInputError
+from specdec.engine import Engine, EngineStats
+from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.generation_config import eos_ids, from_generation_config
 from specdec.loading import load_head, load_target, load_tokenizer, resolve_device, resolve_dtype
 from specdec.prompts import Prompts, encode_prompts
@@ -29,6 +30,7 @@ from specdec.target import Target, TargetProbe, probe_target
 
 DEFAULT_DRAFTS = 5
 _CPU_CACHE_BYTES = 1 << 30
+_GPU_RESERVE_BYTES = 4 << 30
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
 
@@ -62,8 +64,12 @@ class SpeculativeModel:
         head: Head | None,
         backend: AttentionBackend,
         config: EngineConfig,
+        cuda_graphs: bool = False,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
+
+        Args:
+            cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
 
         Raises:
             UnsupportedModelError: the target would come out wrong.
@@ -82,7 +88,8 @@ class SpeculativeModel:
         if head is not None:
             drafter = Drafter(head, _runner(backend, "head", tuple(head.plan_keys), config, probed.model))
         eos = eos_ids(probed.model.generation_config)
-        self._engine = Engine(self.target, drafter, tokenizer, config, eos)
+        self.executor = _executor(self.target, drafter, config, cuda_graphs)
+        self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor)
         self._inboxes: dict[int, deque[Update]] = {}
 
     @classmethod
@@ -101,6 +108,8 @@ class SpeculativeModel:
         max_num_batched_tokens: int = 2048,
         page_size: int = 16,
         kv_cache_tokens: int | None = None,
+        gpu_memory_utilization: float = 0.9,
+        cuda_graphs: bool | None = None,
         seed: int = 0,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
@@ -118,7 +127,10 @@ class SpeculativeModel:
             max_num_seqs: most requests in one batch.
             max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
             page_size: tokens a page of the KV cache.
-            kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most 1 GiB on CPU.
+            kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most what
+                gpu_memory_utilization leaves on a GPU and 1 GiB on CPU.
+            gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
+            cuda_graphs: compile the model and decode from CUDA graphs; default where the backend can (FlashInfer).
             seed: randomness of requests without a seed of their own.
 
         Raises:
@@ -139,7 +151,8 @@ class SpeculativeModel:
         head = None if draft is None else load_head(draft, name, probed)
         drafts = _num_drafts(num_speculative_tokens, head)
         length = _max_model_len(max_model_len, model)
-        tokens = kv_cache_tokens or _default_cache_tokens(probed, head, max_num_seqs * length)
+        wanted = max_num_seqs * length
+        tokens = kv_cache_tokens or _default_cache_tokens(probed, head, wanted, gpu_memory_utilization)
         config = EngineConfig(
             num_speculative_tokens=drafts,
             max_model_len=length,
@@ -149,7 +162,8 @@ class SpeculativeModel:
             num_pages=-(-tokens // max(page_size, 1)) + 1,
             seed=seed,
         )
-        return cls(probed, tokenizer, head, backend_, config)
+        graphs = isinstance(backend_, GraphBackend) if cuda_graphs is None else cuda_graphs
+        return cls(probed, tokenizer, head, backend_, config, graphs)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -285,6 +299,29 @@ def _max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     return asked
 
 
-def _default_cache_tokens(probed: TargetProbe, head: Head | None, wanted: int) -> int:
+def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
+    if not cuda_graphs:
+        return EagerExecutor(target, drafter, config)
+    if target.hf_model.device.type != "cuda":
+        raise InvalidInputError(f"cuda_graphs=True needs a CUDA device, not {target.hf_model.device}")
+    from specdec.graphs import GraphExecutor
+
+    return GraphExecutor(target, drafter, config)
+
+
+def _default_cache_tokens(probed: TargetProbe, head: Head | None, wanted: int, utilization: float) -> int:
     keys = tuple(c.plan_key for c in probed.calls) + (() if head is None else tuple(head.plan_keys))
-    return min(wanted, _CPU_CACHE_BYTES // bytes_per_token(keys, probed.model.dtype))
+    token_bytes = bytes_per_token(keys, probed.model.dtype)
+    if probed.model.device.type != "cuda":
+        return min(wanted, _CPU_CACHE_BYTES // token_bytes)
+    if not 0 < utilization <= 1:
+        raise InvalidInputError(f"gpu_memory_utilization={utilization}: allowed is more than 0, at most 1")
+    free, total = torch.cuda.mem_get_info(probed.model.device)
+    room = int(free - (1 - utilization) * total) - _GPU_RESERVE_BYTES
+    if room < token_bytes:
+        raise CacheTooSmallError(
+            f"no room for a KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free and "
+            f"{_GPU_RESERVE_BYTES >> 30} GiB are kept for activations and graphs; raise gpu_memory_utilization="
+            f"{utilization} or take a smaller model"
+        )
+    return min(wanted, room // token_bytes)

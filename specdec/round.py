@@ -13,10 +13,9 @@ import torch
 from attention.batch import HostBatch
 from attention.checking import checking
 from attention.metadata import CommonAttentionMetadata, batch_arrays, from_staged
-from attention.staging import Staged, StagingArena
+from attention.staging import Bucket, Staged, StagingArena
 from drafters.chain import FirstPass
 from drafters.inputs import DraftSteps, KeptRows, draft_steps, kept_rows, rows_batch, shifted_token_ids, step_batch
-from specdec.fields import round_bucket
 from specdec.rows import RowTable
 from specdec.sampling import SamplingArrays, SamplingTensors
 from specdec.scheduler import Schedule
@@ -28,7 +27,7 @@ class Verified:
     """The last target batch after its commit, as the draft loop needs it.
 
     Attributes:
-        query_start_loc: [B+1] of that batch; rows: [B] RowTable rows; alive: [B] bool, rows that go on.
+        query_start_loc: [B+1] of that batch; rows: [B] RowTable rows.
         num_drafts, num_accepted: [B].
     """
 
@@ -195,16 +194,20 @@ _TARGET_FIELDS = ("token_ids", "draft_places", "draft_sources", "judged_rows", "
 
 
 def send_round(
-    draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None, arena: StagingArena
+    draft: DraftArrays | None,
+    target: TargetArrays,
+    sampling: SamplingRound | None,
+    arena: StagingArena,
+    bucket: Bucket,
 ) -> DeviceRound:
-    """Send everything in one host-to-device copy and wrap the views."""
+    """Send everything in one host-to-device copy and wrap the views. `bucket` says where each array lies."""
     arrays = batch_arrays("target", target.batch)
     arrays |= {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
     if draft is not None:
         arrays |= _draft_fields(draft)
     if sampling is not None:
         arrays |= _sampling_fields(sampling)
-    staged = arena.send(round_bucket(draft, target), arrays)
+    staged = arena.send(bucket, arrays)
     return DeviceRound(
         first=None if draft is None else _first_pass(draft, staged),
         steps=() if draft is None else _steps(draft, staged),
@@ -221,7 +224,7 @@ def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
     arrays["first.last_row"] = draft.kept.last_row[: draft.num_drafting]
     if draft.step_batches:
         arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
-        arrays["step.block_table"] = draft.first.block_table[: draft.num_drafting]
+        arrays["step.block_table"] = draft.step_batches[0].block_table
         arrays["step.page_indices"] = _stack_ragged(_step_pages(draft))
         arrays["step.page_indptr"] = np.stack([batch.page_indptr for batch in draft.step_batches])
         arrays["step.last_page_len"] = np.stack([batch.last_page_len for batch in draft.step_batches])

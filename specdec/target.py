@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -140,18 +141,29 @@ class Target:
         self._port = AttentionPort(probed.model, probed.calls)
         self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
 
-    def forward(self, token_ids: torch.Tensor, planned: PlannedBatch, judged_rows: torch.Tensor) -> TargetOutput:
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        planned: PlannedBatch,
+        judged_rows: torch.Tensor | None,
+        model: Callable[..., Any] | None = None,
+    ) -> TargetOutput:
         """One pass over a ragged batch.
 
         Args:
             token_ids: [T] int64; planned: the batch's attention, positions included.
-            judged_rows: [R] int64 token rows whose logits are wanted.
+            judged_rows: [R] int64 token rows whose logits are wanted, or None for all.
+            model: the model in another form (compiled); default the model itself.
         """
         with self._port.using(partial(self.runner.attend, planned)):
-            output = self.hf_model(
+            output = (model or self.hf_model)(
                 input_ids=token_ids[None],
                 position_ids=planned.metadata.positions[None],
                 use_cache=False,
-                logits_to_keep=judged_rows,
+                logits_to_keep=0 if judged_rows is None else judged_rows,
             )
-        return TargetOutput(output.logits[0], self._taps.buffer[: len(token_ids)])
+        return TargetOutput(output.logits[0], self.tapped(len(token_ids)))
+
+    def tapped(self, num_tokens: int) -> torch.Tensor:
+        """[T, A·Ht] tapped states of the last forward; always the same memory."""
+        return self._taps.buffer[:num_tokens]

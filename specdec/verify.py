@@ -95,8 +95,8 @@ def _judge_sampled(
     return accept_sampled(drafts, round_.num_drafts, inputs)
 
 
-def read_outcome(packed: torch.Tensor) -> Outcome:
-    """The round's one device-to-host read."""
+def read_outcome(packed: torch.Tensor, num_drafts: np.ndarray) -> Outcome:
+    """The round's one device-to-host read: packed [J, 2n+2] as `judge` made it, of rows with num_drafts [J] drafts."""
     host: np.ndarray = packed.cpu().numpy()
-    num_drafts = (host.shape[1] - 2) // 2
-    return Outcome(host[:, 0], host[:, 1 : 2 + num_drafts], host[:, 2 + num_drafts :])
+    width = host.shape[1] // 2
+    return Outcome(host[:, 0], host[:, 1 : 1 + width], host[:, 1 + width :])

@@ -1,0 +1,95 @@
+"""What runs on the device in a round, launch by launch: the transfer, the draft loop, and the verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from attention.runner import GroupRunner
+from attention.staging import StagingArena
+from drafters.base import Head
+from drafters.chain import Draft, draft_chain
+from specdec.config import EngineConfig
+from specdec.fields import largest_bucket, round_bucket, round_fields
+from specdec.round import DeviceRound, DraftArrays, SamplingRound, TargetArrays, Verified, send_round
+from specdec.target import Target
+from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """A head and the cache group it drafts on."""
+
+    head: Head
+    runner: GroupRunner
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What a target forward decided; on the device.
+
+    packed: [J, 2n+2] int64, see `specdec.verify.judge`. tapped: [T, A·Ht], valid until the next forward.
+    """
+
+    packed: torch.Tensor
+    tapped: torch.Tensor
+
+
+class Executor(Protocol):
+    """The device's part of a round. `round_` is whatever `send` returned; only the executor looks inside."""
+
+    def verified(self, verified: Verified, round_: Any) -> Verified:
+        """A verification after its commit, with the token rows where the executor put them."""
+
+    def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> Any:
+        """Everything of a round in one host-to-device copy."""
+
+    def draft(self, round_: Any, tapped: torch.Tensor) -> Draft | None:
+        """Launch the draft loop; None when the round has none."""
+
+    def verify(self, round_: Any, draft: Draft | None) -> Verification:
+        """Launch the target forward and the verdict."""
+
+
+class EagerExecutor:
+    """Launches one operator after the other."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
+        self._vocab = self._draft_vocab()
+
+    def verified(self, verified: Verified, round_: DeviceRound) -> Verified:
+        """As it is."""
+        return verified
+
+    def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> DeviceRound:
+        """See `Executor.send`."""
+        return send_round(draft, target, sampling, self.arena, round_bucket(draft, target))
+
+    def draft(self, round_: DeviceRound, tapped: torch.Tensor) -> Draft | None:
+        """See `Executor.draft`."""
+        if round_.first is None or self.drafter is None:
+            return None
+        sampling = round_.sampling
+        choose = choose_greedy if sampling is None else choose_sampled(sampling, len(sampling.draft_uniform))
+        return draft_chain(self.drafter.head, self.drafter.runner, tapped, round_.first, round_.steps, choose)
+
+    def verify(self, round_: DeviceRound, draft: Draft | None) -> Verification:
+        """See `Executor.verify`."""
+        planned = self.target.runner.plan(round_.metadata)
+        output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
+        return Verification(self.judge(output.logits, round_, draft), output.tapped)
+
+    def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
+        """logits [R', V] of the judged rows -> the packed verdict."""
+        return judge(logits, round_, draft, self._vocab)
+
+    def _draft_vocab(self) -> DraftVocab | None:
+        if self.drafter is None:
+            return None
+        ids = torch.arange(self.drafter.head.draft_vocab_size, device=self.target.hf_model.device)
+        return DraftVocab(self.drafter.head.to_target_ids(ids), self.target.vocab_size)

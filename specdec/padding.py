@@ -1,0 +1,135 @@
+"""Rounds of one fixed shape: what a captured CUDA graph reads.
+
+Every row gets exactly `query_len` tokens (K+1) and the batch exactly `rows` rows. Attention is causal, so the tokens
+behind a row's own change nothing for it: they stand at position 0 and write to slot 0 of the null page.
+
+    a row at position 20 with 1 of K=3 drafts, page size 16: tokens root, draft, -, - ; slots s(20), s(21), 0, 0 ;
+    seq_len 24 (what the kernel masks by), two pages
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from attention.batch import HostBatch
+from drafters.inputs import DraftSteps, KeptRows, rows_batch, step_batch
+from specdec.round import DraftArrays, TargetArrays, Verified
+
+
+def uniform_batch(batch: HostBatch, rows: int, query_len: int) -> HostBatch:
+    """A batch of at most `rows` rows with at most `query_len` tokens each -> exactly that many.
+
+    Rows that are added read the null page only.
+    """
+    start = np.zeros(rows, np.int32)
+    start[: batch.num_reqs] = batch.num_computed_tokens
+    seq_lens = start + np.int32(query_len)
+    return HostBatch(
+        query_start_loc=np.arange(0, rows * query_len + 1, query_len, dtype=np.int32),
+        seq_lens=seq_lens,
+        num_computed_tokens=start,
+        block_table=_wider(batch.block_table, rows, -(-int(seq_lens.max()) // batch.page_size)),
+        slot_mapping=spread(batch.slot_mapping, batch.query_lens, rows, query_len),
+        positions=spread(batch.positions, batch.query_lens, rows, query_len),
+        page_size=batch.page_size,
+    )
+
+
+def spread(values: np.ndarray, lens: np.ndarray, rows: int, query_len: int) -> np.ndarray:
+    """Ragged token values of rows with `lens` tokens -> [rows·query_len], zeros behind each row's own.
+
+    >>> spread(np.array([1, 2, 3]), np.array([2, 1]), 3, 2).tolist()
+    [1, 2, 3, 0, 0, 0]
+    """
+    out = np.zeros((rows, query_len), values.dtype)
+    out[: len(lens)][np.arange(query_len) < lens[:, None]] = values
+    return out.reshape(-1)
+
+
+def _wider(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
+    wide = np.zeros((rows, pages), np.int32)
+    columns = min(pages, table.shape[1])
+    wide[: len(table), :columns] = table[:, :columns]
+    return wide
+
+
+def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetArrays:
+    """A verification whose every row is judged, in the fixed shape."""
+    places = np.arange(rows * query_len, dtype=np.int64).reshape(rows, query_len)
+    num_drafts = np.zeros(rows, np.int64)
+    num_drafts[: len(target.num_drafts)] = target.num_drafts
+    return TargetArrays(
+        batch=uniform_batch(target.batch, rows, query_len),
+        token_ids=spread(target.token_ids, target.batch.query_lens, rows, query_len),
+        draft_places=places[:, 1:].reshape(-1),
+        draft_sources=np.arange(rows * (query_len - 1), dtype=np.int64),
+        judged=target.judged,
+        judged_rows=places.reshape(-1),
+        logit_index=places,
+        num_drafts=num_drafts,
+    )
+
+
+def uniform_verified(verified: Verified, query_len: int) -> Verified:
+    """A verification that ran in the fixed shape, as the draft loop must read its token rows."""
+    num_rows = len(verified.rows)
+    return replace(
+        verified,
+        query_start_loc=np.arange(0, num_rows * query_len + 1, query_len),
+        num_drafts=np.full(num_rows, query_len - 1),
+    )
+
+
+def first_pass_fits(draft: DraftArrays, query_len: int) -> bool:
+    """Whether the first pass reads drafting rows only, with at most `query_len` tokens each."""
+    lens = draft.first.query_lens
+    return len(lens) == draft.num_drafting and int(lens.max(initial=0)) <= query_len
+
+
+def uniform_first(draft: DraftArrays, rows: int, query_len: int) -> DraftArrays:
+    """The first pass in the fixed shape."""
+    lens = draft.first.query_lens
+    last = np.arange(0, rows * query_len, query_len, dtype=np.int64)
+    last[: len(lens)] += lens - 1
+    batch = uniform_batch(draft.first, rows, query_len)
+    indices = spread(draft.kept.token_indices, lens, rows, query_len)
+    return replace(
+        draft,
+        kept=KeptRows(batch.query_start_loc, indices, last),
+        token_ids=spread(draft.token_ids, lens, rows, query_len),
+        first=batch,
+        num_drafting=rows,
+    )
+
+
+def uniform_steps(draft: DraftArrays, rows: int, num_steps: int) -> DraftArrays:
+    """The draft steps as [num_steps, rows]; what is added stands on the null page."""
+    steps = draft.steps
+    table = _wider(draft.first.block_table[: steps.positions.shape[1]], rows, draft.first.block_table.shape[1])
+    padded = DraftSteps(
+        active=_corner(steps.active, num_steps, rows, False),
+        positions=_corner(steps.positions, num_steps, rows, 0),
+        seq_lens=_corner(steps.seq_lens, num_steps, rows, 1),
+        slots=_corner(steps.slots, num_steps, rows, 0),
+    )
+    batches = tuple(step_batch(padded, j, table, draft.first.page_size) for j in range(num_steps))
+    return replace(draft, steps=padded, step_batches=batches)
+
+
+def _corner(array: np.ndarray, rows: int, columns: int, fill: int | bool) -> np.ndarray:
+    """`array` in the upper left corner of a [rows, columns] array of `fill`."""
+    out = np.full((rows, columns), fill, array.dtype)
+    out[: array.shape[0], : array.shape[1]] = array
+    return out
+
+
+def empty_round(page_size: int) -> tuple[DraftArrays, TargetArrays]:
+    """A round without rows: padded, it is what graphs are captured on."""
+    none = np.zeros(0, np.int64)
+    nothing = np.zeros((0, 0), np.int64)
+    batch = rows_batch(np.zeros(1, np.int32), none, np.zeros((0, 1), np.int32), page_size)
+    steps = DraftSteps(nothing.astype(bool), nothing, nothing.astype(np.int32), nothing)
+    draft = DraftArrays(KeptRows(batch.query_start_loc, none, none), none, batch, steps, (), 0)
+    return draft, TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none)
