@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from evals import bootstrap, metrics, paired, predict
+from evals import bootstrap, metrics, predict
 from evals.answers import Answer
 from evals.datasets import DataSet, digest
 from evals.errors import DataError
@@ -20,6 +20,7 @@ from evals.worker import Work
 
 BASELINE = "target alone"
 SCHEMA_VERSION = 1
+SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second arm / the same of the first."
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Plan:
     Attributes:
         data, arms, asking: the questions, the ways of generating, how they are asked.
         batch_size: questions generated together. warmup: passes over the first chunk that are not kept.
-        predict_batch_sizes: batch sizes to measure round times at, for the prediction; () takes the run's own times.
+        predict_batch_sizes: batch sizes to measure round times at, for the prediction, beside the run's own.
         worst: how many questions of lowest τ are shown with their drafts.
     """
 
@@ -102,7 +103,9 @@ def _document(
     }
     if baseline is None:
         document["differences"] = differences(*_pair(kept, plan.arms), seed)
+        document["definitions"]["speed_ratio"] = SPEED_RATIO
     else:
+        document["definitions"]["prediction"] = predict.DEFINITION
         document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries)}
     return document
 
@@ -120,18 +123,16 @@ def definitions() -> dict[str, str]:
         "unconditional": metrics.UNCONDITIONAL,
         "histogram": metrics.HISTOGRAM,
         "interval": bootstrap.DEFINITION,
-        "prediction": predict.DEFINITION,
-        "mcnemar": paired.MCNEMAR,
         "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",
-        "speed_ratio": "Ratio of totals: (new tokens / wall seconds) of the second arm / the same of the first.",
     }
 
 
 def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
     """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
     times = {plan.batch_size: {arm.k: _round_seconds(kept[arm.name]) for arm in plan.arms}}
-    if plan.predict_batch_sizes:
-        sizes, arms, question, asking = plan.predict_batch_sizes, plan.arms, plan.data.questions[0], plan.asking
+    sizes = tuple(size for size in plan.predict_batch_sizes if size != plan.batch_size)
+    if sizes:
+        arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
     widest = max(summaries, key=lambda summary: summary["k"])
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]

@@ -78,7 +78,7 @@ def run(model: Any, facts: Mapping[str, Any], plan: AccuracyPlan, store: RunStor
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
         "provenance": {"settings": settings(plan, facts), "settings_sha256": store.key, "seed": plan.seed},
-        "definitions": {**definitions(), "accuracy_interval": paired.INTERVAL},
+        "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
         "scores": _scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],

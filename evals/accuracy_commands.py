@@ -138,7 +138,7 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
     from evals.commands import write_document
     from evals.datasets import digest
     from evals.store import RunStore
-    from evals.terminal import RunProgress
+    from evals.terminal import RunProgress, make_console
     from evals.worker import Worker
 
     options["max_num_seqs"] = options["batch_size"]
@@ -150,7 +150,7 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
     store = RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
     with RunProgress(Console(stderr=True), None, 2) as progress:
         document = accuracy.run(worker.models["main"], facts, plan, store, progress)
-    console = Console()
+    console = make_console()
     _print(console, document)
     if options["output"] is not None:
         write_document(options["output"], document)

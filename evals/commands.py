@@ -131,12 +131,12 @@ def lossless(**options: Any) -> None:
     from rich.console import Console
 
     from evals.lossless_run import Check, check, print_check
-    from evals.terminal import RunProgress
+    from evals.terminal import RunProgress, make_console
 
     options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
-    console = Console()
+    console = make_console()
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
         asking = shared.settle(shared.make_asking(options), facts)
@@ -192,9 +192,9 @@ def _evaluate(
     from rich.console import Console
 
     from evals.acceptance import run
-    from evals.terminal import RunProgress, print_acceptance
+    from evals.terminal import RunProgress, make_console, print_acceptance
 
-    console, progress_console = Console(), Console(stderr=True)
+    console, progress_console = make_console(), Console(stderr=True)
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
         plan = make_plan(shared.settle(shared.make_asking(options), facts))

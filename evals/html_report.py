@@ -11,7 +11,7 @@ from jinja2 import Environment, StrictUndefined
 from evals import pictures
 from evals.metrics import METRICS
 from evals.summary import Json
-from evals.terminal import show
+from evals.terminal import groupings, show
 
 
 def render(document: Json) -> str:
@@ -42,13 +42,11 @@ def _pictures(document: Json) -> list[dict[str, Any]]:
         ("Acceptance per draft position", "conditional", pictures.acceptance_per_position(arms)),
         ("Accepted drafts in a round", "histogram", pictures.accepted_histogram(arms)),
     ]
-    for group, name in (("by_task", "task"), ("by_category", "category")):
-        if arms[0][group]:
-            tau = pictures.by_group(arms, group, "metrics", "tau", "τ")
-            drawn.append((f"τ by {name}", "tau", tau))
-            if "timing" in document:
-                speed = pictures.by_group(arms, group, "timing", "speedup", "speed-up")
-                drawn.append((f"Speed-up by {name}", "speedup", speed))
+    for title, group in groupings(arms[0]):
+        drawn.append((f"τ {title}", "tau", pictures.by_group(arms, group, "metrics", "tau", "τ")))
+        if "timing" in document:
+            speed = pictures.by_group(arms, group, "timing", "speedup", "speed-up")
+            drawn.append((f"Speed-up {title}", "speedup", speed))
     if "timing" in document:
         curve = pictures.speedup_over_k(arms, document["timing"]["prediction"])
         drawn.append(("Speed-up over K", "prediction", curve))

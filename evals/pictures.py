@@ -24,7 +24,7 @@ def acceptance_per_position(arms: Sequence[Json]) -> str:
                 )
         axes.set(xlabel="draft position", ylabel="acceptance", ylim=(0, 1.02))
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return _svg(draw)
 
@@ -41,7 +41,7 @@ def accepted_histogram(arms: Sequence[Json]) -> str:
             axes.bar(places, shares, width, color=colour, label=arm["name"])
         axes.set(xlabel="accepted drafts in a round", ylabel="share of rounds")
         axes.xaxis.get_major_locator().set_params(integer=True)
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return _svg(draw)
 
@@ -59,7 +59,7 @@ def by_group(arms: Sequence[Json], group: str, section: str, metric: str, label:
         axes.set_yticks(range(len(names)), names)
         axes.invert_yaxis()
         axes.set(xlabel=label)
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return _svg(draw, height=1.2 + 0.32 * len(names) * max(len(arms) * 0.7, 1))
 
@@ -81,7 +81,7 @@ def speedup_over_k(arms: Sequence[Json], prediction: Json) -> str:
         axes.errorbar([arm["k"] for arm in arms], values, errors, fmt="ko", capsize=3, label="measured, decode only")
         axes.axhline(1.0, color="#999999", linewidth=0.8)
         axes.set(xlabel="K (drafts a round)", ylabel="speed-up over the target alone")
-        axes.legend(fontsize=8)
+        _legend(axes)
 
     return _svg(draw)
 
@@ -93,6 +93,11 @@ def _series(values: Sequence[Json]) -> tuple[list[int], list[float], list[list[f
     below = [max(v["estimate"] - v["low"], 0.0) if v["low"] is not None else 0.0 for _, v in known]
     above = [max(v["high"] - v["estimate"], 0.0) if v["high"] is not None else 0.0 for _, v in known]
     return [place for place, _ in known], estimates, [below, above]
+
+
+def _legend(axes: Any) -> None:
+    """Above the axes, where it hides nothing."""
+    axes.legend(fontsize=8, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
 
 
 def _cycle(items: Any) -> list[str]:

@@ -53,13 +53,18 @@ class RunProgress:
         self._progress.update(self._task, completed=self._answers // self._arms, tau=tau)
 
 
+def make_console() -> Console:
+    """The console that results go to: as wide as the terminal, and wide enough for the tables in a file or pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
 def print_acceptance(console: Console, document: Json) -> None:
     """Print the whole document."""
     arms = document["arms"]
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
-    for title, key in (("by task", "by_task"), ("by category", "by_category")):
-        if any(arm[key] for arm in arms):
-            _print_table(console, title, _group_table(arms, key))
+    for title, key in groupings(arms[0]):
+        _print_table(console, title, _group_table(arms, key))
     _print_table(console, "acceptance per draft position: conditional / unconditional", _position_table(arms))
     if "timing" in document:
         prediction = document["timing"]["prediction"]
@@ -77,6 +82,14 @@ def print_acceptance(console: Console, document: Json) -> None:
 def _print_table(console: Console, title: str, table: Table) -> None:
     console.print(f"\n[bold]{title}[/bold]", highlight=False)
     console.print(table)
+
+
+def groupings(arm: Json) -> list[tuple[str, str]]:
+    """(title, key) of the groupings worth showing: tasks, and categories where they are not the same groups."""
+    shown = [("by task", "by_task"), ("by category", "by_category")]
+    if list(arm["by_task"]) == list(arm["by_category"]):
+        shown = shown[1:]
+    return [(title, key) for title, key in shown if arm[key]]
 
 
 def show(value: Json, digits: int = 3) -> str:
