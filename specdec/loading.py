@@ -6,13 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from drafters.base import Head
 from drafters.checkpoints import TargetFacts, load_eagle3
 from drafters.mtp_checkpoints import has_mtp, load_mtp
 from drafters.mtp_spec import mtp_target
-from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError
+from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.models import builtin_names, builtin_path
 from specdec.target import TargetProbe
 
@@ -59,7 +60,7 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     """
     try:
         model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
             f"({', '.join(builtin_names())})."
@@ -122,12 +123,13 @@ def load_head(draft: str | Path | Head, target_name: str | None, probed: TargetP
 
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
-            module; a loaded head is taken as it is.
+            module; a loaded head is taken as it is, if it fits.
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.checkpoints.load_eagle3` and `drafters.mtp_checkpoints`.
     """
     if not isinstance(draft, (str, Path)):
+        _check_fits(draft, probed)
         return draft
     if str(draft) == MTP_HEAD:
         if target_name is None:
@@ -145,3 +147,22 @@ def _load_mtp_head(path: str, probed: TargetProbe) -> Head:
     if len(modules) > 1:
         raise HeadLoadError(f"{path} has {len(modules)} multi-token-prediction modules; one is supported")
     return modules[0]
+
+
+def _check_fits(head: Head, probed: TargetProbe) -> None:
+    """A loaded head brings no record of its target: look at the width it fuses and at the ids it drafts."""
+    model = probed.model
+    width = model.config.get_text_config().hidden_size
+    tapped = torch.zeros(1, len(head.taps) * width, dtype=model.dtype, device=model.device)
+    try:
+        with torch.no_grad():
+            head.fuse(tapped)
+    except RuntimeError as error:
+        raise HeadMismatchError(
+            f"the head was made for another target: it cannot read {len(head.taps)} states of width {width}: {error}"
+        ) from error
+    largest = int(head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device)).max())
+    if largest >= probed.vocab_size:
+        raise HeadMismatchError(
+            f"the head was made for another target: it drafts token {largest}, the target has {probed.vocab_size}"
+        )

@@ -13,6 +13,7 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 os.environ["SPECDEC_CHECK"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
 torch.set_num_threads(1)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
