@@ -55,7 +55,7 @@ def opaque_attend(
     attend = _content.get(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
-    return attend(layer, query, key, value, sinks)
+    return attend(layer, query, key, value, sinks).contiguous()
 
 
 @opaque_attend.register_fake

@@ -17,7 +17,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from specdec.backends import make_backend
 from specdec.config import EngineConfig
-from specdec.engine import Engine, EngineStats
+from specdec.engine import Engine, EngineStats, ReadOutcome
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.generation_config import eos_ids, from_generation_config
@@ -27,6 +27,7 @@ from specdec.request import Completion, Update
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test
 from specdec.target import Target, TargetProbe, probe_target
+from specdec.verify import read_outcome
 
 DEFAULT_DRAFTS = 5
 _CPU_CACHE_BYTES = 1 << 30
@@ -65,11 +66,13 @@ class SpeculativeModel:
         backend: AttentionBackend,
         config: EngineConfig,
         cuda_graphs: bool = False,
+        read: ReadOutcome = read_outcome,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
         Args:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
+            read: the round's device-to-host read; see `Engine`.
 
         Raises:
             UnsupportedModelError: the target would come out wrong.
@@ -89,7 +92,7 @@ class SpeculativeModel:
             drafter = Drafter(head, _runner(backend, "head", tuple(head.plan_keys), config, probed.model))
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
-        self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor)
+        self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
         self._inboxes: dict[int, deque[Update]] = {}
 
     @classmethod

@@ -156,7 +156,7 @@ class Target:
             model: the model in another form (compiled); default the model itself.
         """
         with self._port.using(partial(self.runner.attend, planned)):
-            output = (model or self.hf_model)(
+            output = (self.hf_model if model is None else model)(
                 input_ids=token_ids[None],
                 position_ids=planned.metadata.positions[None],
                 use_cache=False,

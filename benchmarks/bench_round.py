@@ -1,0 +1,201 @@
+"""Time of a round at a published shape with random weights, through the public engine.
+
+    python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
+
+Acceptance is synthetic: 0.8 a position, conditional, drawn per row. The real argmax and acceptance kernels run; what
+the host read is overridden after. A step is the wall time between two completed device-to-host reads of a full batch.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+import transformers
+
+from attention.backend import AttentionMetadataBuilder, GraphBackend, PlanKey
+from attention.kv_cache import CacheGroup
+from attention.metadata import CommonAttentionMetadata
+from benchmarks.shapes import SHAPES, Pair, random_pair
+from benchmarks.trace import traced
+from specdec.backends import make_backend
+from specdec.commit import Outcome
+from specdec.config import EngineConfig
+from specdec.model import SpeculativeModel
+from specdec.sampling import SamplingParams
+from specdec.target import probe_target
+from specdec.verify import read_outcome
+
+
+@dataclass
+class SyntheticRead:
+    """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before."""
+
+    rate: float
+    rng: np.random.Generator
+    moments: list[tuple[float, int, int]] = field(default_factory=list)
+
+    def __call__(self, packed: torch.Tensor, num_drafts: np.ndarray) -> Outcome:
+        """packed [J, 2n+2], num_drafts [J] -> the verdict with drawn acceptance."""
+        real = read_outcome(packed, num_drafts)
+        now = time.perf_counter()
+        rows = np.arange(len(num_drafts))
+        drawn = (self.rng.random(real.drafts.shape) < self.rate).cumprod(1).sum(1)
+        accepted = np.minimum(drawn, num_drafts)
+        tokens = np.concatenate([real.drafts, np.zeros((len(rows), 1), np.int64)], 1)
+        tokens[rows, accepted] = real.tokens[rows, real.num_accepted]
+        self.moments.append((now, len(rows), int(accepted.sum()) + len(rows)))
+        return Outcome(accepted, tokens, real.drafts)
+
+
+class Tokenizer:
+    """Decodes to nothing: text is not part of the measurement."""
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        """Any ids -> an empty string."""
+        return ""
+
+
+@dataclass(frozen=True)
+class DevicePlanned:
+    """A builder that reads the lengths back from the device before it plans, as engines that plan from there must."""
+
+    builder: AttentionMetadataBuilder
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Read qo_indptr, page_indptr and last_page_len back, then plan."""
+        for tensor in (metadata.query_start_loc, metadata.page_indptr, metadata.last_page_len):
+            tensor.cpu()
+        return self.builder.build(metadata)
+
+
+class DevicePlannedBackend:
+    """FlashInfer with every plan made from device tensors: the other arm of the ablation."""
+
+    name = "flashinfer, planned from device tensors"
+
+    def __init__(self, backend: GraphBackend) -> None:
+        self.run = backend.run
+        self._backend = backend
+
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> DevicePlanned:
+        """See GraphBackend."""
+        return DevicePlanned(self._backend.builder(group, key, dtype))
+
+    def fixed_builder(
+        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
+    ) -> DevicePlanned:
+        """See GraphBackend."""
+        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
+
+
+def engine(pair: Pair, config: EngineConfig, read: SyntheticRead, plan_from: str) -> SpeculativeModel:
+    """The public model over a pair."""
+    device = pair.target.device
+    backend: Any = make_backend("flashinfer", device)
+    if plan_from == "device":
+        backend = DevicePlannedBackend(backend)
+    head = pair.head if config.num_speculative_tokens else None
+    return SpeculativeModel(probe_target(pair.target), Tokenizer(), head, backend, config, True, read)
+
+
+def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
+    """Random prompts with lengths from `lengths[0]` to `lengths[1]`."""
+    rng = np.random.default_rng(1)
+    return [rng.integers(0, vocab, n).tolist() for n in rng.integers(lengths[0], lengths[1] + 1, rows)]
+
+
+def measure(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """Generate once; steps and throughput of the rounds in which every row decodes."""
+    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
+    read.moments.clear()
+    model.generate(ids, params)
+    full = [i for i in range(1, len(read.moments)) if read.moments[i][1] == read.moments[i - 1][1] == len(ids)]
+    steps = np.array([read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]])
+    emitted = sum(read.moments[i][2] for i in full[2:])
+    return {
+        "rounds": len(steps),
+        "step_ms_median": float(np.median(steps) * 1e3),
+        "step_ms_mean": float(steps.mean() * 1e3),
+        "step_ms_p90": float(np.quantile(steps, 0.9) * 1e3),
+        "tokens_per_s": float(emitted / steps.sum()),
+    }
+
+
+def provenance() -> dict[str, Any]:
+    """Versions, device and commit."""
+    import flashinfer  # type: ignore[import-not-found]
+
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    return {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "flashinfer": flashinfer.__version__,
+        "python": platform.python_version(),
+        "device": torch.cuda.get_device_name(),
+        "commit": commit or Path("benchmarks/COMMIT").read_text().strip(),
+        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+    }
+
+
+@click.command(help=__doc__)
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--drafts", type=int, default=5, show_default=True, help="K; 0 is no speculation.")
+@click.option("--rows", default="1,8,32,128", show_default=True)
+@click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
+@click.option("--new-tokens", type=int, default=256, show_default=True)
+@click.option("--acceptance", type=float, default=0.8, show_default=True)
+@click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
+@click.option("--trace/--no-trace", default=True, show_default=True, help="Also trace 32 tokens with CUPTI.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
+def main(
+    shape: str,
+    drafts: int,
+    rows: str,
+    prompt: tuple[int, int],
+    new_tokens: int,
+    acceptance: float,
+    plan_from: str,
+    trace: bool,
+    out: Path,
+) -> None:
+    """Measure every batch size and append one JSON line each."""
+    started = time.perf_counter()
+    batches = [int(r) for r in rows.split(",")]
+    pair = random_pair(shape, torch.bfloat16, torch.device("cuda"))
+    length = prompt[1] + new_tokens + 16
+    pages = max(batches) * -(-length // 16) + 1
+    tokens = max(8192, max(batches) * (drafts + 1))
+    config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
+    read = SyntheticRead(acceptance, np.random.default_rng(0))
+    model = engine(pair, config, read, plan_from)
+    start_s = time.perf_counter() - started
+    common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
+    common |= {"acceptance": acceptance, "plan_from": plan_from, "start_s": start_s, **provenance()}
+    common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
+    for batch in batches:
+        ids = prompts(batch, prompt, pair.target.config.vocab_size)
+        measure(model, read, ids, min(new_tokens, 48))
+        result = measure(model, read, ids, new_tokens)
+        context = sum(map(len, ids)) // batch + new_tokens // 2
+        floor = pair.floor_ms(batch, drafts, context)
+        result |= {"rows": batch, "floor_ms": floor, "over_floor": result["step_ms_median"] / floor}
+        if trace:
+            result["trace"] = traced(lambda ids=ids: measure(model, read, ids, 64)["rounds"])  # type: ignore[misc]
+        with out.open("a") as file:
+            file.write(json.dumps(common | result) + "\n")
+        click.echo(f"{shape} K={drafts} rows={batch}: {result['step_ms_median']:.2f} ms, floor {floor:.2f}, "
+                   f"{result['tokens_per_s']:.0f} tokens/s")  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
