@@ -12,7 +12,6 @@ import itertools
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import specdec.engine
 import specdec.verify
 from attention.checking import check_mode
 from specdec.accept import SampledInputs, Verdict, accept_sampled
@@ -164,17 +162,7 @@ def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_drafts_that_do_not_come_from_the_q_they_are_judged_by_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the most probable draft is taken, and judged as if it had been drawn."""
-    real = specdec.engine.choose_sampled
-
-    def planted(*args: Any) -> Any:
-        choose = real(*args)
-
-        def greedy(step: int, logits: torch.Tensor) -> Any:
-            return logits.argmax(-1), choose(step, logits)[1]
-
-        return greedy
-
-    monkeypatch.setattr(specdec.engine, "choose_sampled", planted)
+    monkeypatch.setattr(specdec.verify, "draw", lambda q, uniform: q.argmax(-1))
     outcomes, _ = sample(PLAIN)
     assert p_value(outcomes, PLAIN) < 1e-4
 
