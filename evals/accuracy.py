@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager
 from evals import paired, task_data
 from evals.acceptance import BASELINE, definitions
 from evals.answers import Answer
+from evals.datasets import digest
 from evals.errors import DataError
 from evals.lm_eval_model import EngineLM, Report
 from evals.provenance import model_facts, versions
@@ -64,20 +65,46 @@ def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
     return found
 
 
-def run(model: Any, facts: Mapping[str, Any], plan: AccuracyPlan, store: RunStore, report: Report) -> Json:
-    """Evaluate both arms and return the document.
+@dataclass(frozen=True)
+class Prepared:
+    """A plan whose tasks and data were found. `questions`: how many there are, all tasks together."""
+
+    plan: AccuracyPlan
+    manager: TaskManager
+    questions: int
+
+
+def prepare(plan: AccuracyPlan) -> Prepared:
+    """Find the tasks and load their data, before anything is written.
 
     Raises:
         DataError: an unknown task, or data that is missing.
     """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _task_manager(plan)
-    results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), plan, manager) for arm in plan.arms]
+    for task in plan.tasks:
+        if task not in manager.all_tasks:
+            raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
+    found = manager.load(_tasks(plan))["tasks"].values()
+    sizes = [len(list(task.eval_docs)) for task in found]
+    return Prepared(plan, manager, sum(min(size, plan.limit or size) for size in sizes))
+
+
+def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
+    """Evaluate both arms and return the document."""
+    plan = prepared.plan
+    results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
     return {
         "schema": "specdec.accuracy",
         "schema_version": SCHEMA_VERSION,
-        "provenance": {"settings": settings(plan, facts), "settings_sha256": store.key, "seed": plan.seed},
+        "provenance": {
+            "settings": settings(plan, facts),
+            "settings_sha256": store.key,
+            "seed": plan.seed,
+            "prompts_sha256": digest([a.question_id for a in baseline]),
+        },
         "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
         "scores": _scores(*results),
         "identical": _identical(baseline, fast),
@@ -100,18 +127,15 @@ def _task_manager(plan: AccuracyPlan) -> TaskManager:
     return TaskManager(include_path=[stock, TASKS], include_defaults=others, metadata=metadata)
 
 
-def _evaluate(model: EngineLM, plan: AccuracyPlan, manager: TaskManager) -> Json:
-    for task in plan.tasks:
-        if task not in manager.all_tasks:
-            raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
+    plan = prepared.plan
     found: Json = lm_eval.simple_evaluate(
         model=model,
         tasks=_tasks(plan),
         num_fewshot=plan.num_fewshot,
         limit=plan.limit,
         apply_chat_template=plan.chat_template,
-        task_manager=manager,
+        task_manager=prepared.manager,
         bootstrap_iters=0,
         confirm_run_unsafe_code=plan.unsafe_code,
     )

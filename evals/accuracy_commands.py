@@ -141,15 +141,16 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
     from evals.terminal import RunProgress, make_console
     from evals.worker import Worker
 
-    options["max_num_seqs"] = options["batch_size"]
+    prepared = accuracy.prepare(plan)
     worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
     facts = worker.facts()["main"]
     has_template = facts["chat_template_sha256"] is not None
-    plan = replace(plan, chat_template=has_template if chat_template is None else chat_template)
-    fixed = accuracy.settings(plan, facts)
+    templated = has_template if chat_template is None else chat_template
+    prepared = replace(prepared, plan=replace(plan, chat_template=templated))
+    fixed = accuracy.settings(prepared.plan, facts)
     store = RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
-    with RunProgress(Console(stderr=True), None, 2) as progress:
-        document = accuracy.run(worker.models["main"], facts, plan, store, progress)
+    with RunProgress(Console(stderr=True), prepared.questions, 2) as progress:
+        document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
     console = make_console()
     _print(console, document)
     if options["output"] is not None:

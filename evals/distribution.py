@@ -42,7 +42,7 @@ class Sampling:
         samples: a prompt and arm. tokens: how many first tokens make a cell. top_k, temperature: of the sampling.
     """
 
-    samples: int = 2000
+    samples: int = 1000
     tokens: int = 3
     top_k: int = 3
     temperature: float = 1.0

@@ -30,7 +30,7 @@ class Check:
     asking: Asking
     batch_size: int = 8
     mode: str = "both"
-    samples: int = 2000
+    samples: int = 1000
 
     @cached_property
     def greedy(self) -> Plan:
@@ -38,7 +38,7 @@ class Check:
         return Plan(self.data, sweep(self.ks), self.asking, self.batch_size, warmup=0)
 
 
-def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 4) -> Json:
+def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 2) -> Json:
     """Run the check and return its document; `passed` is the verdict."""
     document: Json = {
         "schema": "specdec.lossless",

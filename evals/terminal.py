@@ -15,12 +15,9 @@ from specdec.stats import pool
 
 
 class RunProgress:
-    """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers.
+    """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
-    total: questions, None when that is not known beforehand (then without the time left).
-    """
-
-    def __init__(self, console: Console, total: int | None, arms: int) -> None:
+    def __init__(self, console: Console, total: int, arms: int) -> None:
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

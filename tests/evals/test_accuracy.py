@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import specdec
 import specdec.verify
 from evals import humaneval
-from evals.accuracy import AccuracyPlan, run, settings
+from evals.accuracy import AccuracyPlan, prepare, run, settings
 from evals.datasets import DATA_VARIABLE
 from evals.errors import DataError
 from evals.lm_eval_model import EngineLM, SpecdecLM
@@ -60,7 +60,7 @@ def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
     plan = AccuracyPlan(**{"tasks": ("specdec_arithmetic",), "k": K, "limit": 20, "chat_template": True, **more})
     worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
     facts = worker.facts()["main"]
-    return run(model, facts, plan, RunStore(folder, settings(plan, facts)), lambda answers: None)
+    return run(model, facts, prepare(plan), RunStore(folder, settings(plan, facts)), lambda answers: None)
 
 
 def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
@@ -100,12 +100,12 @@ def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pyte
             raise Killed
 
     with pytest.raises(Killed):
-        run(model, facts, plan, RunStore(tmp_path / "run", settings(plan, facts)), kill)
+        run(model, facts, prepare(plan), RunStore(tmp_path / "run", settings(plan, facts)), kill)
     kept = len((tmp_path / "run" / "answers.jsonl").read_text().splitlines())
     asked: list[int] = []
     plain = model.generate_iter
     monkeypatch.setattr(model, "generate_iter", lambda p, q: asked.append(len(p)) or plain(p, q))
-    document = run(model, facts, plan, RunStore(tmp_path / "run", settings(plan, facts)), lambda answers: None)
+    document = run(model, facts, prepare(plan), RunStore(tmp_path / "run", settings(plan, facts)), lambda answers: None)
     assert kept == 9 and sum(asked) == 3
     assert document["identical"]["identical"] == 6
 
