@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import platform
 import subprocess
 import time
@@ -132,17 +133,18 @@ def measure(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], 
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, device and commit."""
+    """Versions, device and commit (SPECDEC_COMMIT where the tree is no git checkout)."""
     import flashinfer  # type: ignore[import-not-found]
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
+    commit = os.environ.get("SPECDEC_COMMIT") or git.stdout.strip()
     return {
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "flashinfer": flashinfer.__version__,
         "python": platform.python_version(),
         "device": torch.cuda.get_device_name(),
-        "commit": commit or Path("benchmarks/COMMIT").read_text().strip(),
+        "commit": commit,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
