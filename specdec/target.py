@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -88,6 +89,7 @@ class TapRecorder:
         weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
+        self._on = False
         for place, tap in enumerate(taps):
             if tap == FINAL_NORM:
                 probed.model.get_decoder().register_forward_hook(self._after_decoder(place))
@@ -98,7 +100,18 @@ class TapRecorder:
             else:
                 raise InvalidInputError(f"tap {tap}: the target has boundaries 0 … {num_layers}")
 
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forwards inside. Others are the user's: the states of a queued verification must outlive them."""
+        self._on = True
+        try:
+            yield
+        finally:
+            self._on = False
+
     def _store(self, place: int, states: torch.Tensor) -> None:
+        if not self._on:
+            return
         start = place * self._width
         rows = states.reshape(-1, self._width)
         if rows.shape[0] <= self.buffer.shape[0]:
@@ -155,7 +168,7 @@ class Target:
             judged_rows: [R] int64 token rows whose logits are wanted, or None for all.
             model: the model in another form (compiled); default the model itself.
         """
-        with self._port.using(partial(self.runner.attend, planned)):
+        with self._port.using(partial(self.runner.attend, planned)), self._taps.recording():
             output = (self.hf_model if model is None else model)(
                 input_ids=token_ids[None],
                 position_ids=planned.metadata.positions[None],

@@ -64,10 +64,6 @@ def test_rows_that_end_or_are_aborted_leave_the_others_alone() -> None:
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.xfail(
-    strict=True,
-    reason="TapRecorder's hooks also record forwards of the user, over the states of the queued verification",
-)
 def test_the_users_own_forward_between_two_rounds_does_not_spoil_the_drafts() -> None:
     """The tapped states of a queued verification wait in a buffer; a forward of the user must not write there."""
     wrapped = ahead()

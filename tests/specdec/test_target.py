@@ -139,8 +139,10 @@ def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
         states = model(ids, output_hidden_states=True).hidden_states
         residual = [*states[:4], model.model.layers[3](states[3], position_embeddings=rope(model, states[3]))]
     recorder = TapRecorder(probe_target(model), taps, 16)
-    with torch.no_grad():
+    with torch.no_grad(), recorder.recording():
         model(ids)
+    with torch.no_grad():
+        model(ids.flip(1))
     right = torch.cat([states[4][0] if tap == FINAL_NORM else residual[tap][0] for tap in taps], -1)
     assert torch.allclose(recorder.buffer[:9], right, atol=1e-5)
     if 4 in taps:
