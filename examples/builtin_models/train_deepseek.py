@@ -65,7 +65,8 @@ def build(architecture: Path, pad: int, end: int, device: str, seed: int) -> Pai
     """A fresh target and module; the module shares the target's embedding and lm_head."""
     torch.manual_seed(seed)
     ALL_EXPERTS_FUNCTIONS.register("dense", dense_experts)
-    model: Any = build_model(architecture, pad, end).to(device)
+    model: Any = build_model(architecture, pad, end)
+    model.to(device)
     model.config._experts_implementation = "dense"
     head = MtpHead(MtpSpec(), mtp_target(model)).to(device)
     for name, parameter in head.named_parameters():
