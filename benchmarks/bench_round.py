@@ -14,6 +14,7 @@ import os
 import platform
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,23 @@ def measure(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], 
     }
 
 
+def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], rounds: int) -> dict[str, Any]:
+    """Trace some rounds in which every row decodes."""
+    read.moments.clear()
+    updates = model.stream(ids, SamplingParams(max_new_tokens=256, ignore_eos=True))
+
+    def go_on(enough: Callable[[], bool]) -> int:
+        while not enough():
+            next(updates)
+        return rounds
+
+    go_on(lambda: sum(rows == len(ids) for _, rows, _ in read.moments) >= 4)
+    start = len(read.moments)
+    found = traced(lambda: go_on(lambda: len(read.moments) >= start + rounds))
+    updates.close()  # type: ignore[attr-defined]
+    return found
+
+
 def provenance() -> dict[str, Any]:
     """Versions, device and commit (SPECDEC_COMMIT where the tree is no git checkout)."""
     import flashinfer  # type: ignore[import-not-found]
@@ -157,7 +175,7 @@ def provenance() -> dict[str, Any]:
 @click.option("--new-tokens", type=int, default=256, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
-@click.option("--trace/--no-trace", default=True, show_default=True, help="Also trace 32 tokens with CUPTI.")
+@click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(
     shape: str,
@@ -167,7 +185,7 @@ def main(
     new_tokens: int,
     acceptance: float,
     plan_from: str,
-    trace: bool,
+    trace: str,
     out: Path,
 ) -> None:
     """Measure every batch size and append one JSON line each."""
@@ -191,8 +209,8 @@ def main(
         context = sum(map(len, ids)) // batch + new_tokens // 2
         floor = pair.floor_ms(batch, drafts, context)
         result |= {"rows": batch, "floor_ms": floor, "over_floor": result["step_ms_median"] / floor}
-        if trace:
-            result["trace"] = traced(lambda ids=ids: measure(model, read, ids, 64)["rounds"])  # type: ignore[misc]
+        if str(batch) in trace.split(","):
+            result["trace"] = trace_rounds(model, read, ids, 12)
         with out.open("a") as file:
             file.write(json.dumps(common | result) + "\n")
         click.echo(f"{shape} K={drafts} rows={batch}: {result['step_ms_median']:.2f} ms, floor {floor:.2f}, "

@@ -19,7 +19,6 @@ def traced(run: Callable[[], int]) -> dict[str, Any]:
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         rounds = run()
-        torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
