@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from evals.answers import Answer
 from evals.datasets import DataSet, Question
@@ -17,6 +17,9 @@ from evals.prompts import opening, render
 from evals.runner import Arm, Asking
 from evals.summary import Json
 from evals.worker import Worker
+
+if TYPE_CHECKING:
+    from evals.replay import Replay
 
 FLOAT32_TOLERANCE = 1e-4
 _HALF_ULPS = 8.0
@@ -51,7 +54,7 @@ class Divergence:
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where two answers differ, before it was judged."""
 
     turn: int
@@ -60,14 +63,13 @@ class _Place:
     speculative: int | None
 
 
-def first_difference(alone: Answer, speculative: Answer) -> _Place | None:
+def first_difference(alone: Answer, speculative: Answer) -> Place | None:
     """The first turn and token in which two answers differ, or None."""
     for turn, (left, right) in enumerate(zip(alone.token_ids, speculative.token_ids, strict=True)):
         if left != right:
-            same = next(
-                (i for i, (x, y) in enumerate(zip(left, right, strict=False)) if x != y), min(len(left), len(right))
-            )
-            return _Place(turn, same, _at(left, same), _at(right, same))
+            shorter = min(len(left), len(right))
+            same = next((i for i in range(shorter) if left[i] != right[i]), shorter)
+            return Place(turn, same, _at(left, same), _at(right, same))
     return None
 
 
@@ -75,34 +77,48 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
     return tokens[place] if place < len(tokens) else None
 
 
-def judge(worker: Worker, question: Question, alone: Answer, arm: Arm, place: _Place, asking: Asking) -> Divergence:
-    """Replay the common prefix of a divergence and give the verdict. Runs where the model is."""
-    from evals.replay import Replay
+@dataclass(frozen=True)
+class Judge:
+    """The verdicts on the divergences of one arm, as work for one worker: the replay runs where the model is.
 
-    model = worker.models[arm.model]
-    prefix = [
-        *_prompt(model.tokenizer, question, alone, place.turn, asking),
-        *alone.token_ids[place.turn][: place.position],
-    ]
-    logits = Replay(model.hf_model).logits(prefix).double()
-    top = logits.topk(2).values
-    tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
-    if place.alone is None or place.speculative is None:  # one arm went on where the other had ended
-        behind = float("inf")
-    else:
-        behind = float(top[0] - logits[[place.alone, place.speculative]].min())
-    return Divergence(
-        question_id=question.id,
-        arm=arm.name,
-        turn=place.turn,
-        position=place.position,
-        alone=place.alone,
-        speculative=place.speculative,
-        gap=float(top[0] - top[1]),
-        behind=behind,
-        tolerance=tolerance,
-        allowed=behind < tolerance,
-    )
+    Attributes:
+        cases: (question, the target's own answer, where the other one differs).
+    """
+
+    arm: Arm
+    asking: Asking
+    cases: tuple[tuple[Question, Answer, Place], ...]
+
+    def __call__(self, worker: Worker) -> list[Divergence]:
+        """One verdict a case."""
+        from evals.replay import Replay
+
+        model = worker.models[self.arm.model]
+        replay = Replay(model.hf_model)
+        return [self._verdict(model, replay, *case) for case in self.cases]
+
+    def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Place) -> Divergence:
+        """Replay the common prefix of a divergence."""
+        prompt = _prompt(model.tokenizer, question, alone, place.turn, self.asking)
+        common = alone.token_ids[place.turn][: place.position]
+        logits = replay.logits([*prompt, *common]).double()
+        top = logits.topk(2).values
+        tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
+        behind = float("inf")  # one arm went on where the other had ended
+        if place.alone is not None and place.speculative is not None:
+            behind = float(top[0] - logits[[place.alone, place.speculative]].min())
+        return Divergence(
+            question_id=question.id,
+            arm=self.arm.name,
+            turn=place.turn,
+            position=place.position,
+            alone=place.alone,
+            speculative=place.speculative,
+            gap=float(top[0] - top[1]),
+            behind=behind,
+            tolerance=tolerance,
+            allowed=behind < tolerance,
+        )
 
 
 def _tolerance(dtype: Any, best: float) -> float:
@@ -136,26 +152,11 @@ def compare_greedy(
     for arm in arms[1:]:
         pairs = zip(baseline, kept[arm.name], strict=True)
         places = [(left, found) for left, right in pairs if (found := first_difference(left, right)) is not None]
-        verdicts = [
-            executor.on_one(_Judge(questions[left.question_id], left, arm, place, asking)) for left, place in places
-        ]
+        cases = tuple((questions[left.question_id], left, place) for left, place in places)
+        verdicts = executor.on_one(Judge(arm, asking, cases)) if cases else []
         results.append(_arm_result(arm, len(baseline), verdicts))
     passed = bool(baseline) and all(result["passed"] for result in results)
     return {"definition": VERDICT, "arms": results, "passed": passed}
-
-
-@dataclass(frozen=True)
-class _Judge:
-    """`judge` with its arguments, to be sent to a worker."""
-
-    question: Question
-    alone: Answer
-    arm: Arm
-    place: _Place
-    asking: Asking
-
-    def __call__(self, worker: Worker) -> Divergence:
-        return judge(worker, self.question, self.alone, self.arm, self.place, self.asking)
 
 
 def _arm_result(arm: Arm, total: int, verdicts: Sequence[Divergence]) -> Json:

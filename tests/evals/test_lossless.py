@@ -109,8 +109,8 @@ def test_the_third_best_token_is_no_near_tie_of_the_best_two(
     question = plant.questions(1).questions[0]
     worker = Worker({"main": ModelSpec("main")}, plant.loader({"main": GreedyModel(plant, None)}))
     answers = run_chunk(worker.models, [Arm("alone", 0)], [question], plant.asking())
-    place = lossless._Place(0, 0, alone=0, speculative=2)
-    verdict = lossless.judge(worker, question, answers[0], Arm("k", 2), place, plant.asking())
+    case = (question, answers[0], lossless.Place(0, 0, alone=0, speculative=2))
+    (verdict,) = lossless.Judge(Arm("k", 2), plant.asking(), (case,))(worker)
     assert verdict.gap < 1e-4 and not verdict.allowed
 
 
