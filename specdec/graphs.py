@@ -145,7 +145,7 @@ class GraphExecutor:
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> GraphRound:
         """See `Executor.send`."""
         num_rows, num_drafts = target.logit_index.shape[0], target.logit_index.shape[1] - 1
-        rows = self._bucket_of(target, sampling is not None)
+        rows = self._bucket_of(target)
         if rows is None:
             return GraphRound(self._eager.send(draft, target, sampling), None, num_rows, num_drafts, False)
         fits = False
@@ -183,27 +183,26 @@ class GraphExecutor:
         bucket.planner.plan(round_.device.metadata)
         sampled = round_.device.sampling is not None
         if sampled and draft is not None and bucket.draft is not None:
-            bucket.draft.token_ids[: len(draft.token_ids)].copy_(draft.token_ids)
+            bucket.draft.token_ids[: len(draft.token_ids), : round_.num_drafts].copy_(draft.token_ids)
         bucket.verify.replay()
         tapped = self._target.tapped(round_.rows * self._query_len)
         if not sampled:
             return Verification(bucket.packed[: round_.num_rows], tapped)
-        real = slice(0, round_.num_rows)
+        real, judged = slice(0, round_.num_rows), slice(0, round_.num_drafts + 1)
         device = replace(
-            round_.device, logit_index=round_.device.logit_index[real], num_drafts=round_.device.num_drafts[real]
+            round_.device,
+            logit_index=round_.device.logit_index[real, judged],
+            num_drafts=round_.device.num_drafts[real],
         )
         return Verification(self._eager.judge(bucket.logits, device, draft), tapped)
 
     def _rows(self) -> tuple[int, ...]:
         return graph_rows(self._config.max_num_seqs, self._query_len)
 
-    def _bucket_of(self, target: TargetArrays, sampled: bool) -> int | None:
+    def _bucket_of(self, target: TargetArrays) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
-        num_drafts = target.logit_index.shape[1] - 1
         only_roots = len(target.judged) == target.batch.num_reqs
         if not only_roots or not (target.batch.query_lens == target.num_drafts + 1).all():
-            return None
-        if sampled and num_drafts not in (0, self._config.num_speculative_tokens):
             return None
         return min((rows for rows in self._buckets if rows >= target.batch.num_reqs), default=None)
 
@@ -247,7 +246,7 @@ class GraphExecutor:
             logits = self._target.forward(token_ids, planned, None, self._model).logits
             return logits, self._eager.judge(logits, round_, drafted)
 
-        graph, (logits, packed) = self._record(verify)
+        graph, (logits, packed) = record(verify, self._pool)
         return _Bucket(planner, graph, logits, packed, draft)
 
     def _capture_draft(self, rows: int, round_: DeviceRound, first: FirstPass) -> _DraftGraphs:
@@ -266,7 +265,7 @@ class GraphExecutor:
             token_ids[:, 0].copy_(ids)
             return x
 
-        first_graph, carried = self._record(launch_first)
+        first_graph, carried = record(launch_first, self._pool)
         planned_steps = [p.plan(m) for p, m in zip(step_planners, round_.steps, strict=True)]
 
         def launch_steps() -> None:
@@ -276,18 +275,19 @@ class GraphExecutor:
                     x, ids = passes.step(x, ids, step.metadata.positions)
                 token_ids[:, place].copy_(ids)
 
-        steps_graph = self._record(launch_steps)[0] if planned_steps else None
+        steps_graph = record(launch_steps, self._pool)[0] if planned_steps else None
         return _DraftGraphs(first_planner, step_planners, first_graph, steps_graph, token_ids, carried)
 
-    def _record(self, launch: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Run twice (compile, allocate), then capture."""
-        launch()
-        launch()
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            result = launch()
-        return graph, result
+
+def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
+    """Run `launch` twice (compile, allocate), then capture it into a graph that shares `pool`; also its result."""
+    launch()
+    launch()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool):
+        result = launch()
+    return graph, result
 
 
 @dataclass(frozen=True)
