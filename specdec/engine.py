@@ -132,7 +132,17 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
-        """One round: verify what was drafted, commit, and launch the next round."""
+        """One round: verify what was drafted, commit, and launch the next round.
+
+        When a stage fails, every request is aborted before the error goes on: the engine is empty and usable.
+        """
+        try:
+            return self._round()
+        except BaseException:
+            self.abort(list(self._requests))
+            raise
+
+    def _round(self) -> list[Update]:
         if self._inflight is None:
             self._inflight = self._launch(None)
         if self._inflight is None:

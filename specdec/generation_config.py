@@ -47,6 +47,7 @@ def from_generation_config(config: GenerationConfig, model: PreTrainedModel, pro
     _refuse_unsupported(merged)
     given_length = config.max_length is not None or model.generation_config.max_length is not None
     sampled = bool(merged.do_sample)
+    own_eos = eos_ids(merged) == eos_ids(model.generation_config)
     return SamplingParams(
         max_new_tokens=_max_new_tokens(merged, prompt_len if given_length else 0),
         temperature=_or(merged.temperature, 1.0) if sampled else 0.0,
@@ -54,7 +55,8 @@ def from_generation_config(config: GenerationConfig, model: PreTrainedModel, pro
         top_p=_or(merged.top_p, 1.0) if sampled else 1.0,
         min_p=_or(merged.min_p, 0.0) if sampled else 0.0,
         stop=tuple([merged.stop_strings] if isinstance(merged.stop_strings, str) else merged.stop_strings or ()),
-        stop_token_ids=eos_ids(merged),
+        stop_token_ids=() if own_eos else eos_ids(merged),
+        ignore_eos=not own_eos,
     )
 
 

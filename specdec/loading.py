@@ -68,6 +68,42 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     return model.to(device).eval()  # type: ignore[arg-type]
 
 
+def open_target(
+    target: str | Path | PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device | None
+) -> tuple[PreTrainedModel, str | None]:
+    """Load a target by name, or take a loaded model as it is; with the name its tokenizer and head are found by.
+
+    Raises:
+        ModelLoadError: it is missing or transformers cannot load it.
+        InvalidInputError: a dtype or device for a model that is loaded already, or a model in training mode.
+    """
+    if not isinstance(target, PreTrainedModel):
+        place = resolve_device(device)
+        return load_target(target, resolve_dtype(dtype, place), place), str(target)
+    if dtype != "auto" or device is not None:
+        raise InvalidInputError(
+            f"dtype={dtype!r}, device={device!r}: the model is loaded already ({target.dtype}, {target.device}); "
+            "move it with model.to(…) before"
+        )
+    if target.training:
+        raise InvalidInputError("the model is in training mode, where dropout changes its output; call model.eval()")
+    return target, target.name_or_path or None
+
+
+def open_tokenizer(tokenizer: Any, name: str | None) -> Any:
+    """The tokenizer given, else the target's own.
+
+    Raises:
+        InvalidInputError: neither a tokenizer nor a name to load one by.
+        ModelLoadError: it cannot be loaded.
+    """
+    if tokenizer is not None:
+        return tokenizer
+    if name is None:
+        raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
+    return load_tokenizer(name)
+
+
 def load_tokenizer(name: str | Path) -> Any:
     """Load a tokenizer through transformers.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,24 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from attention.backend import AttentionBackend, GraphBackend
-from attention.kv_cache import CacheGroup, bytes_per_token
+from attention.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
 from specdec.backends import make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.generation_config import eos_ids, from_generation_config
-from specdec.loading import load_head, load_target, load_tokenizer, resolve_device, resolve_dtype
+from specdec.loading import load_head, open_target, open_tokenizer
 from specdec.prompts import Prompts, encode_prompts
 from specdec.request import Completion, Update
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test
+from specdec.sizes import cache_tokens, num_drafts
+from specdec.sizes import max_model_len as max_model_len_of
 from specdec.target import Target, TargetProbe, probe_target
 from specdec.verify import read_outcome
-
-DEFAULT_DRAFTS = 5
-_CPU_CACHE_BYTES = 1 << 30
-_GPU_RESERVE_BYTES = 4 << 30
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
 
@@ -124,7 +122,7 @@ class SpeculativeModel:
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
             backend: "auto", "torch" or "flashinfer".
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
-            device: default CUDA where there is one.
+            device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: default the target's own; needed when `target` is a model without a name.
             max_model_len: most tokens of one request; default the model's limit.
             max_num_seqs: most requests in one batch.
@@ -140,24 +138,15 @@ class SpeculativeModel:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed.
         """
-        place = resolve_device(device)
-        if isinstance(target, PreTrainedModel):
-            model, name = target, target.name_or_path or None
-        else:
-            model, name = load_target(target, resolve_dtype(dtype, place), place), str(target)
-        if tokenizer is None:
-            if name is None:
-                raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
-            tokenizer = load_tokenizer(name)
-        backend_ = make_backend(backend, place if not isinstance(target, PreTrainedModel) else model.device)
+        model, name = open_target(target, dtype, device)
+        tokenizer = open_tokenizer(tokenizer, name)
+        backend_ = make_backend(backend, model.device)
         probed = probe_target(model)
         head = None if draft is None else load_head(draft, name, probed)
-        drafts = _num_drafts(num_speculative_tokens, head)
-        length = _max_model_len(max_model_len, model)
-        wanted = max_num_seqs * length
-        tokens = kv_cache_tokens or _default_cache_tokens(probed, head, wanted, gpu_memory_utilization)
+        length = max_model_len_of(max_model_len, model)
+        tokens = cache_tokens(kv_cache_tokens, probed, head, max_num_seqs * length, gpu_memory_utilization)
         config = EngineConfig(
-            num_speculative_tokens=drafts,
+            num_speculative_tokens=num_drafts(num_speculative_tokens, head),
             max_model_len=length,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
@@ -242,8 +231,7 @@ class SpeculativeModel:
         """(prompt, params, sample index) of every request."""
         if isinstance(params, GenerationConfig):
             copies = params.num_return_sequences or 1
-            own = replace_eos = [from_generation_config(params, self.hf_model, len(p)) for p in ids]
-            own = [replace(p, ignore_eos=True) for p in replace_eos]
+            own = [from_generation_config(params, self.hf_model, len(p)) for p in ids]
             return [(p, s, c) for p, s in zip(ids, own, strict=True) for c in range(copies)]
         if params is None or isinstance(params, SamplingParams):
             each = [params or SamplingParams()] * len(ids)
@@ -264,6 +252,8 @@ class SpeculativeModel:
             while index:
                 for update in [] if inbox else self._engine.step():
                     self._inboxes[update.request_id].append(update)
+                if not inbox and not self._engine.has_work:
+                    raise SpecdecError("these requests were aborted: a round that they shared with another call failed")
                 while inbox:
                     update = inbox.popleft()
                     place = index[update.request_id]
@@ -283,25 +273,6 @@ def _runner(
     return GroupRunner(backend, group, model.dtype, model.device)
 
 
-def _num_drafts(asked: int | None, head: Head | None) -> int:
-    if head is None and asked:
-        raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
-    if asked is None:
-        return 0 if head is None else DEFAULT_DRAFTS
-    return asked
-
-
-def _max_model_len(asked: int | None, model: PreTrainedModel) -> int:
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if asked is None:
-        if most is None:
-            raise InvalidInputError("the model does not say its longest sequence; give max_model_len=…")
-        return int(most)
-    if most is not None and asked > most:
-        raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
-    return asked
-
-
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)
@@ -310,21 +281,3 @@ def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cud
     from specdec.graphs import GraphExecutor
 
     return GraphExecutor(target, drafter, config)
-
-
-def _default_cache_tokens(probed: TargetProbe, head: Head | None, wanted: int, utilization: float) -> int:
-    keys = tuple(c.plan_key for c in probed.calls) + (() if head is None else tuple(head.plan_keys))
-    token_bytes = bytes_per_token(keys, probed.model.dtype)
-    if probed.model.device.type != "cuda":
-        return min(wanted, _CPU_CACHE_BYTES // token_bytes)
-    if not 0 < utilization <= 1:
-        raise InvalidInputError(f"gpu_memory_utilization={utilization}: allowed is more than 0, at most 1")
-    free, total = torch.cuda.mem_get_info(probed.model.device)
-    room = int(free - (1 - utilization) * total) - _GPU_RESERVE_BYTES
-    if room < token_bytes:
-        raise CacheTooSmallError(
-            f"no room for a KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free and "
-            f"{_GPU_RESERVE_BYTES >> 30} GiB are kept for activations and graphs; raise gpu_memory_utilization="
-            f"{utilization} or take a smaller model"
-        )
-    return min(wanted, room // token_bytes)

@@ -11,6 +11,7 @@ import torch
 from fakes import LetterTokenizer, eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 
+import specdec.engine
 from drafters.checkpoints import save_eagle3
 from specdec.config import EngineConfig
 from specdec.errors import (
@@ -111,7 +112,9 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "negative k": ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1: allowed is 0 or more"),
     "backend": ({"backend": "flash"}, "backend='flash': allowed are auto, torch, flashinfer"),
     "flashinfer on cpu": ({"backend": "flashinfer"}, "needs a CUDA device, not cpu; use backend='torch'"),
-    "device": ({"device": "gpu7"}, "device='gpu7' is not a torch device"),
+    "device": ({"device": "cpu"}, "device='cpu': the model is loaded already"),
+    "dtype": ({"dtype": "float64"}, "dtype='float64', device=None: the model is loaded already"),
+    "no cache": ({"kv_cache_tokens": 0}, "kv_cache_tokens=0: allowed is 1 or more"),
     "cache": ({"kv_cache_tokens": 12}, "the KV cache has 3 pages of 4 tokens"),
 }
 
@@ -122,6 +125,30 @@ def test_a_wrong_option_is_refused_by_name(option: str) -> None:
     model = tiny_llama()
     with pytest.raises(InvalidInputError, match=message):
         wrap(model, table_head(model), **{"num_speculative_tokens": 3, **options})
+
+
+def test_a_device_that_does_not_exist_is_named() -> None:
+    with pytest.raises(InvalidInputError, match="device='gpu7' is not a torch device"):
+        SpeculativeModel.from_pretrained("gsm-llama", device="gpu7")
+
+
+def test_a_model_in_training_mode_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"training mode.*call model\.eval\(\)"):
+        wrap(tiny_llama().train())
+
+
+def test_a_failing_round_ends_every_call_that_shares_it(wrapped: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = (wrapped.stream(p, SamplingParams(max_new_tokens=40)) for p in PROMPTS[:2])
+    next(first)
+    next(second)
+    with monkeypatch.context() as planted:
+        planted.setattr(specdec.engine, "target_arrays", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            list(first)
+    with pytest.raises(SpecdecError, match="a round that they shared with another call failed"):
+        list(second)
+    assert free_everywhere(wrapped)
+    assert [c.token_ids for c in wrapped.generate(PROMPTS, SHORT)] == [hf_greedy(p, 8) for p in PROMPTS]
 
 
 def test_drafts_need_a_head() -> None:

@@ -1,0 +1,176 @@
+"""Both oracles on a pair: tokens against transformers' own greedy `generate`, drafts against a head without cache.
+
+    SPECDEC_DATA=… python benchmarks/check_pair.py --out benchmarks/results/check_pair.json
+    SPECDEC_DATA=… python benchmarks/check_pair.py --shard 0/2 …     # half of the questions, for two processes
+
+Float32, greedy, GSM8K test questions, batch 1 and batch 16. A divergence is replayed in float64; it is allowed only if
+the top-2 gap there is below 1e-4, and is listed. The draft oracle must also fail once one slot of the head's cache is
+zeroed. Exit code 1 when anything is not as it must be.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+import transformers
+from rich.progress import track
+
+from drafters.oracle import oracle_drafts
+from specdec import Completion, SamplingParams, SpeculativeModel
+from specdec.prompts import encode_prompts
+
+TIE = 1e-4
+MAX_NEW_TOKENS = 320
+BATCHED = 16
+
+
+def test_chats(data: Path) -> list[Any]:
+    """GSM8K's test questions as chats."""
+    lines = (data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").split("\n")
+    return [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
+
+
+def transformers_tokens(model: SpeculativeModel, prompt: list[int]) -> list[int]:
+    """transformers' own greedy continuation."""
+    ids = torch.tensor([prompt], device=model.device)
+    out = model.hf_model.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.no_grad()
+def gap_in_float64(model: torch.nn.Module, prompt: list[int], tokens: Sequence[int]) -> float:
+    """Top-2 logit gap in float64 after prompt and tokens."""
+    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1]
+    top = logits.topk(2).values
+    return float(top[0] - top[1])
+
+
+def divergences(
+    exact: torch.nn.Module, prompts: list[list[int]], expected: list[list[int]], got: Sequence[Completion]
+) -> list[dict[str, Any]]:
+    """First difference of every answer that differs, with its float64 gap."""
+    found = []
+    for question, (prompt, own, completion) in enumerate(zip(prompts, expected, got, strict=True)):
+        if own == completion.token_ids:
+            continue
+        pairs = zip(own, completion.token_ids, strict=False)
+        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(completion.token_ids)))
+        gap = gap_in_float64(exact, prompt, own[:at])
+        found.append({"question": question, "position": at, "gap_float64": gap, "near_tie": gap < TIE})
+    return found
+
+
+@torch.no_grad()
+def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
+    """(rounds, rounds whose draft ids differ from the oracle's), from the target's true hidden states."""
+    rounds = wrong = 0
+    head = model.head
+    assert head is not None
+    for c in completions:
+        ids = torch.tensor(c.prompt_token_ids + c.token_ids, device=model.device)
+        states = model.hf_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
+        root = len(c.prompt_token_ids)
+        for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
+            if drafts:
+                rounds += 1
+                wrong += oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)) != list(drafts)
+            root += record.emitted
+    return rounds, wrong
+
+
+def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
+    """The draft oracle, and again with one head-KV slot zeroed before every round."""
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, return_drafts=True)
+    rounds, wrong = wrong_rounds(model, model.generate(chats, params))
+    head = model.head
+    assert head is not None
+    layer = model._engine._drafter.runner.layers[0]  # type: ignore[union-attr]
+    fuse = head.fuse
+
+    def planted(tapped: torch.Tensor) -> torch.Tensor:
+        layer.keys[:, 0] = 0
+        layer.values[:, 0] = 0
+        return fuse(tapped)
+
+    head.fuse = planted  # type: ignore[method-assign]
+    try:
+        _, caught = wrong_rounds(model, model.generate(chats[:5], params))
+    finally:
+        del head.fuse
+    return {"rounds": rounds, "wrong": wrong, "wrong_with_a_zeroed_slot": caught}
+
+
+def check(model: SpeculativeModel, chats: list[Any], oracle_questions: int) -> dict[str, Any]:
+    """All of it."""
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
+    prompts = encode_prompts(chats, model.tokenizer)
+    expected = [transformers_tokens(model, p) for p in track(prompts, "transformers")]
+    single = [model.generate([p], params)[0] for p in track(prompts, "batch 1")]
+    batched = model.generate(prompts, params)
+    exact = copy.deepcopy(model.hf_model).double()
+    found = {
+        "batch_1": divergences(exact, prompts, expected, single),
+        f"batch_{BATCHED}": divergences(exact, prompts, expected, batched),
+    }
+    return {
+        "questions": len(chats),
+        "k": model.num_speculative_tokens,
+        "divergences": found,
+        "identical": {name: len(chats) - len(rows) for name, rows in found.items()},
+        "draft_oracle": {"questions": oracle_questions, **check_drafts(model, chats[:oracle_questions])},
+    }
+
+
+def passed(result: dict[str, Any]) -> bool:
+    """Whether both oracles pass and the planted defect is caught."""
+    ties = all(row["near_tie"] for rows in result["divergences"].values() for row in rows)
+    drafts = result["draft_oracle"]
+    return ties and drafts["wrong"] == 0 and drafts["wrong_with_a_zeroed_slot"] > 0
+
+
+@click.command()
+@click.option("--target", default="gsm-llama", show_default=True)
+@click.option("--draft", default="auto", show_default=True)
+@click.option("-k", default=5, show_default=True)
+@click.option("--shard", default="0/1", show_default=True, help="I/N: every N-th question from the I-th on.")
+@click.option("--oracle-questions", default=50, show_default=True)
+@click.option("--out", type=click.Path(path_type=Path))
+def main(target: str, draft: str, k: int, shard: str, oracle_questions: int, out: Path | None) -> None:
+    """Check the pair; ends in one JSON line."""
+    index, count = (int(part) for part in shard.split("/"))
+    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[index::count]
+    model = SpeculativeModel.from_pretrained(
+        target, draft=draft, num_speculative_tokens=k, dtype="float32", device="cpu", max_num_seqs=BATCHED
+    )
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    result = {
+        "benchmark": "check_pair",
+        "target": target,
+        "shard": shard,
+        **check(model, chats, oracle_questions),
+        "dtype": "float32",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "machine": platform.machine(),
+        "commit": commit.stdout.strip() or None,
+    }
+    line = json.dumps(result)
+    click.echo(line)
+    if out is not None:
+        out.write_text(line + "\n", encoding="utf-8")
+    sys.exit(0 if passed(result) else 1)
+
+
+if __name__ == "__main__":
+    main()
