@@ -90,6 +90,7 @@ class TapRecorder:
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
         self._on = False
+        self._caught: dict[int, torch.Tensor] = {}
         for place, tap in enumerate(taps):
             if tap == FINAL_NORM:
                 probed.model.get_decoder().register_forward_hook(self._after_decoder(place))
@@ -102,16 +103,26 @@ class TapRecorder:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Record the forwards inside. Others are the user's: the states of a queued verification must outlive them."""
+        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them."""
         self._on = True
         try:
             yield
+            for place, states in self._caught.items():
+                self._copy(place, states)
         finally:
             self._on = False
+            self._caught.clear()
 
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
             return
+        if torch.compiler.is_compiling():
+            # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms a round at 8B.
+            self._caught[place] = states
+        else:
+            self._copy(place, states)
+
+    def _copy(self, place: int, states: torch.Tensor) -> None:
         start = place * self._width
         rows = states.reshape(-1, self._width)
         if rows.shape[0] <= self.buffer.shape[0]:
