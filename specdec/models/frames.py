@@ -34,6 +34,7 @@ _LEFT = "{p} has {calc} {things} left."
 _OTHER = "{q} has {calc} {things}."
 _PAIR = "Together they have {calc} {things}."
 
+# fmt: off
 OPENINGS: tuple[Frame, ...] = (
     # things somebody has
     _frame("", "own", "{p} has {v} {things}."),
@@ -186,6 +187,7 @@ EVENTS: tuple[Frame, ...] = (
     _frame("animals", "animals", "Then {n} young animals are born.", ("v+n", "There are {calc} animals then.")),
     _frame("animals", "feed", "Each animal eats {n} pounds of food a week.", ("v*n", "They eat {calc} pounds a week.")),
 )
+# fmt: on
 
 QUESTIONS: dict[str, tuple[str, ...]] = {
     "own": ("How many {things} does {p} have now?", "How many {things} does {he} have then?"),
