@@ -192,8 +192,7 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         _refuse_unknown(module, attention_mask, kwargs)
-        if any(call.module is module for call in calls):
-            raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
+        _refuse_second(module, calls)
         plan_key, latent = _plan_key(query, key, value, kwargs), latent_attention(module)
         calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
@@ -221,6 +220,11 @@ def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: 
         )
     if mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
+
+
+def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
+    if any(call.module is module for call in calls):
+        raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
 
 
 def _plan_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> PlanKey:

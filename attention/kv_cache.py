@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 
 from attention.backend import PlanKey
+from attention.errors import InvalidInputError
 
 KVLayout = Literal["NHD", "HND"]
 
@@ -69,9 +70,13 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
-    """View [num_pages, …] cache pages as [num_slots, Hkv, D] (NHD only: slots of HND pages are not contiguous rows)."""
+    """View [num_pages, …] cache pages as [num_slots, Hkv, D].
+
+    Raises:
+        InvalidInputError: the layout is HND, where the rows of a slot are not contiguous.
+    """
     if layout != "NHD":
-        raise ValueError("slots_view needs the NHD layout")
+        raise InvalidInputError(f"slots_view needs the NHD layout, not {layout}")
     return pages.view(-1, *pages.shape[2:])
 
 

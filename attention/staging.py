@@ -94,7 +94,6 @@ class StagingArena:
 
     def __init__(self, fields: Sequence[Field], max_bucket: Bucket, device: torch.device) -> None:
         self._fields = {f.name: f for f in fields}
-        self._device = device
         self._on_cuda = device.type == "cuda"
         self._capacity = layout_of(fields, max_bucket).nbytes
         self._host = [torch.zeros(self._capacity, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in range(_RING)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,7 @@ class Rotary(nn.Module):
         frequencies, self.factor = spec.frequencies(head_dim)
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
 
-    def _apply(self, fn, recurse=True):  # type: ignore[no-untyped-def]
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Rotary:
         """Follow the module's device but stay float32: half-precision frequencies would move far positions."""
         frequencies = self.frequencies
         super()._apply(fn, recurse)

@@ -29,7 +29,11 @@ def resolve(name: str | Path) -> str:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for; by default CUDA where there is one."""
+    """The device asked for; by default CUDA where there is one.
+
+    Raises:
+        InvalidInputError: the name is no device of torch.
+    """
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
