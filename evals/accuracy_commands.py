@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from evals import options as shared
-from evals.errors import missing_extra
+from evals.errors import require
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -82,10 +82,9 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def lm_eval(arguments: tuple[str, ...]) -> None:
     """lm-eval's own command line, with --model specdec and the offline tasks known to it."""
-    try:
-        from lm_eval.__main__ import cli_evaluate
-    except ModuleNotFoundError as error:
-        raise missing_extra("lm_eval", "eval") from error
+    require("lm_eval", "eval")
+    from lm_eval.__main__ import cli_evaluate
+
     from evals.lm_eval_model import register
 
     register()
@@ -101,10 +100,10 @@ def _with_tasks(arguments: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
-    try:
-        from evals.accuracy import AccuracyPlan
-    except ModuleNotFoundError as error:
-        raise missing_extra(str(error.name), "eval") from error
+    for package in ("lm_eval", "datasets", "scipy"):
+        require(package, "eval")
+    from evals.accuracy import AccuracyPlan
+
     return AccuracyPlan(
         tasks=tasks,
         k=options["k"],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from specdec.stats import RoundRecord
@@ -53,11 +53,6 @@ class Answer:
     def token_ids(self) -> tuple[tuple[int, ...], ...]:
         """The token ids of each turn."""
         return tuple(turn.token_ids for turn in self.turns)
-
-    def without_times(self) -> Answer:
-        """The same answer with every wall time set to zero."""
-        turns = tuple(replace(turn, wall_s=0.0, prefill_s=0.0, decode_s=0.0) for turn in self.turns)
-        return replace(self, turns=turns)
 
 
 def to_json(answer: Answer) -> dict[str, Any]:

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from evals import options as shared
+from evals.errors import require
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from evals.acceptance import Plan
     from evals.datasets import DataSet
     from evals.store import RunStore
@@ -134,6 +133,8 @@ def lossless(**options: Any) -> None:
     from evals.terminal import RunProgress, make_console
 
     options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
+    if options["mode"] != "greedy":
+        require("scipy", "eval")
     data = _data(options)
     specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
     console = make_console()
@@ -174,16 +175,18 @@ def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
 def _data(options: dict[str, Any]) -> DataSet:
     from evals.datasets import load
 
-    _check_writable(options)
+    _check_outputs(options)
     return load(options["data"], data_dir=options["data_dir"], limit=options["limit"], seed=options["seed"])
 
 
-def _check_writable(options: dict[str, Any]) -> None:
-    """Find out before the run, not after it, that an output cannot be written."""
+def _check_outputs(options: dict[str, Any]) -> None:
+    """Find out before the run, not after it, that an output cannot be made."""
     for name in ("output", "report"):
         path = options.get(name)
         if path is not None and path.is_dir():
             raise click.UsageError(f"--{name} {path} is a folder; give a file name")
+    if options.get("report") is not None:
+        require("matplotlib", "eval")
 
 
 def _evaluate(
@@ -239,8 +242,3 @@ def write_document(path: Path, document: Json) -> None:
     from evals.store import write_atomically
 
     write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def print_verdict(console: Console, passed: bool, text: str) -> None:
-    """One line that says pass or fail."""
-    console.print(f"{'PASS' if passed else 'FAIL'}: {text}", style="bold green" if passed else "bold red")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from evals.errors import DataError, missing_extra
+from evals.errors import DataError, require
 
 DATA_VARIABLE = "SPECDEC_DATA"
 MT_BENCH_CATEGORIES = frozenset(
@@ -171,10 +171,9 @@ def _hub_address(name: str) -> tuple[str, str | None, str]:
 
 def _from_hub(name: str, address: tuple[str, str | None, str], task: Callable[[str], str]) -> DataSet:
     repository, config, split = address
-    try:
-        import datasets
-    except ModuleNotFoundError as error:
-        raise missing_extra("datasets", "eval") from error
+    require("datasets", "eval")
+    import datasets
+
     try:
         records = list(datasets.load_dataset(repository, config, split=split))
     except (OSError, ValueError) as error:  # not found, offline, no such split

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from evals.datasets import Question
-from evals.errors import missing_extra
+from evals.errors import require
 from evals.prompts import opening, render
 from evals.runner import Arm, Asking, Model, question_seed
 from evals.worker import Worker
@@ -192,10 +192,9 @@ def _pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.
 
 def _combined(arm: Arm, samples: int, fits: Sequence[Fit]) -> ArmFit:
     """One test of all prompts. samples: a prompt, or what two samples of it are worth."""
-    try:
-        from scipy.stats import chi2
-    except ModuleNotFoundError as error:
-        raise missing_extra("scipy", "eval") from error
+    require("scipy", "eval")
+    from scipy.stats import chi2
+
     statistic, degrees = sum(fit.statistic for fit in fits), sum(fit.degrees for fit in fits)
     impossible = sum(fit.impossible for fit in fits)
     p_value = float(chi2.sf(statistic, degrees)) if degrees else 1.0

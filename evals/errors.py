@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 from specdec.errors import InvalidInputError, SpecdecError
 
 
@@ -21,13 +23,14 @@ class WorkerError(SpecdecError):
     """The workers of a distributed run cannot be started or kept alive."""
 
 
-def missing_extra(package: str, extra: str) -> MissingExtraError:
-    """The error for an import that needs an extra.
+def require(package: str, extra: str) -> None:
+    """Check that a package of an extra is installed, without importing it.
 
-    >>> str(missing_extra("ray", "ray"))
-    "this needs the package 'ray', which is not installed; install it with: pip install 'specdec-hf[ray]'"
+    Raises:
+        MissingExtraError: it is not.
     """
-    return MissingExtraError(
-        f"this needs the package {package!r}, which is not installed; "
-        f"install it with: pip install 'specdec-hf[{extra}]'"
-    )
+    if find_spec(package) is None:
+        raise MissingExtraError(
+            f"this needs the package {package!r}, which is not installed; "
+            f"install it with: pip install 'specdec-hf[{extra}]'"
+        )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from evals.errors import missing_extra
+from evals.errors import require
 from specdec.errors import InvalidInputError
 
 MCNEMAR = "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one arm has right."
@@ -46,10 +46,9 @@ def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> PairedAccuracy:
     """
     if not a or len(a) != len(b):
         raise InvalidInputError(f"paired accuracy needs two equally long non-empty lists, not {len(a)} and {len(b)}")
-    try:
-        from scipy.stats import binomtest
-    except ModuleNotFoundError as error:
-        raise missing_extra("scipy", "eval") from error
+    require("scipy", "eval")
+    from scipy.stats import binomtest
+
     n = len(a)
     only_a = sum(x and not y for x, y in zip(a, b, strict=True))
     only_b = sum(y and not x for x, y in zip(a, b, strict=True))

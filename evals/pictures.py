@@ -6,7 +6,7 @@ import io
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from evals.errors import missing_extra
+from evals.errors import require
 from evals.summary import Json
 
 _COLOURS = ("#2f6f9f", "#c8742c", "#4d8b57", "#8b5a9b", "#a8484e", "#6b6b6b")
@@ -105,11 +105,10 @@ def _cycle(items: Any) -> list[str]:
 
 
 def _svg(draw: Callable[[Any], None], height: float = 3.6) -> str:
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise missing_extra("matplotlib", "eval") from error
+    require("matplotlib", "eval")
+    import matplotlib
+    from matplotlib.figure import Figure
+
     with matplotlib.rc_context({"svg.hashsalt": "specdec", "svg.fonttype": "none", "font.family": "sans-serif"}):
         figure = Figure(figsize=(7.2, height), layout="constrained")
         axes = figure.add_subplot()

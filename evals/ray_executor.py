@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from evals.answers import Answer
-from evals.errors import WorkerError, missing_extra
+from evals.errors import WorkerError, require
 from evals.worker import ModelSpec, Work, Worker
 
 ATTEMPTS = 3
@@ -30,10 +30,9 @@ def connect(address: str) -> Iterator[None]:
         MissingExtraError: Ray is not installed. WorkerError: the cluster cannot be reached.
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ModuleNotFoundError as error:
-        raise missing_extra("ray", "ray") from error
+    require("ray", "ray")
+    import ray
+
     options: dict[str, Any] = {"include_dashboard": False} if address == "local" else {"address": address}
     try:
         ray.init(log_to_driver=False, **options)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from evals import errors
 from evals.cli import cli
 from evals.worker import Worker
 
@@ -135,3 +136,27 @@ def test_bad_input_is_one_message_and_leaves_nothing(
     assert result.exit_code == 2, result.output
     assert message in result.output and "Traceback" not in result.output
     assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package", "extra"),
+    [
+        (["acceptance", "--report", "r.html"], "matplotlib", "eval"),
+        (["lossless"], "scipy", "eval"),
+        (["acceptance", "--ray"], "ray", "ray"),
+    ],
+    ids=["report", "lossless", "ray"],
+)
+def test_a_missing_extra_is_named_before_anything_runs(
+    invoke: Invoke,
+    data: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    package: str,
+    extra: str,
+) -> None:
+    monkeypatch.setattr(errors, "find_spec", lambda name: None if name == package else object())
+    result = invoke(*arguments, "--data", data)
+    assert result.exit_code == 2 and not (tmp_path / "runs").exists()
+    assert f"needs the package '{package}'" in result.output and f"'specdec-hf[{extra}]'" in result.output
