@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
+    from attention.batch import HostBatch
     from attention.kv_cache import CacheGroup, LayerKV
     from attention.metadata import CommonAttentionMetadata
 
@@ -82,15 +83,22 @@ class AttentionBackend(Protocol):
         """
 
 
+class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
+    """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+
+
 @runtime_checkable
 class GraphBackend(AttentionBackend, Protocol):
     """A backend whose launches a CUDA graph can hold while the plan changes from replay to replay."""
 
     def fixed_builder(
         self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
-    ) -> AttentionMetadataBuilder:
+    ) -> FixedMetadataBuilder:
         """A builder for batches of exactly `rows` rows with `query_len` tokens each.
 
-        It plans into the same buffers every time; the device arrays of its metadata must lie at the same addresses
-        every time. Raises UnsupportedAttentionError when the variant is not offered.
+        Raises:
+            UnsupportedAttentionError: the variant is not offered.
         """

@@ -10,13 +10,14 @@ plan is FlashInfer's C++ planner over the host arrays plus its own copy of the w
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 
 from attention.backend import PlanKey
+from attention.batch import HostBatch
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.kv_cache import CacheGroup, LayerKV
@@ -215,20 +216,32 @@ class FlashInferBuilder:
 class FixedBuilder:
     """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
 
-    A captured graph that holds the launches of one plan attends whatever was planned last. The device arrays of the
-    metadata must lie at the same addresses every time.
+    A captured graph that holds the launches of one plan attends whatever was planned last.
     """
 
     def __init__(
         self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
     ) -> None:
         self._kernel = _Kernel(workspace, group, key, dtype, (rows, query_len))
+        self._part: _Part | None = None
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays."""
-        part = _whole(metadata)
+        self._part = part = _whole(metadata)
         self._kernel.plan(part)
         return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        assert self._part is not None
+        self._kernel.plan(
+            replace(
+                self._part,
+                query_start_loc=host.query_start_loc,
+                page_indptr=host.page_indptr,
+                seq_lens=host.seq_lens,
+            )
+        )
 
 
 def _whole(metadata: CommonAttentionMetadata) -> _Part:

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attention.backend import AttentionBackend, AttentionMetadataBuilder, GraphBackend, PlanKey
+from attention.backend import AttentionBackend, FixedMetadataBuilder, GraphBackend, PlanKey
+from attention.batch import HostBatch
 from attention.errors import UnsupportedAttentionError
 from attention.kv_cache import CacheGroup, LayerKV, allocate
 from attention.metadata import CommonAttentionMetadata
@@ -24,12 +25,17 @@ class PlannedBatch:
 class FixedPlanner:
     """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
 
-    def __init__(self, builders: dict[PlanKey, AttentionMetadataBuilder]) -> None:
+    def __init__(self, builders: dict[PlanKey, FixedMetadataBuilder]) -> None:
         self._builders = builders
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
-        """Plan a batch of the fixed shape; its device arrays lie at the same addresses every time."""
+        """Plan a batch of the fixed shape."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
+        for builder in self._builders.values():
+            builder.replan(host)
 
 
 class GroupRunner:

@@ -21,7 +21,7 @@ import torch
 from attention.pages import BlockTables
 from attention.staging import StagingArena
 from specdec.config import EngineConfig
-from specdec.fields import largest_bucket, round_fields
+from specdec.fields import largest_bucket, round_bucket, round_fields
 from specdec.round import Verified, draft_arrays, sampling_round, send_round, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
@@ -72,7 +72,8 @@ def prepare(state: State) -> None:
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
     draft = draft_arrays(state.verified, state.schedule, state.table, head, PAGE_SIZE)
     target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
-    send_round(draft, target, sampling_round(target, state.schedule, state.table), state.arena)
+    sampling = sampling_round(target, state.schedule, state.table)
+    send_round(draft, target, sampling, state.arena, round_bucket(draft, target))
 
 
 def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:

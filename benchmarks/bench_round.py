@@ -24,7 +24,8 @@ import numpy as np
 import torch
 import transformers
 
-from attention.backend import AttentionMetadataBuilder, GraphBackend, PlanKey
+from attention.backend import GraphBackend, PlanKey
+from attention.batch import HostBatch
 from attention.kv_cache import CacheGroup
 from attention.metadata import CommonAttentionMetadata
 from benchmarks.shapes import SHAPES, Pair, random_pair
@@ -67,17 +68,27 @@ class Tokenizer:
         return ""
 
 
-@dataclass(frozen=True)
 class DevicePlanned:
     """A builder that reads the lengths back from the device before it plans, as engines that plan from there must."""
 
-    builder: AttentionMetadataBuilder
+    def __init__(self, builder: Any) -> None:
+        self._builder = builder
+        self._lengths: tuple[torch.Tensor, ...] = ()
 
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         """Read qo_indptr, page_indptr and last_page_len back, then plan."""
-        for tensor in (metadata.query_start_loc, metadata.page_indptr, metadata.last_page_len):
+        self._lengths = (metadata.query_start_loc, metadata.page_indptr, metadata.last_page_len)
+        self._read_back()
+        return self._builder.build(metadata)
+
+    def replan(self, host: HostBatch) -> None:
+        """As `build`, for the same device arrays."""
+        self._read_back()
+        self._builder.replan(host)
+
+    def _read_back(self) -> None:
+        for tensor in self._lengths:
             tensor.cpu()
-        return self.builder.build(metadata)
 
 
 class DevicePlannedBackend:

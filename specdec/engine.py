@@ -179,9 +179,11 @@ class Engine:
             draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
         target = target_arrays(schedule, self._table, tables.target, page_size)
         sampling = sampling_round(target, schedule, self._table)
+        transfers = self._executor.transfers
         device = self._executor.send(draft, target, sampling)
+        transfers = self._executor.transfers - transfers
         self._table.mark_batch(schedule.rows)
-        self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=1)
+        self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=transfers)
         drafted = None if tapped is None else self._executor.draft(device, tapped)
         # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None

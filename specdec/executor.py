@@ -40,11 +40,15 @@ class Verification:
 class Executor(Protocol):
     """The device's part of a round. `round_` is whatever `send` returned; only the executor looks inside."""
 
+    @property
+    def transfers(self) -> int:
+        """Host-to-device copies of ours so far."""
+
     def verified(self, verified: Verified, round_: Any) -> Verified:
         """A verification after its commit, with the token rows where the executor put them."""
 
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> Any:
-        """Everything of a round in one host-to-device copy."""
+        """Lay out a round and send it. What needs nothing further may be launched here."""
 
     def draft(self, round_: Any, tapped: torch.Tensor) -> Draft | None:
         """Launch the draft loop; None when the round has none."""
@@ -62,12 +66,17 @@ class EagerExecutor:
         self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
         self._vocab = self._draft_vocab()
 
+    @property
+    def transfers(self) -> int:
+        """See `Executor.transfers`."""
+        return self.arena.generation
+
     def verified(self, verified: Verified, round_: DeviceRound) -> Verified:
         """As it is."""
         return verified
 
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> DeviceRound:
-        """See `Executor.send`."""
+        """Everything of a round in one host-to-device copy."""
         return send_round(draft, target, sampling, self.arena, round_bucket(draft, target))
 
     def draft(self, round_: DeviceRound, tapped: torch.Tensor) -> Draft | None:

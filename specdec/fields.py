@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from specdec.round import DraftArrays, TargetArrays
 
 
-def round_fields() -> list[Field]:
-    """Every array that a round may send."""
-    fields = batch_fields("target") + batch_fields("first")
-    fields += [Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")]
-    fields += [
+def draft_fields() -> list[Field]:
+    """The arrays of a draft loop."""
+    return [
+        *batch_fields("first"),
+        *(Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")),
         Field("first.last_row", np.int64, ("first.rows",)),
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
         Field("step.block_table", np.int32, ("first.rows", "first.pages")),
@@ -28,19 +28,30 @@ def round_fields() -> list[Field]:
         Field("step.seq_lens", np.int32, ("drafts", "first.rows")),
         Field("step.slot_mapping", np.int64, ("drafts", "first.rows")),
         Field("step.positions", np.int64, ("drafts", "first.rows")),
-        Field("target.token_ids", np.int64, ("target.tokens",)),
-        Field("target.draft_places", np.int64, ("target.tokens",)),
-        Field("target.draft_sources", np.int64, ("target.tokens",)),
-        Field("target.judged_rows", np.int64, ("target.tokens",)),
+    ]
+
+
+def target_fields() -> list[Field]:
+    """The arrays of a verification."""
+    per_token = ("token_ids", "draft_places", "draft_sources", "judged_rows")
+    return [
+        *batch_fields("target"),
+        *(Field(f"target.{name}", np.int64, ("target.tokens",)) for name in per_token),
         Field("target.logit_index", np.int64, ("target.rows", "drafts_plus_1")),
         Field("target.num_drafts", np.int64, ("target.rows",)),
+    ]
+
+
+def round_fields() -> list[Field]:
+    """Every array that a round may send in one transfer."""
+    return [
+        *target_fields(),
+        *draft_fields(),
+        *(Field(f"sampling.{name}", np.float32, ("target.rows",)) for name in ("temperature", "top_p", "min_p")),
         Field("sampling.top_k", np.int32, ("target.rows",)),
         Field("sampling.draft_uniform", np.float32, ("target.rows", "drafts")),
         Field("sampling.accept_uniform", np.float32, ("target.rows", "drafts")),
         Field("sampling.next_uniform", np.float32, ("target.rows", "drafts_plus_1")),
-    ]
-    return fields + [
-        Field(f"sampling.{name}", np.float32, ("target.rows",)) for name in ("temperature", "top_p", "min_p")
     ]
 
 

@@ -1,8 +1,8 @@
 """CUDA graphs of a round in fixed shapes: the head's first pass, its further steps, and the verification.
 
-Three graphs a bucket of rows, because the host plans attention between them: only the first pass's plan stands between
-the read of a verification and the next launch; the steps are planned while the first pass runs, the verification while
-the steps run.
+Three graphs a bucket of rows, because the host works between them. After the read of a verification it lays out and
+sends the draft loop, plans the first pass and launches it; it plans the steps while the first pass runs, and lays out,
+sends and plans the next verification while the steps run. That makes two transfers a round instead of one.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import torch
 
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
+from attention.staging import StagingArena
 from drafters.chain import Draft, FirstPass, first_pass, paged_attend
 from drafters.eagle3 import Eagle3Head
 from specdec.compiling import HeadPasses, compiled_model, compiler_settings, fuse_siblings
 from specdec.config import EngineConfig
 from specdec.executor import Drafter, EagerExecutor, Verification
-from specdec.fields import graph_bucket
+from specdec.fields import draft_fields, graph_bucket, target_fields
 from specdec.padding import (
     empty_round,
     first_pass_fits,
@@ -30,7 +31,18 @@ from specdec.padding import (
     uniform_target,
     uniform_verified,
 )
-from specdec.round import DeviceRound, DraftArrays, SamplingRound, TargetArrays, Verified, send_round
+from specdec.round import (
+    DeviceRound,
+    DraftArrays,
+    SamplingRound,
+    TargetArrays,
+    Verified,
+    draft_values,
+    first_pass_views,
+    step_views,
+    target_values,
+    target_views,
+)
 from specdec.target import Target
 from specdec.verify import choose_greedy, fill_drafts
 
@@ -56,19 +68,22 @@ class GraphReport:
 
 @dataclass(frozen=True)
 class GraphRound:
-    """A sent round: its device side, and what of it runs from graphs.
+    """A sent round, and what of it runs from graphs.
 
     Attributes:
         rows: the bucket, None when the round runs eagerly.
         num_rows, num_drafts: J and n of the round itself.
-        first_fits: the head's first pass is in the fixed shape.
+        device: the round in its own shape, where something of it runs eagerly (it fits no bucket, or has sampled rows).
+        late: a draft loop whose first pass has another shape (after a prompt) and so waits for `GraphExecutor.draft`.
+        drafts: whether there is a draft loop.
     """
 
-    device: DeviceRound
     rows: int | None
     num_rows: int
     num_drafts: int
-    first_fits: bool
+    device: DeviceRound | None
+    late: tuple[FirstPass, DraftArrays] | None
+    drafts: bool
 
 
 @dataclass(frozen=True)
@@ -85,10 +100,11 @@ class _DraftGraphs:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """logits [rows·(K+1), V] and packed [rows, 2K+2] are what the verification writes."""
+    """logits [rows·(K+1), V] and packed [rows, 2K+2] are what the verification writes; logit_index [rows, K+1]."""
 
     planner: FixedPlanner
     verify: torch.cuda.CUDAGraph
+    logit_index: torch.Tensor
     logits: torch.Tensor
     packed: torch.Tensor
     draft: _DraftGraphs | None
@@ -128,6 +144,9 @@ class GraphExecutor:
         self._query_len = config.num_speculative_tokens + 1
         self._pool = torch.cuda.graph_pool_handle()
         self._layouts = {rows: graph_bucket(config, rows) for rows in self._rows()}
+        device = target.hf_model.device
+        self._draft_arena = StagingArena(draft_fields(), self._layouts[self._rows()[0]], device)
+        self._target_arena = StagingArena(target_fields(), self._layouts[self._rows()[0]], device)
         with torch.no_grad(), compiler_settings():
             fused = self._fuse()
             self._model = compiled_model(target.hf_model)
@@ -138,63 +157,83 @@ class GraphExecutor:
         count = sum(1 if b.draft is None else 2 + (b.draft.steps is not None) for b in self._buckets.values())
         self.report = GraphReport(count, tuple(self._buckets), seconds, taken, fused)
 
+    @property
+    def transfers(self) -> int:
+        """See `Executor.transfers`."""
+        return self._eager.transfers + self._draft_arena.generation + self._target_arena.generation
+
     def verified(self, verified: Verified, round_: GraphRound) -> Verified:
         """Token rows of a graph's batch stand K+1 apart."""
         return verified if round_.rows is None else uniform_verified(verified, self._query_len)
 
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> GraphRound:
-        """See `Executor.send`."""
+        """Send a round; a greedy draft loop is launched at once, before the verification is laid out."""
         num_rows, num_drafts = target.logit_index.shape[0], target.logit_index.shape[1] - 1
         rows = self._bucket_of(target)
+        device = self._eager.send(draft, target, sampling) if rows is None or sampling is not None else None
         if rows is None:
-            return GraphRound(self._eager.send(draft, target, sampling), None, num_rows, num_drafts, False)
-        fits = False
-        if draft is not None and sampling is None:
-            draft_padded = uniform_steps(draft, rows, self._config.num_speculative_tokens - 1)
-            fits = first_pass_fits(draft, self._query_len)
-            draft = uniform_first(draft_padded, rows, self._query_len) if fits else draft_padded
+            return GraphRound(None, num_rows, num_drafts, device, None, draft is not None)
+        late = None if draft is None or sampling is not None else self._launch_draft(draft, rows)
         padded = uniform_target(target, rows, self._query_len)
-        device = send_round(draft, padded, sampling, self._eager.arena, self._layouts[rows])
-        return GraphRound(device, rows, num_rows, num_drafts, fits)
+        self._target_arena.send(self._layouts[rows], target_values(padded))
+        self._buckets[rows].planner.replan(padded.batch)
+        return GraphRound(rows, num_rows, num_drafts, device, late, draft is not None)
 
     def draft(self, round_: GraphRound, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
-        device = round_.device
-        if round_.rows is None or device.sampling is not None or device.first is None:
-            return self._eager.draft(device, tapped)
-        graphs = self._buckets[round_.rows].draft
-        assert graphs is not None
-        if round_.first_fits:
-            graphs.first_planner.plan(device.first.metadata)
-            graphs.first.replay()
-        else:
-            self._first_eagerly(device.first, tapped, graphs)
-        if graphs.steps is not None:
-            for planner, metadata in zip(graphs.step_planners, device.steps, strict=True):
-                planner.plan(metadata)
-            graphs.steps.replay()
+        if round_.device is not None:
+            return self._eager.draft(round_.device, tapped)
+        if not round_.drafts or round_.rows is None:
+            return None
+        graphs = self._draft_graphs(round_.rows)
+        if round_.late is not None:
+            first, draft = round_.late
+            self._first_eagerly(first, tapped, graphs)
+            self._launch_steps(graphs, draft)
         return Draft(graphs.token_ids[: round_.num_rows, : round_.num_drafts], None)
 
     def verify(self, round_: GraphRound, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""
         if round_.rows is None:
+            assert round_.device is not None
             return self._eager.verify(round_.device, draft)
         bucket = self._buckets[round_.rows]
-        bucket.planner.plan(round_.device.metadata)
-        sampled = round_.device.sampling is not None
-        if sampled and draft is not None and bucket.draft is not None:
+        if round_.device is not None and draft is not None and bucket.draft is not None:
             bucket.draft.token_ids[: len(draft.token_ids), : round_.num_drafts].copy_(draft.token_ids)
         bucket.verify.replay()
         tapped = self._target.tapped(round_.rows * self._query_len)
-        if not sampled:
+        if round_.device is None:
             return Verification(bucket.packed[: round_.num_rows], tapped)
-        real, judged = slice(0, round_.num_rows), slice(0, round_.num_drafts + 1)
-        device = replace(
-            round_.device,
-            logit_index=round_.device.logit_index[real, judged],
-            num_drafts=round_.device.num_drafts[real],
-        )
+        index = bucket.logit_index[: round_.num_rows, : round_.num_drafts + 1]
+        device = replace(round_.device, logit_index=index)
         return Verification(self._eager.judge(bucket.logits, device, draft), tapped)
+
+    def _launch_draft(self, draft: DraftArrays, rows: int) -> tuple[FirstPass, DraftArrays] | None:
+        """Send a draft loop and launch it; when its first pass has another shape, leave both to `draft`."""
+        padded = uniform_steps(draft, rows, self._config.num_speculative_tokens - 1)
+        fits = first_pass_fits(draft, self._query_len)
+        if fits:
+            padded = uniform_first(padded, rows, self._query_len)
+        staged = self._draft_arena.send(self._layouts[rows], draft_values(padded))
+        if not fits:
+            return first_pass_views(padded, staged), padded
+        graphs = self._draft_graphs(rows)
+        graphs.first_planner.replan(padded.first)
+        graphs.first.replay()
+        self._launch_steps(graphs, padded)
+        return None
+
+    def _launch_steps(self, graphs: _DraftGraphs, draft: DraftArrays) -> None:
+        if graphs.steps is None:
+            return
+        for planner, host in zip(graphs.step_planners, draft.step_batches, strict=True):
+            planner.replan(host)
+        graphs.steps.replay()
+
+    def _draft_graphs(self, rows: int) -> _DraftGraphs:
+        graphs = self._buckets[rows].draft
+        assert graphs is not None
+        return graphs
 
     def _rows(self) -> tuple[int, ...]:
         return graph_rows(self._config.max_num_seqs, self._query_len)
@@ -216,13 +255,16 @@ class GraphExecutor:
         graphs.token_ids[: len(x), 0].copy_(head.to_target_ids(choose_greedy(0, head.logits(x))[0]))
 
     def _empty_round(self, rows: int) -> DeviceRound:
+        """A round without rows in the fixed shape, at the addresses that the graphs read."""
         draft, target = empty_round(self._config.page_size)
-        num_steps = self._config.num_speculative_tokens - 1
-        padded = None
-        if self._drafter is not None and num_steps >= 0:
-            padded = uniform_first(uniform_steps(draft, rows, num_steps), rows, self._query_len)
-        sent = uniform_target(target, rows, self._query_len)
-        return send_round(padded, sent, None, self._eager.arena, self._layouts[rows])
+        padded = uniform_target(target, rows, self._query_len)
+        device = target_views(padded, self._target_arena.send(self._layouts[rows], target_values(padded)))
+        if self._drafter is None or self._query_len == 1:
+            return device
+        steps = uniform_steps(draft, rows, self._config.num_speculative_tokens - 1)
+        loop = uniform_first(steps, rows, self._query_len)
+        staged = self._draft_arena.send(self._layouts[rows], draft_values(loop))
+        return replace(device, first=first_pass_views(loop, staged), steps=step_views(loop, staged))
 
     def _fuse(self) -> int:
         log.info("fusing sibling projections")
@@ -247,7 +289,7 @@ class GraphExecutor:
             return logits, self._eager.judge(logits, round_, drafted)
 
         graph, (logits, packed) = record(verify, self._pool)
-        return _Bucket(planner, graph, logits, packed, draft)
+        return _Bucket(planner, graph, round_.logit_index, logits, packed, draft)
 
     def _capture_draft(self, rows: int, round_: DeviceRound, first: FirstPass) -> _DraftGraphs:
         assert self._drafter is not None and self._passes is not None

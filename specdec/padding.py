@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from attention.batch import HostBatch
-from drafters.inputs import DraftSteps, KeptRows, rows_batch, step_batch
+from drafters.inputs import DraftSteps, KeptRows, rows_batch
 from specdec.round import DraftArrays, TargetArrays, Verified
 
 
@@ -30,7 +30,7 @@ def uniform_batch(batch: HostBatch, rows: int, query_len: int) -> HostBatch:
         query_start_loc=np.arange(0, rows * query_len + 1, query_len, dtype=np.int32),
         seq_lens=seq_lens,
         num_computed_tokens=start,
-        block_table=_wider(batch.block_table, rows, -(-int(seq_lens.max()) // batch.page_size)),
+        block_table=_larger(batch.block_table, rows, -(-int(seq_lens.max()) // batch.page_size)),
         slot_mapping=spread(batch.slot_mapping, batch.query_lens, rows, query_len),
         positions=spread(batch.positions, batch.query_lens, rows, query_len),
         page_size=batch.page_size,
@@ -48,11 +48,11 @@ def spread(values: np.ndarray, lens: np.ndarray, rows: int, query_len: int) -> n
     return out.reshape(-1)
 
 
-def _wider(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
-    wide = np.zeros((rows, pages), np.int32)
-    columns = min(pages, table.shape[1])
-    wide[: len(table), :columns] = table[:, :columns]
-    return wide
+def _larger(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
+    """A block table of `rows` rows and at least `pages` columns; what is added is the null page."""
+    large = np.zeros((rows, max(pages, table.shape[1])), np.int32)
+    large[: len(table), : table.shape[1]] = table
+    return large
 
 
 def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetArrays:
@@ -107,15 +107,13 @@ def uniform_first(draft: DraftArrays, rows: int, query_len: int) -> DraftArrays:
 def uniform_steps(draft: DraftArrays, rows: int, num_steps: int) -> DraftArrays:
     """The draft steps as [num_steps, rows]; what is added stands on the null page."""
     steps = draft.steps
-    table = _wider(draft.first.block_table[: steps.positions.shape[1]], rows, draft.first.block_table.shape[1])
     padded = DraftSteps(
         active=_corner(steps.active, num_steps, rows, False),
         positions=_corner(steps.positions, num_steps, rows, 0),
         seq_lens=_corner(steps.seq_lens, num_steps, rows, 1),
         slots=_corner(steps.slots, num_steps, rows, 0),
     )
-    batches = tuple(step_batch(padded, j, table, draft.first.page_size) for j in range(num_steps))
-    return replace(draft, steps=padded, step_batches=batches)
+    return replace(draft, steps=padded)
 
 
 def _corner(array: np.ndarray, rows: int, columns: int, fill: int | bool) -> np.ndarray:
@@ -131,5 +129,5 @@ def empty_round(page_size: int) -> tuple[DraftArrays, TargetArrays]:
     nothing = np.zeros((0, 0), np.int64)
     batch = rows_batch(np.zeros(1, np.int32), none, np.zeros((0, 1), np.int32), page_size)
     steps = DraftSteps(nothing.astype(bool), nothing, nothing.astype(np.int32), nothing)
-    draft = DraftArrays(KeptRows(batch.query_start_loc, none, none), none, batch, steps, (), 0)
+    draft = DraftArrays(KeptRows(batch.query_start_loc, none, none), none, batch, steps, 0)
     return draft, TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none)

@@ -5,7 +5,8 @@ Pure functions of the schedule, the row table and the block tables; nothing here
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,8 +46,21 @@ class DraftArrays:
     token_ids: np.ndarray
     first: HostBatch
     steps: DraftSteps
-    step_batches: tuple[HostBatch, ...]
     num_drafting: int
+
+    @cached_property
+    def step_table(self) -> np.ndarray:
+        """[rows of the steps, P] pages of the drafting rows; rows that are padding have none."""
+        table, rows = self.first.block_table, self.steps.positions.shape[1]
+        if rows <= len(table):
+            return table[:rows]
+        return np.concatenate([table, np.zeros((rows - len(table), table.shape[1]), np.int32)])
+
+    @cached_property
+    def step_batches(self) -> tuple[HostBatch, ...]:
+        """The attention of every step."""
+        steps, table = self.steps, self.step_table
+        return tuple(step_batch(steps, j, table, self.first.page_size) for j in range(steps.num_steps))
 
 
 @dataclass(frozen=True)
@@ -104,8 +118,7 @@ def draft_arrays(
     num = len(drafting)
     head_table = first.block_table[:num]
     steps = draft_steps(table.computed[drafting], schedule.num_drafts[:num], head_table, page_size)
-    batches = tuple(step_batch(steps, j, head_table, page_size) for j in range(steps.num_steps))
-    return DraftArrays(kept, token_ids, first, steps, batches, num)
+    return DraftArrays(kept, token_ids, first, steps, num)
 
 
 def target_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> TargetArrays:
@@ -201,59 +214,65 @@ def send_round(
     bucket: Bucket,
 ) -> DeviceRound:
     """Send everything in one host-to-device copy and wrap the views. `bucket` says where each array lies."""
-    arrays = batch_arrays("target", target.batch)
-    arrays |= {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
+    arrays = target_values(target)
     if draft is not None:
-        arrays |= _draft_fields(draft)
+        arrays |= draft_values(draft)
     if sampling is not None:
         arrays |= _sampling_fields(sampling)
     staged = arena.send(bucket, arrays)
-    return DeviceRound(
-        first=None if draft is None else _first_pass(draft, staged),
-        steps=() if draft is None else _steps(draft, staged),
-        metadata=from_staged("target", target.batch, staged),
-        **{name: staged[f"target.{name}"] for name in _TARGET_FIELDS},
+    device = target_views(target, staged)
+    return replace(
+        device,
+        first=None if draft is None else first_pass_views(draft, staged),
+        steps=() if draft is None else step_views(draft, staged),
         sampling=None if sampling is None else _device_sampling(sampling, staged),
     )
 
 
-def _draft_fields(draft: DraftArrays) -> dict[str, np.ndarray]:
+def target_views(target: TargetArrays, staged: Staged) -> DeviceRound:
+    """A verification's device side: greedy, without a draft loop."""
+    views = {name: staged[f"target.{name}"] for name in _TARGET_FIELDS}
+    return DeviceRound(None, (), from_staged("target", target.batch, staged), **views, sampling=None)
+
+
+def target_values(target: TargetArrays) -> dict[str, np.ndarray]:
+    """A verification's arrays under their arena names."""
+    return batch_arrays("target", target.batch) | {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
+
+
+def draft_values(draft: DraftArrays) -> dict[str, np.ndarray]:
+    """A draft loop's arrays under their arena names."""
     arrays = batch_arrays("first", draft.first)
     arrays["first.token_ids"] = draft.token_ids
     arrays["first.token_indices"] = draft.kept.token_indices
     arrays["first.last_row"] = draft.kept.last_row[: draft.num_drafting]
-    if draft.step_batches:
-        arrays["step.query_start_loc"] = draft.step_batches[0].query_start_loc
-        arrays["step.block_table"] = draft.step_batches[0].block_table
-        arrays["step.page_indices"] = _stack_ragged(_step_pages(draft))
-        arrays["step.page_indptr"] = np.stack([batch.page_indptr for batch in draft.step_batches])
-        arrays["step.last_page_len"] = np.stack([batch.last_page_len for batch in draft.step_batches])
-        arrays["step.seq_lens"] = draft.steps.seq_lens
-        arrays["step.slot_mapping"] = draft.steps.slots
-        arrays["step.positions"] = draft.steps.positions
-    return arrays
+    return arrays | _step_values(draft) if draft.steps.num_steps else arrays
 
 
-def _step_pages(draft: DraftArrays) -> list[np.ndarray]:
-    """Page lists of the steps. While all rows go on, an earlier list is the last without the pages entered since."""
-    batches = draft.step_batches
-    last = batches[-1]
-    if not draft.steps.active.all():
-        return [batch.page_indices for batch in batches]
-    ends = np.cumsum(last.page_counts)
-    entered = [ends[batch.page_counts < last.page_counts] - 1 for batch in batches]
-    return [np.delete(last.page_indices, places) if len(places) else last.page_indices for places in entered]
+def _step_values(draft: DraftArrays) -> dict[str, np.ndarray]:
+    """The steps' arrays, all steps at once."""
+    steps, table, page_size = draft.steps, draft.step_table, draft.first.page_size
+    counts = (steps.seq_lens + (page_size - 1)) // page_size  # [K-1, R]
+    indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
+    np.cumsum(counts, axis=1, out=indptr[:, 1:])
+    width = int(counts.max(initial=0))
+    entries = np.where(steps.active[:, :, None], table[:, :width], 0)  # [K-1, R, pages]
+    pages = np.zeros((len(counts), int(indptr[:, -1].max())), np.int32)
+    pages[np.arange(pages.shape[1]) < indptr[:, -1:]] = entries[np.arange(width) < counts[:, :, None]]
+    return {
+        "step.query_start_loc": np.arange(counts.shape[1] + 1, dtype=np.int32),
+        "step.block_table": table,
+        "step.page_indices": pages,
+        "step.page_indptr": indptr,
+        "step.last_page_len": (steps.seq_lens - 1) % page_size + 1,
+        "step.seq_lens": steps.seq_lens,
+        "step.slot_mapping": steps.slots,
+        "step.positions": steps.positions,
+    }
 
 
-def _stack_ragged(arrays: list[np.ndarray]) -> np.ndarray:
-    """Stack 1-D int32 arrays of unequal lengths, zeros behind the shorter ones."""
-    stacked = np.zeros((len(arrays), max(map(len, arrays))), np.int32)
-    for row, array in zip(stacked, arrays, strict=True):
-        row[: len(array)] = array
-    return stacked
-
-
-def _first_pass(draft: DraftArrays, staged: Staged) -> FirstPass:
+def first_pass_views(draft: DraftArrays, staged: Staged) -> FirstPass:
+    """The first pass's device side."""
     return FirstPass(
         token_ids=staged["first.token_ids"],
         token_indices=staged["first.token_indices"],
@@ -262,7 +281,7 @@ def _first_pass(draft: DraftArrays, staged: Staged) -> FirstPass:
     )
 
 
-def _steps(draft: DraftArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+def step_views(draft: DraftArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
     """Metadata of every draft step; what does not change from step to step is one view."""
     if not draft.step_batches:
         return ()

@@ -6,6 +6,7 @@ What a real capture fixes is fixed here too: addresses (one device buffer in the
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from fakes import eagle3_head, free_everywhere, hf_greedy, random_prompts, table
 
 import specdec.graphs
 from attention.backend import PlanKey
+from attention.batch import HostBatch
 from attention.checking import check_mode
 from attention.metadata import CommonAttentionMetadata
 from attention.torch_backend import TorchBackend
@@ -45,9 +47,13 @@ class FixedPlaceBuilder:
         self.builder, self.rows, self.query_len, self.box = builder, rows, query_len, Box()
 
     def build(self, metadata: CommonAttentionMetadata) -> Box:
-        assert metadata.host.query_lens.tolist() == [self.query_len] * self.rows
-        self.box.plan = self.builder.build(metadata)
+        self.metadata = metadata
+        self.replan(metadata.host)
         return self.box
+
+    def replan(self, host: HostBatch) -> None:
+        assert host.query_lens.tolist() == [self.query_len] * self.rows
+        self.box.plan = self.builder.build(replace(self.metadata, host=host))
 
 
 class Replayed:
@@ -139,7 +145,7 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
     """Planted defect: the verification is not planned anew."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
     for bucket in graphed._engine._executor._buckets.values():
-        monkeypatch.setattr(bucket.planner, "plan", lambda metadata: None)
+        monkeypatch.setattr(bucket.planner, "replan", lambda host: None)
     completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
 

@@ -36,6 +36,10 @@ class PaddedExecutor:
         self.rows, self.query_len = config.max_num_seqs, config.num_speculative_tokens + 1
         self.padded_rounds = 0
 
+    @property
+    def transfers(self) -> int:
+        return self.eager.transfers
+
     def verified(self, verified: Any, round_: tuple[DeviceRound, int | None]) -> Any:
         return verified if round_[1] is None else uniform_verified(verified, self.query_len)
 
