@@ -137,10 +137,15 @@ def _print_stats(completions: list[Completion]) -> None:
 @click.command()
 @model_options
 def inspect(**options: Any) -> None:
-    """Load a target and a head, run the self-test, and print every resolved fact and where it came from."""
+    """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
     from rich.console import Console
 
-    from specdec.tables import facts_table
+    from drafters.eagle3 import Eagle3Head
+    from specdec.loading import head_report
+    from specdec.tables import facts_table, report_table
+    from specdec.target import probe_target
 
-    model = load_model(**options)
-    Console().print(facts_table(model.describe()))
+    model, console = load_model(**options), Console()
+    console.print(facts_table(model.describe()))
+    if isinstance(model.head, Eagle3Head):
+        console.print(report_table(head_report(options["draft"], options["model"], probe_target(model.hf_model))))

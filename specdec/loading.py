@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
-from drafters.checkpoints import TargetFacts, load_eagle3
+from drafters.checkpoints import TargetFacts, describe_eagle3, load_eagle3
+from drafters.fields import HeadReport
 from drafters.mtp_checkpoints import has_mtp, load_mtp
 from drafters.mtp_spec import mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
@@ -62,14 +66,28 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
     """
+    path = resolve(name)
     try:
-        model = AutoModelForCausalLM.from_pretrained(resolve(name), dtype=dtype)
+        with nullcontext() if path == str(name) else _without_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
-            f"({', '.join(builtin_names())})."
+            f"({', '.join(_BUILTIN_HEADS)})."
         ) from error
     return model.to(device).eval()  # type: ignore[arg-type]
+
+
+@contextmanager
+def _without_progress_bar() -> Iterator[None]:
+    """A built-in model loads in a blink: transformers shows no bar for it."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 def open_target(
@@ -179,6 +197,18 @@ def load_head(draft: str | Path | Head, target_name: str | None, probed: TargetP
     if has_mtp(path):
         return _load_mtp_head(path, probed)
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
+
+
+def head_report(draft: str | Path, target_name: str, probed: TargetProbe) -> HeadReport:
+    """Every resolved field of an EAGLE-3 head and where it came from; nothing is loaded.
+
+    Args:
+        draft: folder or hub name of the head, or "auto".
+
+    Raises:
+        HeadLoadError, HeadMismatchError: see `drafters.checkpoints.describe_eagle3`.
+    """
+    return describe_eagle3(resolve_head(draft, target_name), target_facts(probed))
 
 
 def _load_mtp_head(path: str, probed: TargetProbe) -> Head:

@@ -13,9 +13,10 @@ if TYPE_CHECKING:
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
+_DRAFT_HELP = "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; none."
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
-    click.option("--draft", default="auto", show_default=True, help="Folder or hub name; auto = built-in; none."),
+    click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
     click.option(
         "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
     ),

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
+from drafters.fields import HeadReport
 from specdec.request import Completion
 from specdec.stats import AcceptanceStats, pool_requests
 
@@ -50,6 +51,16 @@ def facts_table(facts: dict[str, Any]) -> Table:
     table = Table(show_header=False)
     for name, value in _flat(facts):
         table.add_row(name, value)
+    return table
+
+
+def report_table(report: HeadReport) -> Table:
+    """A head's checkpoint, one field a row with its value and its source."""
+    title = f"head: {report.layout}, {report.num_parameters / 1e6:.2f} M parameters"
+    table = Table("field", "value", title=title, title_justify="left", caption=str(report.path))
+    table.add_column("from", overflow="fold")
+    for field in report.fields:
+        table.add_row(field.name, str(field.value), field.source)
     return table
 
 
