@@ -54,6 +54,7 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
         table.open(rng.integers(0, 1000, length), config.max_model_len, num_drafts, 1, SamplingParams())
     order = np.arange(rows)[::-1].copy()
     accepted = rng.integers(0, num_drafts + 1, rows)
+    table.entered[:] = table.length - 1  # the last token is a new one: no row still reads its prompt
     table.computed[:] = table.length - 1
     table.mark_batch(order)
     pages = [BlockTables(config.num_pages, rows, config.max_model_len, PAGE_SIZE) for _ in range(2)]
