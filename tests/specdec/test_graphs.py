@@ -75,7 +75,7 @@ class Replayed:
 
 
 @pytest.fixture
-def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     recorded: list[Replayed] = []
 
     def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
@@ -83,12 +83,18 @@ def graphs_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
         return recorded[-1], recorded[-1].result
 
     monkeypatch.setattr(specdec.graphs, "record", record)
-    monkeypatch.setattr(specdec.graphs, "compiled_model", lambda model: model)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
     monkeypatch.setattr("attention.staging._RING", 1)
     for name, result in (("mem_get_info", (0, 0)), ("graph_pool_handle", None), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
     return recorded
+
+
+@pytest.fixture
+def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """Without the compiler."""
+    monkeypatch.setattr(specdec.graphs, "compiled_model", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    return recorded_on_cpu
 
 
 def with_graphs(head: Any, **options: Any) -> Any:
@@ -139,6 +145,20 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
     graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
     assert [c.token_ids for c in graphed] == [c.token_ids for c in eager]
     assert any(g.replays for g in graphs_on_cpu)
+
+
+@pytest.mark.slow
+def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Replayed]) -> None:
+    """With torch.compile, fused siblings and taps that leave the compiled forward as outputs (float32)."""
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
+    params = SamplingParams(max_new_tokens=24, return_drafts=True)
+    eager = wrap(tiny_llama(), eagle3_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    graphed = with_graphs(eagle3_head(tiny_llama()), **sizes)
+    completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
+    assert [c.drafts for c in completions] == [c.drafts for c in eager]
+    assert graphed._engine._executor.report.fused_groups == 2 * 4 + 2
+    assert sum(g.replays for g in recorded_on_cpu) > 30
 
 
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
