@@ -1,0 +1,152 @@
+"""Rounds from CUDA graphs on a GPU: the eager road's tokens and drafts, and no synchronisation but the round's read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.trace import SYNCHRONISE, traced
+from drafters.eagle3 import Eagle3Head
+from drafters.eagle3_spec import Eagle3Spec
+from specdec.model import SpeculativeModel
+from specdec.sampling import SamplingParams
+
+CUDA = torch.device("cuda")
+VOCAB = 512
+PROMPTS = [
+    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 33, 17, 300, 64)
+]
+
+
+class Tokenizer:
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
+        return ""
+
+
+def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=1024,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    target = LlamaForCausalLM(config).eval().requires_grad_(False)
+    target.lm_head.weight.mul_(20)  # clear winners: rounding of half precision decides few tokens
+    spec = Eagle3Spec(
+        hidden_size=256,
+        target_hidden_size=256,
+        intermediate_size=512,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=64,
+        vocab_size=VOCAB,
+        draft_vocab_size=VOCAB,
+        taps=(2, 4, 5),
+    )
+    head = Eagle3Head(spec, target.get_input_embeddings().weight).eval().requires_grad_(False)
+    head.lm_head.weight.mul_(20)
+    return target.to(CUDA, dtype), head.to(CUDA, dtype)
+
+
+def model(drafts: int, graphs: bool) -> SpeculativeModel:
+    target, head = pair(torch.float16)
+    return SpeculativeModel.from_pretrained(
+        target,
+        head if drafts else None,
+        num_speculative_tokens=drafts or None,
+        backend="flashinfer",
+        tokenizer=Tokenizer(),
+        max_num_seqs=4,
+        max_model_len=512,
+        cuda_graphs=graphs,
+    )
+
+
+def agreement(ours: list[Any], others: list[Any]) -> float:
+    """Share of positions with equal ids, up to each sequence's first difference and one beyond."""
+    same = total = 0
+    for a, b in zip(ours, others, strict=True):
+        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
+        same += len(a) if first is None else first
+        total += len(a) if first is None else first + 1
+    return same / total
+
+
+@pytest.mark.parametrize("drafts", [0, 1, 5])
+def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
+    params = SamplingParams(max_new_tokens=48, return_drafts=True)
+    eager, graphed = (model(drafts, graphs).generate(PROMPTS, params) for graphs in (False, True))
+    assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
+    if drafts:
+        flat = [[t for round_ in c.drafts or () for t in round_] for c in graphed]
+        assert agreement(flat, [[t for round_ in c.drafts or () for t in round_] for c in eager]) >= 0.97
+
+
+def steady(wrapped: SpeculativeModel, rounds: int) -> Callable[[], int]:
+    """Brings one request past its prompt; returns what runs `rounds` further rounds."""
+    updates = wrapped.stream([PROMPTS[1]], SamplingParams(max_new_tokens=200))
+    for _ in range(4):
+        next(updates)
+
+    def go_on() -> int:
+        for _ in range(rounds):
+            next(updates)
+        return rounds
+
+    return go_on
+
+
+def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits() -> None:
+    found = traced(steady(model(5, True), 8))
+    waits = {name: found["synchronisations"].get(name, 0.0) for name in SYNCHRONISE}
+    assert waits["cudaStreamSynchronize"] <= 1.0  # the read
+    assert waits["cudaEventSynchronize"] == 0
+    assert waits["cudaDeviceSynchronize"] <= 1 / 8  # the profiler's own, at its end
+    reads = sum(n for name, n in found["copies"].items() if "DtoH" in name)
+    assert reads == 1.0
+    assert not any("HtoD" in name and "Pageable" in name for name in found["copies"])
+    assert found["graph_replays"] == 3.0
+
+
+def test_sending_and_launching_never_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = model(5, True)
+    go_on = steady(wrapped, 6)
+    executor: Any = wrapped.executor
+    for name in ("send", "draft", "verify"):
+        monkeypatch.setattr(executor, name, strict(getattr(executor, name)))
+    go_on()
+
+
+def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Negative control."""
+    wrapped = model(5, True)
+    go_on = steady(wrapped, 6)
+    executor: Any = wrapped.executor
+    lengths = torch.zeros(4, device=CUDA)
+    plain = executor.send
+    monkeypatch.setattr(executor, "send", strict(lambda *args: (lengths.cpu(), plain(*args))[1]))
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        go_on()
+
+
+def strict(call: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(*args: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return call(*args)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watched
