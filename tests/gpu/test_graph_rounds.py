@@ -17,9 +17,8 @@ from specdec.sampling import SamplingParams
 
 CUDA = torch.device("cuda")
 VOCAB = 512
-PROMPTS = [
-    torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 33, 17, 300, 64)
-]
+LENGTHS = (5, 33, 17, 300, 64)
+PROMPTS = [torch.randint(VOCAB, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in LENGTHS]
 
 
 class Tokenizer:
