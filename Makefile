@@ -2,28 +2,32 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+RUN := $(VENV)/.installed
+DEV := $(VENV)/.installed-dev
 
 .PHONY: demo test test-quick lint clean
 
-demo: $(STAMP)
+demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -q
 
-test-quick: $(STAMP)
+test-quick: $(DEV)
 	$(BIN)/python -m pytest -q -m "not slow"
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(STAMP): pyproject.toml
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e ".[dev]"
-	touch $@
+$(RUN): PACKAGE := .
+$(DEV): PACKAGE := .[dev]
+$(RUN) $(DEV): pyproject.toml
+	@echo "Installing into $(VENV); torch is large, this may take some minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "$(PACKAGE)"
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
