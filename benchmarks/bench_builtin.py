@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
-import subprocess
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -22,7 +20,7 @@ from typing import Any
 
 import click
 import torch
-import transformers
+from document import publish
 
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.stats import RoundRecord, pool, pool_requests
@@ -176,22 +174,13 @@ def main(count: int, k: int, target: str, draft: str, out: Path | None) -> None:
     """Measure the pair; ends in one JSON line."""
     data = Path(os.environ["SPECDEC_DATA"])
     model = SpeculativeModel.from_pretrained(target, draft=draft, num_speculative_tokens=k, max_num_seqs=16)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     document = {
         "benchmark": "builtin",
         "target": target,
         **measure(model, data, count, k),
         "device": str(model.device),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit.stdout.strip() or None,
     }
-    line = json.dumps(document)
-    click.echo(line)
-    if out is not None:
-        out.write_text(line + "\n", encoding="utf-8")
+    publish(document, out)
 
 
 if __name__ == "__main__":

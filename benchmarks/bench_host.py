@@ -7,9 +7,6 @@ Ends in one JSON line with versions and commit. Runs on CPU; the transfer itself
 
 from __future__ import annotations
 
-import json
-import platform
-import subprocess
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +14,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from document import publish
 
 from attention.pages import BlockTables
 from attention.staging import StagingArena
@@ -98,22 +96,7 @@ def main(rounds: int, out: Path | None) -> None:
     for r in results:
         size = f"K={r['num_speculative_tokens']} B={r['rows']:>3}"
         click.echo(f"{size}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    document = {
-        "benchmark": "host",
-        "results": results,
-        "context": CONTEXT,
-        "page_size": PAGE_SIZE,
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "commit": commit.stdout.strip() or None,
-    }
-    line = json.dumps(document)
-    click.echo(line)
-    if out is not None:
-        out.write_text(line + "\n", encoding="utf-8")
+    publish({"benchmark": "host", "results": results, "context": CONTEXT, "page_size": PAGE_SIZE}, out)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import click
 import torch
-import transformers
+from document import publish
 from rich.progress import track
 
 from drafters.oracle import oracle_drafts
@@ -153,22 +151,14 @@ def main(target: str, draft: str, k: int, shard: str, oracle_questions: int, out
     model = SpeculativeModel.from_pretrained(
         target, draft=draft, num_speculative_tokens=k, dtype="float32", device="cpu", max_num_seqs=BATCHED
     )
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     result = {
         "benchmark": "check_pair",
         "target": target,
         "shard": shard,
         **check(model, chats, oracle_questions),
         "dtype": "float32",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "machine": platform.machine(),
-        "commit": commit.stdout.strip() or None,
     }
-    line = json.dumps(result)
-    click.echo(line)
-    if out is not None:
-        out.write_text(line + "\n", encoding="utf-8")
+    publish(result, out)
     sys.exit(0 if passed(result) else 1)
 
 

@@ -1,0 +1,25 @@
+"""The host benchmark runs on the code as it is, and ends in one JSON line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.slow
+def test_it_ends_in_one_json_line_with_versions(tmp_path: Path) -> None:
+    out = tmp_path / "host.json"
+    command = [sys.executable, "benchmarks/bench_host.py", "--rounds", "1", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document == json.loads(out.read_text("utf-8"))
+    sizes = {(result["rows"], result["num_speculative_tokens"]) for result in document["results"]}
+    assert sizes == {(rows, drafts) for rows in (1, 8, 64, 256) for drafts in (3, 5)}
+    assert all(0 < result["p50_us"] <= result["p99_us"] for result in document["results"])
+    assert {"python", "numpy", "torch", "commit"} <= document.keys()
