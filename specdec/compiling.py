@@ -119,6 +119,37 @@ def _frozen(value: Any) -> Any:
     return value
 
 
+@torch.library.custom_op("specdec::stored", mutates_args=())
+def stored(x: torch.Tensor) -> torch.Tensor:
+    """A copy that the compiler cannot compute again where it is read. Any shape and dtype."""
+    return x.clone()
+
+
+@stored.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+def store_angles(model: nn.Module) -> int:
+    """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
+
+    Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
+
+    Returns:
+        The number of rotary modules.
+    """
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        if torch.compiler.is_compiling() and isinstance(output, tuple):
+            return tuple(stored(x) for x in output)
+        return None
+
+    found = [module for module in model.modules() if hasattr(module, "inv_freq")]
+    for module in found:
+        module.register_forward_hook(hook)
+    return len(found)
+
+
 @contextmanager
 def compiler_settings() -> Iterator[None]:
     """Inductor's settings while our code is compiled (compilation happens at the first call)."""

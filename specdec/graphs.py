@@ -19,7 +19,7 @@ from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from attention.staging import StagingArena
 from drafters.chain import Draft, FirstPass, first_pass, paged_attend
 from drafters.eagle3 import Eagle3Head
-from specdec.compiling import HeadPasses, compiled_model, compiler_settings, fuse_siblings
+from specdec.compiling import HeadPasses, compiled_model, compiler_settings, fuse_siblings, store_angles
 from specdec.config import EngineConfig
 from specdec.executor import Drafter, EagerExecutor, Verification
 from specdec.fields import draft_fields, graph_bucket, target_fields
@@ -55,7 +55,7 @@ class GraphReport:
     """What capturing cost.
 
     Attributes:
-        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: device memory taken;
+        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: device memory reserved meanwhile;
         fused_groups: sibling projections that became one matmul.
     """
 
@@ -136,7 +136,7 @@ class GraphExecutor:
         Raises:
             UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
         """
-        started, free = time.perf_counter(), torch.cuda.mem_get_info()[0]
+        started, before = time.perf_counter(), torch.cuda.memory_reserved()
         self._eager = EagerExecutor(target, drafter, config)
         self._target = target
         self._drafter = drafter
@@ -149,11 +149,12 @@ class GraphExecutor:
         self._target_arena = StagingArena(target_fields(), self._layouts[self._rows()[0]], device)
         with torch.no_grad(), compiler_settings():
             fused = self._fuse()
+            store_angles(target.hf_model)
             self._model = compiled_model(target.hf_model)
             self._passes = None if drafter is None else _passes(drafter)
             self._buckets = {rows: self._capture(rows) for rows in self._rows()}
         torch.cuda.synchronize()
-        seconds, taken = time.perf_counter() - started, free - torch.cuda.mem_get_info()[0]
+        seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
         count = sum(1 if b.draft is None else 2 + (b.draft.steps is not None) for b in self._buckets.values())
         self.report = GraphReport(count, tuple(self._buckets), seconds, taken, fused)
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
-from specdec.compiling import LeaveOneProduct, SiblingLinear, fuse_siblings
+from specdec.compiling import LeaveOneProduct, SiblingLinear, fuse_siblings, store_angles
 
 
 class Block(nn.Module):
@@ -84,3 +85,40 @@ def test_compiled_code_has_one_matmul_a_group(block: Block) -> None:
         out = torch.compile(block, fullgraph=True, dynamic=True)(x)
     assert counted.counts == [8, 5]  # q+k+v, o, gate+up, tied, head
     assert torch.allclose(out, before, atol=1e-5)
+
+
+class Rotary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("inv_freq", torch.rand(4))
+
+    def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[:, None] * self.inv_freq
+        return angles.cos(), angles.sin()
+
+
+class Rotated(nn.Module):
+    """Two layers that read the same angles, with a matmul between; not alike, so that each has a kernel of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rotary = Rotary()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        cos, sin = self.rotary(positions)
+        return self.second(self.first(x) * cos + sin) * sin - cos
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("once", "kernels"), [(True, 1), (False, 2)])
+def test_angles_are_computed_once(once: bool, kernels: int) -> None:
+    model, x, positions = Rotated().requires_grad_(False), torch.randn(5, 4), torch.arange(5)
+    before = model(x, positions)
+    if once:
+        assert store_angles(model) == 1
+        assert torch.equal(model(x, positions), before)
+    with torch.no_grad():
+        out, code = run_and_get_code(torch.compile(model, fullgraph=True, dynamic=True), x, positions)
+    assert torch.allclose(out, before, atol=1e-6)
+    assert code[0].split("def call(")[0].count(".cos()") == kernels

@@ -84,7 +84,7 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
 
     monkeypatch.setattr(specdec.graphs, "record", record)
     monkeypatch.setattr("attention.staging._RING", 1)
-    for name, result in (("mem_get_info", (0, 0)), ("graph_pool_handle", None), ("synchronize", None)):
+    for name, result in (("memory_reserved", 0), ("graph_pool_handle", None), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
     return recorded
 
