@@ -55,7 +55,7 @@ class GraphReport:
     """What capturing cost.
 
     Attributes:
-        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: device memory reserved meanwhile;
+        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
         fused_groups: sibling projections that became one matmul.
     """
 
