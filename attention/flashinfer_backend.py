@@ -1,6 +1,6 @@
 """FlashInfer over the paged cache. The only file that imports flashinfer (0.7.2 tested; supported: >=0.7.2,<0.8).
 
-Everything a plan needs on the device already lies there: the metadata travelled with the round's one transfer, so a
+Everything a plan needs on the device already lies there: the metadata travelled with the round's own transfer, so a
 plan is FlashInfer's C++ planner over the host arrays plus its own copy of the work list. Two rules keep that sound:
 
 - The work list is copied from the wrapper's pinned buffer without an event. A wrapper is planned anew only after an
