@@ -63,6 +63,7 @@ def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
     return run(model, facts, prepare(plan), RunStore(folder, settings(plan, facts)), lambda answers: None)
 
 
+@pytest.mark.slow
 def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
     document = evaluate(model, tmp_path / "run")
     (row,) = document["scores"]
@@ -74,6 +75,7 @@ def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 
+@pytest.mark.slow
 def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def accepts_everything(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
         return Verdict(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
@@ -89,6 +91,7 @@ class Killed(Exception):
     """Stands for the process being killed."""
 
 
+@pytest.mark.slow
 def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = AccuracyPlan(("specdec_arithmetic",), K, limit=6, chat_template=True)
     facts = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model).facts()["main"]
@@ -110,6 +113,7 @@ def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pyte
     assert document["identical"]["identical"] == 6
 
 
+@pytest.mark.slow
 def test_unknown_tasks_and_missing_data_are_named(model: Any, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="unknown task 'gsm9k'"):
         evaluate(model, tmp_path / "a", tasks=("gsm9k",))
@@ -219,6 +223,7 @@ def test_the_scorer_cannot_be_fooled_by_leaving_early(program: str, passed: bool
     assert humaneval.passes(f"{program}\n{TEST}", seconds=3.0) is passed
 
 
+@pytest.mark.slow
 def test_what_a_candidate_started_is_ended_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
     child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"

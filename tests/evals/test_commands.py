@@ -122,7 +122,11 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD, ids=[" ".join(a) for a, _ in BAD])
+IMPORTS_LM_EVAL = "--tasks"
+CASES = [pytest.param(a, m, marks=[pytest.mark.slow] if IMPORTS_LM_EVAL in a else [], id=" ".join(a)) for a, m in BAD]
+
+
+@pytest.mark.parametrize(("arguments", "message"), CASES)
 def test_bad_input_is_one_message_and_leaves_nothing(
     invoke: Invoke, data: str, tmp_path: Path, arguments: list[str], message: str
 ) -> None:

@@ -96,6 +96,7 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("resampling_from_p")
 def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=1000)

@@ -109,6 +109,7 @@ def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_pat
     assert "3/3" in text and "τ 5.000" in text
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="no chromium")
 def test_page_in_a_real_browser(plant: SimpleNamespace, tmp_path: Path) -> None:
     """Every picture has a size, nothing is wider than the window, and no error is logged."""

@@ -90,6 +90,7 @@ def test_questions_of_one_call_are_all_different() -> None:
     assert len({p.question for p in problems("train", 3_000, seed=9)}) == 3_000
 
 
+@pytest.mark.slow
 def test_every_sentence_frame_is_used_and_there_are_enough_of_them() -> None:
     all_frames = frames.OPENINGS + frames.EVENTS
     assert len({frame.text for frame in all_frames}) >= 60

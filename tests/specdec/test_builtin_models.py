@@ -104,6 +104,7 @@ def test_chat_template_refuses_unknown_roles(tokenizer: PreTrainedTokenizerFast)
         tokenizer.apply_chat_template([{"role": "tool", "content": "x"}], tokenize=False)
 
 
+@pytest.mark.slow
 def test_the_target_answers_heldout_problems_right(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast) -> None:
     """40 of the held-out problems; the card has the number for 1,000."""
     found = problems("heldout", 40, seed=11)
