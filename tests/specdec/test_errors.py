@@ -114,6 +114,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "flashinfer on cpu": ({"backend": "flashinfer"}, "needs a CUDA device, not cpu; use backend='torch'"),
     "device": ({"device": "cpu"}, "device='cpu': the model is loaded already"),
     "dtype": ({"dtype": "float64"}, "dtype='float64', device=None: the model is loaded already"),
+    "graphs": ({"cuda_graphs": True}, "cuda_graphs=True needs backend='flashinfer', not 'torch'"),
     "no cache": ({"kv_cache_tokens": 0}, "kv_cache_tokens=0: allowed is 1 or more"),
     "cache": ({"kv_cache_tokens": 12}, "the KV cache has 3 pages of 4 tokens"),
 }
