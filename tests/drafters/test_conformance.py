@@ -71,7 +71,14 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 88, "max_num_seqs": 6}, {"max_num_batched_tokens": 12}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_tokens": 88, "max_num_seqs": 6},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 12}, marks=pytest.mark.slow),
+    ],
+)
 @torch.inference_mode()
 def test_drafts_equal_the_oracles(name: str, options: dict[str, int], make: Callable[[str], Pair]) -> None:
     model, head = make(name)

@@ -101,7 +101,7 @@ def sample(
     return Counter(tuple(c.token_ids[:3]) for c in completions), tau
 
 
-QUICK = ("temperature", "all")
+QUICK = ("all",)
 
 
 @pytest.mark.parametrize("variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
@@ -153,7 +153,10 @@ def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInp
     return accept_sampled(drafts, n, replace(inputs, next_uniform=shared))
 
 
-@pytest.mark.parametrize("rule", [accept_over_half, resample_from_p, same_uniform_twice])
+@pytest.mark.parametrize(
+    "rule",
+    [resample_from_p, *(pytest.param(r, marks=pytest.mark.slow) for r in (accept_over_half, same_uniform_twice))],
+)
 def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specdec.verify, "accept_sampled", rule)
     outcomes, _ = sample(PLAIN)

@@ -46,8 +46,8 @@ def head_of(kind: str) -> Head:
     [
         {},
         {"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
-        {"max_num_batched_tokens": 18, "page_size": 1},
-        {"kv_cache_tokens": 104},
+        pytest.param({"max_num_batched_tokens": 18, "page_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_tokens": 104}, marks=pytest.mark.slow),
         {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
     ],
 )
