@@ -1,10 +1,12 @@
 """The built-in EAGLE-3 pair on GSM8K test questions: acceptance against simple drafters, and speed at batch 1.
 
-    SPECDEC_DATA=… python benchmarks/bench_builtin.py --questions 200 [--out benchmarks/results/builtin_eagle3.json]
+    SPECDEC_DATA=… python benchmarks/bench_builtin.py acceptance --questions 200 [--out …]
+    SPECDEC_DATA=… python benchmarks/bench_builtin.py speed --questions 80 [--out …]
 
-Greedy, one run: tau of the head, of prompt lookup, of a bigram table, and of the head with zeroed and with shuffled
-taps; wall time with speculation, without it (the same engine, K = 0), and of transformers' own `generate` with a static
-and with a dynamic cache. Simple drafters are simulated on the target's own tokens; greedy makes that exact.
+Greedy. `acceptance`: tau of the head, of prompt lookup, of a bigram table, and of the head with zeroed and shuffled
+taps; simple drafters are simulated on the target's own tokens, which greedy verification makes exact. `speed`: every
+question is answered by each arm in turn, so that a busy machine slows all arms alike: with speculation, without it (the
+same engine, K = 0), and by transformers' own `generate` with a static and with a dynamic cache.
 """
 
 from __future__ import annotations
@@ -23,9 +25,13 @@ import torch
 from document import publish
 
 from specdec import Completion, SamplingParams, SpeculativeModel
+from specdec.prompts import encode_prompts
 from specdec.stats import RoundRecord, pool, pool_requests
 
 Propose = Callable[[list[int]], list[int]]
+Arm = Callable[[list[int]], list[int]]
+"""Prompt ids -> new token ids."""
+MAX_NEW_TOKENS = 320
 
 
 def questions(data: Path, split: str, count: int | None = None) -> list[dict[str, str]]:
@@ -92,16 +98,6 @@ def with_taps(model: SpeculativeModel, change: Callable[[torch.Tensor], torch.Te
         del head.fuse  # type: ignore[union-attr]
 
 
-def hf_seconds(model: SpeculativeModel, completions: Sequence[Completion], cache: str | None) -> float:
-    """Seconds of transformers' own greedy `generate` for the same prompts and lengths, prompt pass included."""
-    start = time.perf_counter()
-    for c in completions:
-        ids = torch.tensor([c.prompt_token_ids], device=model.device)
-        options = {} if cache is None else {"cache_implementation": cache}
-        model.hf_model.generate(ids, max_new_tokens=len(c.token_ids), do_sample=False, **options)
-    return time.perf_counter() - start
-
-
 @torch.inference_mode()
 def perplexity(model: SpeculativeModel, records: Sequence[dict[str, str]]) -> float:
     """Perplexity of the reference answers after the chat prompt."""
@@ -117,23 +113,17 @@ def perplexity(model: SpeculativeModel, records: Sequence[dict[str, str]]) -> fl
     return float(torch.tensor(total / count).exp())
 
 
-def timed(model: SpeculativeModel, chats: Sequence[Any], params: SamplingParams) -> tuple[list[Completion], float]:
-    """One request after the other: completions and wall seconds."""
-    start = time.perf_counter()
-    completions = [model.generate(chat, params)[0] for chat in chats]
-    return completions, time.perf_counter() - start
+def answer_all(model: SpeculativeModel, chats: Sequence[Any], num_drafts: int | None) -> list[Completion]:
+    """Greedy answers, batched."""
+    return model.generate(chats, SamplingParams(max_new_tokens=MAX_NEW_TOKENS, num_speculative_tokens=num_drafts))
 
 
-def measure(model: SpeculativeModel, data: Path, count: int, k: int) -> dict[str, Any]:
-    """All numbers of the pair."""
+def acceptance_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[str, Any]:
+    """Tau of the head and of what it must beat."""
+    k = model.num_speculative_tokens
     test = questions(data, "test", count)
     chats = [[{"role": "user", "content": r["question"]}] for r in test]
-    fast = SamplingParams(max_new_tokens=320)
-    plain = SamplingParams(max_new_tokens=320, num_speculative_tokens=0)
-    model.generate(chats[0], fast)
-    with_head, spec_s = timed(model, chats, fast)
-    without, plain_s = timed(model, chats, plain)
-    hf = {str(cache): hf_seconds(model, without, cache) for cache in ("static", None)}
+    with_head, without = answer_all(model, chats, None), answer_all(model, chats, 0)
     train = [model.tokenizer(r["answer"])["input_ids"] for r in questions(data, "train")]
     pooled = pool_requests([c.stats for c in with_head])
     generator = torch.Generator().manual_seed(0)
@@ -142,13 +132,10 @@ def measure(model: SpeculativeModel, data: Path, count: int, k: int) -> dict[str
         "shuffled_taps": lambda t: t[:, torch.randperm(t.shape[1], generator=generator)],
     }
     taus = {
-        name: pool_requests([c.stats for c in with_taps(model, change, lambda: model.generate(chats, fast))]).tau
+        name: pool_requests([c.stats for c in with_taps(model, change, lambda: answer_all(model, chats, None))]).tau
         for name, change in ablation.items()
     }
-    best = min(plain_s, *hf.values())
     return {
-        "questions": count,
-        "k": k,
         "identical_to_k0": sum(a.token_ids == b.token_ids for a, b in zip(with_head, without, strict=True)),
         "tau": pooled.tau,
         "unconditional": list(pooled.unconditional),
@@ -158,29 +145,83 @@ def measure(model: SpeculativeModel, data: Path, count: int, k: int) -> dict[str
         **{f"tau_{name}": tau for name, tau in taus.items()},
         "mean_answer_tokens": sum(len(c.token_ids) for c in without) / count,
         "perplexity": perplexity(model, test),
-        "seconds": {"speculative": spec_s, "k0": plain_s, "transformers": hf},
-        "speed_up_over_best_plain": best / spec_s,
+    }
+
+
+def speed_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[str, Any]:
+    """Wall seconds of each arm over the same questions, and speed-ups as ratios of totals."""
+    arms = {name: make(model) for name, make in ARMS.items()}
+    seconds = dict.fromkeys(arms, 0.0)
+    prompts = encode_prompts(
+        [[{"role": "user", "content": r["question"]}] for r in questions(data, "test", count)], model.tokenizer
+    )
+    tokens = 0
+    for run in arms.values():
+        run(prompts[0])  # warm up
+    for prompt in prompts:
+        answers = []
+        for name, run in arms.items():
+            start = time.perf_counter()
+            answers.append(run(prompt))
+            seconds[name] += time.perf_counter() - start
+        assert all(answer == answers[0] for answer in answers), "the arms disagree"
+        tokens += len(answers[0])
+    best = min(seconds["k0"], seconds["transformers_static"])
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "speed_up": {name: total / seconds["speculative"] for name, total in seconds.items()},
+        "speed_up_over_best_of_k0_and_static": best / seconds["speculative"],
         "threads": torch.get_num_threads(),
     }
 
 
+def engine_arm(num_drafts: int | None) -> Callable[[SpeculativeModel], Arm]:
+    """Our engine with the model's K (None) or without drafts (0)."""
+
+    def make(model: SpeculativeModel) -> Arm:
+        return lambda prompt: answer_all(model, [prompt], num_drafts)[0].token_ids
+
+    return make
+
+
+def transformers_arm(cache: str | None) -> Callable[[SpeculativeModel], Arm]:
+    """transformers' own greedy `generate`."""
+    options = {} if cache is None else {"cache_implementation": cache}
+
+    def make(model: SpeculativeModel) -> Arm:
+        def run(prompt: list[int]) -> list[int]:
+            ids = torch.tensor([prompt], device=model.device)
+            out = model.hf_model.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options)
+            return out[0, len(prompt) :].tolist()
+
+        return run
+
+    return make
+
+
+ARMS = {
+    "speculative": engine_arm(None),
+    "k0": engine_arm(0),
+    "transformers_static": transformers_arm("static"),
+    "transformers_dynamic": transformers_arm(None),
+}
+
+
 @click.command()
+@click.argument("part", type=click.Choice(["acceptance", "speed"]))
 @click.option("--questions", "count", default=200, show_default=True)
 @click.option("-k", default=5, show_default=True)
 @click.option("--target", default="gsm-llama", show_default=True)
 @click.option("--draft", default="auto", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path))
-def main(count: int, k: int, target: str, draft: str, out: Path | None) -> None:
+def main(part: str, count: int, k: int, target: str, draft: str, out: Path | None) -> None:
     """Measure the pair; ends in one JSON line."""
     data = Path(os.environ["SPECDEC_DATA"])
     model = SpeculativeModel.from_pretrained(target, draft=draft, num_speculative_tokens=k, max_num_seqs=16)
-    document = {
-        "benchmark": "builtin",
-        "target": target,
-        **measure(model, data, count, k),
-        "device": str(model.device),
-    }
-    publish(document, out)
+    numbers = acceptance_numbers if part == "acceptance" else speed_numbers
+    head = {"benchmark": f"builtin_{part}", "target": target, "questions": count, "k": k, "device": str(model.device)}
+    publish(head | numbers(model, data, count), out)
 
 
 if __name__ == "__main__":
