@@ -78,6 +78,7 @@ def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])
     wrapped = wrap(model, max_model_len=100)
     assert wrapped.self_test_error < 1e-5
+    model.set_attn_implementation("eager")  # transformers 5.17 gives gemma2 sdpa by default, which drops its softcap
     prompt = random_prompts([19])[0]
     ids = torch.tensor([prompt])
     right = model.generate(ids, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(ids))
