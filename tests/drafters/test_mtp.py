@@ -50,6 +50,8 @@ def inputs(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 def transformers_mtp(case: Any) -> MtpModel:
     """transformers' own module with the same tensors."""
+    if not hasattr(MtpModel, "forward_layer"):
+        pytest.skip("this release of transformers has MtpModel without forward_layer (it came after 5.17)")
     own = MtpModel(case.model, 1).eval()
     layer = own.layers[0]
     names = {n.removeprefix("model.layers.4."): t for n, t in case.tensors.items()}
