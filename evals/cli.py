@@ -56,6 +56,11 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, command.short_help) for name, command in self._lazy.items()])
 
     def invoke(self, ctx: click.Context) -> Any:
+        """Run the command.
+
+        Raises:
+            BadInput: instead of an error of the `SpecdecError` tree.
+        """
         try:
             return super().invoke(ctx)
         except SpecdecError as error:

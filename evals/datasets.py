@@ -57,6 +57,9 @@ class DataSet:
     def limited(self, limit: int | None) -> DataSet:
         """Take `limit` questions spread evenly over the set, so that every category keeps its share.
 
+        Raises:
+            DataError: the limit is below 1.
+
         >>> [i * 10 // 4 for i in range(4)]
         [0, 2, 5, 7]
         """
