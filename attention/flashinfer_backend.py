@@ -1,4 +1,4 @@
-"""FlashInfer over the paged cache. The only file that imports flashinfer (0.7.2 tested; supported: >=0.7.2,<0.8).
+"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). Latent attention: `flashinfer_mla`.
 
 Everything a plan needs on the device already lies there: the metadata travelled with the round's own transfer, so a
 plan is FlashInfer's C++ planner over the host arrays plus its own copy of the work list. Two rules keep that sound:
@@ -20,6 +20,14 @@ from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
+from attention.flashinfer_mla import (
+    FixedLatentBuilder,
+    LatentBuilder,
+    LatentKernel,
+    LatentPlan,
+    check_latent_supported,
+    run_latent,
+)
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.metadata import CommonAttentionMetadata
 
@@ -39,6 +47,9 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
     Raises:
         UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks or latent attention.
     """
+    if key.value_in_key:
+        check_latent_supported(group, key, dtype)
+        return
     where = f"group {group.name}: FlashInfer"
     elsewhere = "; use backend='torch'"
     if dtype not in DTYPES:
@@ -48,8 +59,6 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
         raise UnsupportedAttentionError(
             f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
         )
-    if key.value_in_key:
-        raise UnsupportedAttentionError(f"{where} is not used for latent attention yet{elsewhere}")
     if key.head_dim_k != key.head_dim_v or key.head_dim_k not in HEAD_DIMS:
         raise UnsupportedAttentionError(
             f"{where} takes head dims {HEAD_DIMS}, equal for keys and values; "
@@ -295,28 +304,33 @@ def _split(metadata: CommonAttentionMetadata) -> tuple[_Part, ...]:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged attention on tensor cores (fa2): GQA, sliding window, softcap, NHD and HND pages."""
+    """FlashInfer's paged attention on tensor cores (fa2): GQA, sliding window, softcap, NHD and HND pages; and latent
+    attention in absorbed form (fa3 on Hopper)."""
 
     name = "flashinfer"
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> FlashInferBuilder:
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
+        if key.value_in_key:
+            return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
         return FlashInferBuilder(self._workspace, group, key, dtype)
 
     def fixed_builder(
         self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
-    ) -> FixedBuilder:
+    ) -> FixedBuilder | FixedLatentBuilder:
         """A builder for CUDA graphs; see `attention.backend.GraphBackend`."""
         check_supported(group, key, dtype)
+        if key.value_in_key:
+            return FixedLatentBuilder(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
         return FixedBuilder(self._workspace, group, key, dtype, rows, query_len)
 
     def run(
         self,
-        plan: FlashInferPlan,
+        plan: FlashInferPlan | LatentPlan,
         key: PlanKey,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -328,6 +342,8 @@ class FlashInferBackend:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.triton_write import write_kv
 
+        if isinstance(plan, LatentPlan):
+            return run_latent(plan, query, key_states, layer_kv, metadata)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:
