@@ -9,21 +9,14 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
 from drafters.checkpoints import TargetFacts, describe_eagle3, load_eagle3
 from drafters.fields import HeadReport
-from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
-from drafters.mtp_spec import MtpReading, mtp_target
+from drafters.mtp_checkpoints import has_mtp, load_mtp
+from drafters.mtp_spec import mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.models import builtin_names, builtin_path
 from specdec.target import TargetProbe
