@@ -52,6 +52,9 @@ class AttentionBackend(Protocol):
 
     name: str
 
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """Which kernels serve `key`, in words, for people."""
+
     def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> AttentionMetadataBuilder:
         """Return a builder for queries and cache of `dtype`.
 

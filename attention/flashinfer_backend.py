@@ -10,16 +10,16 @@ plan is FlashInfer's C++ planner over the host arrays plus its own copy of the w
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
-from typing import Any
 
-import numpy as np
 import torch
 
 from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
+from attention.flashinfer_kernel import Kernel, Part, Route
 from attention.flashinfer_mla import (
     FixedLatentBuilder,
     LatentBuilder,
@@ -35,17 +35,21 @@ HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64)
 DTYPES = (torch.float16, torch.bfloat16)
 _FLOAT_WORKSPACE_BYTES = 256 << 20
-_INT_WORKSPACE_BYTES = 2 << 20
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel takes one tile size a plan,
 from the mean query length."""
+FA3_QUERY = 512
+"""Prompt chunks of at least this many tokens a row on average take fa3."""
+_HOPPER = (9, 0)
+
+log = logging.getLogger("specdec.attention")
 
 
 def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:
-        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks or latent attention.
+        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or latent attention.
     """
     if key.value_in_key:
         check_latent_supported(group, key, dtype)
@@ -66,160 +70,79 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
         )
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
-    if key.has_sinks:
-        raise UnsupportedAttentionError(f"{where} is not used with attention sinks{elsewhere}")
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Rows planned together: host arrays for the planner, device arrays for the kernel; token rows [start, stop)."""
-
-    query_start_loc: np.ndarray
-    page_indptr: np.ndarray
-    seq_lens: np.ndarray
-    device_query_start_loc: torch.Tensor
-    device_page_indptr: torch.Tensor
-    device_last_page_len: torch.Tensor
-    device_page_indices: torch.Tensor
-    start: int
-    stop: int
+    if key.has_sinks and key.softcap is not None:
+        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
 
 
 @dataclass(frozen=True)
 class FlashInferPlan:
     """A planned batch: which kernel attends which token rows."""
 
-    parts: tuple[tuple[_Kernel, int, slice], ...]
+    parts: tuple[tuple[Kernel, int, slice], ...]
 
 
-class _Kernel:
-    """One FlashInfer wrapper: holds one plan at a time.
-
-    Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
-    """
+class _Ring:
+    """Wrappers of one kernel: each is planned anew only after its last plan's copy is done."""
 
     def __init__(
-        self,
-        workspace: torch.Tensor,
-        group: CacheGroup,
-        key: PlanKey,
-        dtype: torch.dtype,
-        fixed: tuple[int, int] | None = None,
+        self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route
     ) -> None:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+        log.info("attention kernel: %s", kernel_name(group, key, dtype, route))
+        self._make = lambda: Kernel(workspace, group, key, dtype, route)
+        self._kernels = [self._make(), self._make()]
 
-        self.generation = 0
-        rows, query_len = fixed or (1, 1)
-        ones = torch.arange(rows + 1, dtype=torch.int32)
-        buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
-        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
-        fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
-        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
-            workspace, group.layout, use_cuda_graph=fixed is not None, backend="fa2", **fixed_buffers
-        )
-        work_list = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
-        self._wrapper.reset_workspace_buffer(workspace, work_list)
-        self._wrapper.plan(
-            *buffers[:2],
-            buffers[2].to(workspace.device),
-            buffers[3],
-            key.num_q_heads,
-            key.num_kv_heads,
-            key.head_dim_k,
-            group.page_size,
-            causal=True,
-            sm_scale=key.scale,
-            window_left=-1 if key.window is None else key.window - 1,
-            logits_soft_cap=key.softcap,
-            q_data_type=dtype,
-            kv_data_type=dtype,
-            uniform_q_len=query_len if fixed else None,
-        )
-        self._tokens = rows * query_len if fixed else None
-        self._uniform = query_len if fixed else 0
-        self._plan_tail = (
-            key.num_q_heads,
-            key.num_kv_heads,
-            group.page_size,
-            fixed is not None,
-            key.head_dim_k,
-            key.head_dim_v,
-            True,
-            -1 if key.window is None else key.window - 1,
-            -1,
-            False,
-            0,
-            self._uniform,
-        )
-        self._copied = torch.cuda.Event()
-        self._copied.record()
-
-    @property
-    def ready(self) -> bool:
-        """Whether the last plan's copy has left the pinned buffer. Asks, never waits."""
-        return self._copied.query()
-
-    def plan(self, part: _Part) -> None:
-        """Plan a part: FlashInfer's planner over the host arrays, and the device arrays as they are.
-
-        Source: the same short cut as sgl-project/sglang, python/sglang/srt/layers/attention/flashinfer_backend.py
-        (fast_decode_plan): set the wrapper's index buffers and call the module's planner.
-        """
-        if not self.ready:
-            self._copied.synchronize()
-        wrapper = self._wrapper
-        wrapper._qo_indptr_buf = part.device_query_start_loc
-        wrapper._paged_kv_indptr_buf = part.device_page_indptr
-        wrapper._paged_kv_last_page_len_buf = part.device_last_page_len
-        wrapper._paged_kv_indices_buf = part.device_page_indices
-        tokens = part.stop - part.start
-        wrapper._qo_indptr_last = tokens
-        before = wrapper._plan_info
-        wrapper._plan_info = wrapper._cached_module.plan(
-            wrapper._float_workspace_buffer,
-            wrapper._int_workspace_buffer,
-            wrapper._pin_memory_int_workspace_buffer,
-            torch.from_numpy(part.query_start_loc),
-            torch.from_numpy(part.page_indptr),
-            torch.from_numpy(part.seq_lens),
-            tokens,
-            len(part.seq_lens),
-            *self._plan_tail,
-        )
-        if self._tokens is not None:
-            require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
-        self._copied.record()
-        self.generation += 1
-
-    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
-        """query, out: [tokens of the part, Hq, D]."""
-        self._wrapper.run(query, (layer_kv.keys, layer_kv.values), out=out)
+    def next(self) -> Kernel:
+        """The wrapper planned longest ago; a new one while its copy still waits in the stream."""
+        if self._kernels[0].ready:
+            self._kernels.append(self._kernels.pop(0))
+        else:
+            self._kernels.append(self._make())
+        return self._kernels[-1]
 
 
 class FlashInferBuilder:
-    """Plans any batch: rows with short queries first, prompt chunks apart."""
+    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
-        """Builds FlashInfer's kernel for `key` when it is not built yet (tens of seconds)."""
-        self._make = lambda: _Kernel(workspace, group, key, dtype)
-        self._ring = [self._make(), self._make()]
+        """Builds FlashInfer's kernels for `key` when they are not built yet (tens of seconds)."""
+        self._rings: dict[Route, _Ring] = {
+            route: _Ring(workspace, group, key, dtype, route) for route in routes(group, key, dtype, workspace.device)
+        }
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
         for part in _split(metadata):
-            kernel = self._next_kernel()
+            kernel = self._rings[self._route(part)].next()
             kernel.plan(part)
             planned.append((kernel, kernel.generation, slice(part.start, part.stop)))
         return FlashInferPlan(tuple(planned))
 
-    def _next_kernel(self) -> _Kernel:
-        """The wrapper planned longest ago; a new one while its copy still waits in the stream."""
-        if self._ring[0].ready:
-            self._ring.append(self._ring.pop(0))
-        else:
-            self._ring.append(self._make())
-        return self._ring[-1]
+    def _route(self, part: Part) -> Route:
+        is_long = part.stop - part.start >= FA3_QUERY * len(part.seq_lens)
+        return "fa3" if is_long and "fa3" in self._rings else "fa2"
+
+
+def routes(group: CacheGroup, key: PlanKey, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
+    """The kernels that serve `key`: fa2 always, fa3 on Hopper for caches in the dtype of the model, without sinks."""
+    plain = group.format.dtype_for(dtype) == dtype and not key.has_sinks
+    return ("fa2", "fa3") if plain and torch.cuda.get_device_capability(device) == _HOPPER else ("fa2",)
+
+
+def kernel_name(group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route) -> str:
+    """What a kernel is compiled for, in words.
+
+    >>> kernel_name(CacheGroup("g", (), 2, 16), PlanKey(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
+    'fa2, bfloat16, head dim 128, window'
+    """
+    cache = group.format.dtype_for(dtype)
+    words = [route, _name(dtype), f"head dim {key.head_dim_k}"] + ([f"cache {_name(cache)}"] if cache != dtype else [])
+    offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
+    return ", ".join(words + [word for word, present in offered if present])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 class FixedBuilder:
@@ -231,8 +154,8 @@ class FixedBuilder:
     def __init__(
         self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
     ) -> None:
-        self._kernel = _Kernel(workspace, group, key, dtype, (rows, query_len))
-        self._part: _Part | None = None
+        self._kernel = Kernel(workspace, group, key, dtype, "fa2", (rows, query_len))
+        self._part: Part | None = None
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays."""
@@ -253,9 +176,9 @@ class FixedBuilder:
         )
 
 
-def _whole(metadata: CommonAttentionMetadata) -> _Part:
+def _whole(metadata: CommonAttentionMetadata) -> Part:
     host = metadata.host
-    return _Part(
+    return Part(
         host.query_start_loc,
         host.page_indptr,
         host.seq_lens,
@@ -268,7 +191,7 @@ def _whole(metadata: CommonAttentionMetadata) -> _Part:
     )
 
 
-def _split(metadata: CommonAttentionMetadata) -> tuple[_Part, ...]:
+def _split(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
     """Decode first: the leading rows with short queries, then everything from the first long one on."""
     host = metadata.host
     is_long = host.query_lens > _SHORT_QUERY
@@ -278,7 +201,7 @@ def _split(metadata: CommonAttentionMetadata) -> tuple[_Part, ...]:
     token = int(host.query_start_loc[cut])
     first, rest = slice(0, cut), slice(cut, host.num_reqs)
     starts, rest_starts = slice(0, cut + 1), slice(cut, host.num_reqs + 1)
-    short = _Part(
+    short = Part(
         host.query_start_loc[starts],
         host.page_indptr[starts],
         host.seq_lens[first],
@@ -289,7 +212,7 @@ def _split(metadata: CommonAttentionMetadata) -> tuple[_Part, ...]:
         0,
         token,
     )
-    long = _Part(
+    long = Part(
         host.query_start_loc[rest_starts] - token,
         host.page_indptr[rest_starts],
         host.seq_lens[rest],
@@ -304,8 +227,8 @@ def _split(metadata: CommonAttentionMetadata) -> tuple[_Part, ...]:
 
 
 class FlashInferBackend:
-    """FlashInfer's paged attention on tensor cores (fa2): GQA, sliding window, softcap, NHD and HND pages; and latent
-    attention in absorbed form (fa3 on Hopper)."""
+    """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
+    caches; and latent attention in absorbed form (fa3 on Hopper)."""
 
     name = "flashinfer"
 
@@ -318,6 +241,14 @@ class FlashInferBackend:
         if key.value_in_key:
             return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
         return FlashInferBuilder(self._workspace, group, key, dtype)
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """See `attention.backend.AttentionBackend.route`."""
+        if key.value_in_key:
+            return f"FlashInfer MLA, {_name(dtype)}"
+        served = routes(group, key, dtype, self._workspace.device)
+        chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
+        return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}"
 
     def fixed_builder(
         self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
@@ -351,5 +282,5 @@ class FlashInferBackend:
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
         out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
         for kernel, _, tokens in plan.parts:
-            kernel.run(query[tokens], layer_kv, out[tokens])
+            kernel.run(query[tokens], layer_kv, out[tokens], sinks)
         return out

@@ -113,12 +113,16 @@ def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarra
 
 
 class TorchBackend:
-    """Reference attention: GQA, sliding window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND pages."""
+    """Reference attention: GQA, window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND, 8-bit caches."""
 
     name = "torch"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """See `AttentionBackend.route`."""
+        return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 
     def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> TorchBuilder:
         """A builder for `key`, any floating dtype.
@@ -166,11 +170,13 @@ def _attend_segment(
     rows, num_queries, num_keys = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
-    k = gather(layer_kv.keys, segment.slots, layer_kv.layout).view(rows, num_keys, heads, -1).transpose(1, 2)
+    k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
+    k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
     if key.value_in_key:
         v = k[..., : key.head_dim_v]
     else:
-        v = gather(layer_kv.values, segment.slots, layer_kv.layout).view(rows, num_keys, heads, -1).transpose(1, 2)
+        v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
+        v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
     out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
     return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype)

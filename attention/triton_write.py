@@ -1,4 +1,7 @@
-"""The cache write as one Triton kernel for keys and values. Imported on CUDA only, where torch brings Triton along."""
+"""The cache write as one Triton kernel for keys and values, rounding to 8 bits where the cache has them.
+
+Imported on CUDA only, where torch brings Triton along.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kv_cache import LayerKV
+from attention.kv_cache import FP8, FP8_MAX, LayerKV
 
 
 @triton.jit
@@ -23,6 +26,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     page_stride,
     slot_stride,
     head_stride,
+    key_inverse,
+    value_inverse,
+    limit,
+    EIGHT_BITS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
@@ -36,6 +43,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     place = (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * slot_stride + head * head_stride + column
     key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)
     value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=inside)
+    if EIGHT_BITS:
+        key = tl.minimum(tl.maximum(key.to(tl.float32) * key_inverse, -limit), limit)
+        value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)
     tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
     tl.store(values_ptr + place, value.to(values_ptr.dtype.element_ty), mask=inside)
 
@@ -43,7 +53,8 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
     """Write key and value [T, Hkv, D] (last dimension contiguous) to their slots [T] int64, in place.
 
-    The cache tensors of keys and values have the same shape and strides.
+    The cache tensors of keys and values have the same shape and strides. The rule of 8-bit caches is that of
+    `attention.kv_cache.KVFormat`.
     """
     tokens, heads, dim = key.shape
     slot, head = (1, 2) if layer.layout == "NHD" else (2, 1)
@@ -61,6 +72,10 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
         pages.stride(0),
         pages.stride(slot),
         pages.stride(head),
+        1 / layer.key_scale,
+        1 / layer.value_scale,
+        FP8_MAX,
+        EIGHT_BITS=pages.dtype == FP8,
         PAGE_SIZE=pages.shape[slot],
         HEADS=heads,
         DIM=dim,

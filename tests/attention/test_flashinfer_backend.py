@@ -10,8 +10,8 @@ import torch
 
 from attention.backend import PlanKey
 from attention.errors import UnsupportedAttentionError
-from attention.flashinfer_backend import _split, check_supported
-from attention.kv_cache import CacheGroup
+from attention.flashinfer_backend import _split, check_supported, kernel_name, routes
+from attention.kv_cache import FP8, CacheGroup, KVFormat
 from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from drafters.inputs import rows_batch
 
@@ -43,8 +43,21 @@ def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
     assert "192 and 128" in refusal(replace(KEY, head_dim_k=192))
     assert "(1, 16, 32, 64)" in refusal(page_size=8) and "given 8" in refusal(page_size=8)
     assert "30 query heads" in refusal(replace(KEY, num_q_heads=30))
-    assert "sinks" in refusal(replace(KEY, has_sinks=True))
+    assert "sinks together with a softcap" in refusal(replace(KEY, has_sinks=True, softcap=3.0))
     assert "latent" in refusal(replace(KEY, value_in_key=True))
+
+
+def test_which_kernels_serve_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """fa3 is Hopper's, and neither reads 8-bit caches nor knows sinks."""
+    device, fp8 = torch.device("cuda"), CacheGroup("target", (KEY,), 8, 16, format=KVFormat(FP8))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    assert routes(group(KEY), KEY, torch.bfloat16, device) == ("fa2", "fa3")
+    assert routes(fp8, KEY, torch.bfloat16, device) == ("fa2",)
+    assert routes(group(KEY), replace(KEY, has_sinks=True), torch.bfloat16, device) == ("fa2",)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
+    assert routes(group(KEY), KEY, torch.bfloat16, device) == ("fa2",)
+    name = kernel_name(fp8, replace(KEY, window=9, has_sinks=True), torch.float16, "fa2")
+    assert name == "fa2, float16, head dim 128, cache float8_e4m3fn, window, sinks"
 
 
 def metadata(query_lens: list[int]) -> CommonAttentionMetadata:
