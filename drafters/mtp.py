@@ -117,6 +117,10 @@ class MtpHead(nn.Module):
         """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
         return self.norm(x) if self.spec.feedback == "post_norm" else x
 
+    def target_choice(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
+        return F.linear(states.to(self.target_lm_head.dtype), self.target_lm_head).argmax(-1)
+
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids are target ids."""
         return draft_ids

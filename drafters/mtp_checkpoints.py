@@ -14,7 +14,7 @@ from drafters.errors import HeadLoadError
 from drafters.fields import check_tensors, lookup
 from drafters.layouts import Layout, detect, strip_prefixes
 from drafters.mtp import MtpHead
-from drafters.mtp_spec import Feedback, MtpSpec, MtpTarget
+from drafters.mtp_spec import MtpReading, MtpSpec, MtpTarget
 from drafters.mtp_weights import dequantise, stack_experts, unstack_experts
 from drafters.tensor_files import CheckpointFolder, open_folder
 
@@ -90,7 +90,7 @@ def load_mtp(
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
-    feedback: Feedback = "post_norm",
+    reading: MtpReading | None = None,
 ) -> tuple[MtpHead, ...]:
     """Load all modules of a checkpoint, ready for inference; usually `path` is the target's own.
 
@@ -99,8 +99,7 @@ def load_mtp(
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
         dtype: of the weights; block-fp8 weights are multiplied out first.
         device: of the weights, the target's.
-        feedback: what the next draft step gets. Engines agree on post_norm but for GLM-4.5, where vLLM feeds the block
-            output back.
+        reading: what no checkpoint says; default as the family's reference code reads it.
 
     Returns:
         Modules 0 … M-1.
@@ -116,11 +115,27 @@ def load_mtp(
             f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
             "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
         )
-    modules = _modules(folder, family, target.num_layers)
+    modules, how = _modules(folder, family, target.num_layers), reading or MtpReading()
     try:
-        return tuple(_load_module(folder, family, names, target, dtype, device, feedback) for names in modules)
+        return tuple(_load_module(folder, family, names, target, dtype, device, how) for names in modules)
     except HeadLoadError as error:
         raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
+
+
+def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
+    """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
+
+    Args:
+        num_layers: N of the target; num_modules: how many its configuration says it has.
+
+    >>> patterns = module_names(4, 1)
+    >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
+    >>> [any(re.search(p, name) for p in patterns) for name in names]
+    [True, False, True]
+    """
+    numbered = (rf"(^|\.)layers\.{num_layers + k}\." for k in range(num_modules))
+    parts = r"(emb_norm|hidden_norm|linear_proj|block)"
+    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp\.")
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
@@ -178,7 +193,7 @@ def _load_module(
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
-    feedback: Feedback,
+    reading: MtpReading,
 ) -> MtpHead:
     shared = {rest: full for rest, full in names.items() if rest in _SHARED}
     for rest, full in shared.items():
@@ -186,7 +201,7 @@ def _load_module(
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
     weights = {_rename(rest, family): stored[full] for rest, full in names.items() if rest not in shared}
     weights = stack_experts(dequantise(weights, _block_size(folder)))
-    head = MtpHead(_spec(family, weights, feedback), target, torch.device("meta"))
+    head = MtpHead(_spec(family, weights, reading), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
@@ -197,11 +212,11 @@ def _load_module(
     return head.eval().requires_grad_(False)
 
 
-def _spec(family: Family, weights: Mapping[str, torch.Tensor], feedback: Feedback) -> MtpSpec:
+def _spec(family: Family, weights: Mapping[str, torch.Tensor], reading: MtpReading) -> MtpSpec:
     return MtpSpec(
-        hidden_first=family.hidden_first,
+        hidden_first=reading.hidden_first(family.hidden_first),
         final_norm="norm.weight" in weights or family is not ERNIE,
-        feedback=feedback,
+        feedback=reading.feedback,
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),
     )

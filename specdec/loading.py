@@ -9,14 +9,21 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
 from drafters.checkpoints import TargetFacts, describe_eagle3, load_eagle3
 from drafters.fields import HeadReport
-from drafters.mtp_checkpoints import has_mtp, load_mtp
-from drafters.mtp_spec import mtp_target
+from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
+from drafters.mtp_spec import MtpReading, mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.models import builtin_names, builtin_path
 from specdec.target import TargetProbe
@@ -68,14 +75,38 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     """
     path = resolve(name)
     try:
-        with nullcontext() if path == str(name) else _without_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+        config = AutoConfig.from_pretrained(path)
+        with _module_tensors_expected(config), nullcontext() if path == str(name) else _without_progress_bar():
+            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
             f"({', '.join(_BUILTIN_HEADS)})."
         ) from error
     return model.to(device).eval()  # type: ignore[arg-type]
+
+
+@contextmanager
+def _module_tensors_expected(config: PreTrainedConfig) -> Iterator[None]:
+    """transformers reports no multi-token-prediction tensors as unexpected: it drops them, `load_mtp` reads them.
+
+    Each model class keeps patterns of such names in `_keys_to_ignore_on_load_unexpected`; most cover only the published
+    model's number of layers.
+    """
+    text = config.get_text_config()
+    modules = getattr(text, "num_nextn_predict_layers", None) or 0
+    patterns = module_names(getattr(text, "num_hidden_layers", 0), modules)
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    before = kind._keys_to_ignore_on_load_unexpected
+    own = "_keys_to_ignore_on_load_unexpected" in vars(kind)
+    kind._keys_to_ignore_on_load_unexpected = [*(before or ()), *patterns]
+    try:
+        yield
+    finally:
+        if own:
+            kind._keys_to_ignore_on_load_unexpected = before
+        else:
+            del kind._keys_to_ignore_on_load_unexpected
 
 
 @contextmanager
@@ -176,26 +207,33 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
     )
 
 
-def load_head(draft: str | Path | Head, target_name: str | None, probed: TargetProbe) -> Head:
+def load_head(
+    draft: str | Path | Head, target_name: str | None, probed: TargetProbe, reading: MtpReading | None = None
+) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
+        reading: how to read a multi-token-prediction module; default as its family's reference code does.
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.checkpoints.load_eagle3` and `drafters.mtp_checkpoints`.
+        InvalidInputError: a reading for a head that is none of these modules, or is loaded already.
     """
+    how = reading or MtpReading()
     if not isinstance(draft, (str, Path)):
+        _check_no_reading(how, "the head is loaded already")
         _check_fits(draft, probed)
         return draft
     if str(draft) == MTP_HEAD:
         if target_name is None:
             raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
-        return _load_mtp_head(resolve(target_name), probed)
+        return _load_mtp_head(resolve(target_name), probed, how)
     path, model = resolve_head(draft, target_name), probed.model
     if has_mtp(path):
-        return _load_mtp_head(path, probed)
+        return _load_mtp_head(path, probed, how)
+    _check_no_reading(how, f"{path} has no multi-token-prediction module")
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
 
 
@@ -211,9 +249,17 @@ def head_report(draft: str | Path, target_name: str, probed: TargetProbe) -> Hea
     return describe_eagle3(resolve_head(draft, target_name), target_facts(probed))
 
 
-def _load_mtp_head(path: str, probed: TargetProbe) -> Head:
+def _check_no_reading(reading: MtpReading, reason: str) -> None:
+    if reading != MtpReading():
+        raise InvalidInputError(
+            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} say how a multi-token-prediction module "
+            f"is read from a checkpoint, but {reason}; leave them out"
+        )
+
+
+def _load_mtp_head(path: str, probed: TargetProbe, reading: MtpReading) -> Head:
     model = probed.model
-    modules = load_mtp(path, mtp_target(model), model.dtype, model.device)
+    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
     if len(modules) > 1:
         raise HeadLoadError(f"{path} has {len(modules)} multi-token-prediction modules; one is supported")
     return modules[0]

@@ -15,6 +15,7 @@ from attention.backend import AttentionBackend, GraphBackend
 from attention.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
+from drafters.mtp_spec import Concat, Feedback, MtpReading
 from specdec.backends import make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
@@ -25,7 +26,7 @@ from specdec.loading import load_head, open_target, open_tokenizer
 from specdec.prompts import Prompts, encode_prompts
 from specdec.request import Completion, Update
 from specdec.sampling import SamplingParams
-from specdec.selftest import self_test
+from specdec.selftest import self_test, self_test_head
 from specdec.sizes import cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.target import Target, TargetProbe, probe_target
@@ -111,6 +112,8 @@ class SpeculativeModel:
         kv_cache_tokens: int | None = None,
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool = False,
+        mtp_concat: Concat = "auto",
+        mtp_feedback: Feedback = "post_norm",
         seed: int = 0,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
@@ -133,6 +136,10 @@ class SpeculativeModel:
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs (FlashInfer only). Experimental: faster, but not
                 yet shown on a GPU to draft what the eager road drafts.
+            mtp_concat: what a multi-token-prediction module's projection reads first, "embedding_first" or
+                "hidden_first"; "auto" is its family's order.
+            mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
+                these two is noticed and refused.
             seed: randomness of requests without a seed of their own.
 
         Raises:
@@ -143,7 +150,7 @@ class SpeculativeModel:
         tokenizer = open_tokenizer(tokenizer, name)
         backend_ = make_backend(backend, model.device)
         probed = probe_target(model)
-        head = None if draft is None else load_head(draft, name, probed)
+        head = None if draft is None else load_head(draft, name, probed, MtpReading(mtp_concat, mtp_feedback))
         length = max_model_len_of(max_model_len, model)
         tokens = cache_tokens(kv_cache_tokens, probed, head, max_num_seqs * length, gpu_memory_utilization)
         config = EngineConfig(
@@ -155,6 +162,8 @@ class SpeculativeModel:
             num_pages=-(-tokens // max(page_size, 1)) + 1,
             seed=seed,
         )
+        if isinstance(draft, (str, Path)):
+            self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         if cuda_graphs and not isinstance(backend_, GraphBackend):
             raise InvalidInputError(f"cuda_graphs=True needs backend='flashinfer', not {backend_.name!r}")
         return cls(probed, tokenizer, head, backend_, config, cuda_graphs)

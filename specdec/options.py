@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 if TYPE_CHECKING:
+    from drafters.mtp_spec import Concat, Feedback
     from specdec.model import SpeculativeModel
 
 DEFAULT_MODEL = "gsm-llama"
@@ -19,6 +20,20 @@ _MODEL_OPTIONS = (
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
     click.option(
         "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
+    ),
+    click.option(
+        "--mtp-concat",
+        type=click.Choice(["auto", "embedding_first", "hidden_first"]),
+        default="auto",
+        show_default=True,
+        help="What a multi-token-prediction module's projection reads first.",
+    ),
+    click.option(
+        "--mtp-feedback",
+        type=click.Choice(["post_norm", "pre_norm"]),
+        default="post_norm",
+        show_default=True,
+        help="What such a module's next step gets.",
     ),
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
@@ -46,6 +61,8 @@ def load_model(
     device: str | None,
     max_model_len: int | None,
     max_num_seqs: int,
+    mtp_concat: Concat,
+    mtp_feedback: Feedback,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading import has_builtin_head
@@ -61,4 +78,6 @@ def load_model(
         device=device,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
+        mtp_concat=mtp_concat,
+        mtp_feedback=mtp_feedback,
     )

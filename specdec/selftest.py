@@ -1,20 +1,44 @@
-"""The load-time self-test: the paged target against the model's own eager forward, before anybody relies on it."""
+"""The load-time self-tests, before anybody relies on what was loaded.
+
+The paged target is compared with the model's own eager forward; a multi-token-prediction module is asked whether it is
+read as it was trained.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from attention.hf import attention_implementation
 from attention.metadata import single_batch_arena, stage
+from drafters.base import Head
 from drafters.inputs import rows_batch
+from drafters.mtp import MtpHead
+from drafters.mtp_reading import check_reading
 from specdec.errors import CacheTooSmallError, UnsupportedModelError
+from specdec.prompts import encode_prompts
 from specdec.target import Target
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
 """Largest rms error of a token's logits over their rms, by dtype; what comes out wrong is off by about 1."""
+
+_TEXT = (
+    "Anna has 12 apples and buys 8 more at the market. She gives 5 of them to her brother. She bakes a pie with 6. "
+    "How many apples does she have now. She has 12 plus 8 which is 20 apples. After giving away 5 there were 15 left. "
+    "The pie took 6 of them so 9 apples are left. The sun was low over the river when the old man walked home from "
+    "the field. He had worked since the early morning and was glad that the day was over. At home his wife had made "
+    "soup with carrots and onions. They sat at the table and talked about their son who lives in the city. He writes "
+    "2 letters in a month and comes home 3 times in a year. In 4 years he wrote 96 letters. That is 24 letters in "
+    "each year. A train leaves the station at 9 and drives 60 miles in an hour. After 3 hours it has gone 180 miles. "
+    "The children went to school and learned to read and to write. When it rained they played inside."
+)
+"""Plain enough for any tokenizer and any target that knows English."""
+_MOST_TOKENS = 256
 
 
 @torch.inference_mode()
@@ -47,6 +71,27 @@ def self_test(target: Target) -> float:
             f"{error:.2g} against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g})"
         )
     return error
+
+
+@torch.inference_mode()
+def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
+    """Read a short text with the target and judge a multi-token-prediction module on it; other heads pass.
+
+    Args:
+        num_drafts: K; with 0 nothing is judged.
+
+    Raises:
+        HeadLoadError: see `drafters.mtp_reading.check_reading`.
+    """
+    if isinstance(head, MtpHead) and num_drafts:
+        check_reading(head, *read_text(model, tokenizer), num_drafts)
+
+
+def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H]."""
+    (ids,) = encode_prompts(_TEXT, tokenizer)
+    token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
+    return token_ids, model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
 
 
 def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

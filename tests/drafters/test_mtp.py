@@ -19,7 +19,7 @@ from attention.torch_backend import attend as dense_attend
 from drafters.base import FINAL_NORM, Head
 from drafters.mtp import MtpHead
 from drafters.mtp_checkpoints import load_mtp
-from drafters.mtp_spec import block_config, mtp_target
+from drafters.mtp_spec import MtpReading, block_config, mtp_target
 from drafters.oracle import oracle_drafts
 
 ROWS = 23
@@ -189,7 +189,7 @@ def test_the_other_concat_order_is_seen(name: str, tmp_path: Path, tiny_case: Ca
 def test_feedback_is_chosen_by_the_spec(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case("glm4_moe")
     x = torch.randn(3, 32)
-    post, pre = load(case, tmp_path / "a"), load(case, tmp_path / "b", feedback="pre_norm")
+    post, pre = load(case, tmp_path / "a"), load(case, tmp_path / "b", reading=MtpReading(feedback="pre_norm"))
     assert torch.equal(post.feedback(x), post.norm(x))
     assert torch.equal(pre.feedback(x), x)
 

@@ -1,0 +1,135 @@
+"""A module that is read the wrong way is refused; right readings and random weights never are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from shutil import copytree
+from typing import Any
+
+import pytest
+import torch
+from fakes import LetterTokenizer, enlarge, wrap
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from attention.errors import InvalidInputError
+from drafters.errors import HeadLoadError
+from drafters.mtp import MtpHead
+from drafters.mtp_checkpoints import load_mtp
+from drafters.mtp_reading import check_reading, compare_readings
+from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
+from specdec.loading import load_tokenizer
+from specdec.model import SpeculativeModel
+from specdec.models import builtin_path
+from specdec.sampling import SamplingParams
+from specdec.selftest import read_text, self_test_head
+
+FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
+MODULE = "model.layers.12."
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, MtpHead]:
+    """The built-in target and its module: trained weights."""
+    folder = builtin_path("gsm-deepseek")
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (head,) = load_mtp(folder, mtp_target(model), torch.float32, "cpu")
+    return model, head
+
+
+@pytest.fixture(scope="module")
+def text(pair: tuple[Any, MtpHead]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids [T] of a text and the target's states on it [T, H], as the self-test takes them."""
+    with torch.no_grad():
+        return read_text(pair[0], load_tokenizer("gsm-deepseek"))
+
+
+def copy_with(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """The built-in checkpoint with other tensors."""
+    copytree(builtin_path("gsm-deepseek"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def swap_halves(tensors: dict[str, torch.Tensor]) -> None:
+    """Planted: a checkpoint whose projection was trained as [hidden, embedding]."""
+    name = f"{MODULE}eh_proj.weight"
+    tensors[name] = torch.cat(tensors[name].chunk(2, dim=1)[::-1], dim=1).contiguous()
+
+
+def open_mtp(target: str | Path, **options: Any) -> SpeculativeModel:
+    sizes = {"num_speculative_tokens": 3, "max_model_len": 128, "max_num_seqs": 1}
+    return SpeculativeModel.from_pretrained(target, "mtp", **{**sizes, **options})
+
+
+def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
+    found = compare_readings(pair[1], *text, 3)
+    assert [(c.option, c.other) for c in found] == [("mtp_concat", "hidden_first"), ("mtp_feedback", "pre_norm")]
+    assert all(c.chosen_nats < c.other_nats < c.limit * 3 and not c.other_is_right for c in found)
+    assert open_mtp("gsm-deepseek").head is not None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_first": True}, "Give mtp_concat='embedding_first'"),
+        ({"feedback": "pre_norm"}, "Give mtp_feedback='post_norm'"),
+    ],
+)
+def test_each_wrong_reading_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
+    (head,) = load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")
+    check_reading(head, *text, 3)
+    head.spec = replace(head.spec, **changes)
+    with pytest.raises(HeadLoadError, match=message):
+        check_reading(head, *text, 3)
+
+
+def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_it(tmp_path: Path) -> None:
+    folder = copy_with(tmp_path / "swapped", swap_halves)
+    with pytest.raises(HeadLoadError, match=r"Give mtp_concat='hidden_first'"):
+        open_mtp(folder)
+    model = open_mtp(folder, mtp_concat="hidden_first")
+    right = open_mtp("gsm-deepseek")
+    assert isinstance(model.head, MtpHead) and model.head.spec.hidden_first
+    params = SamplingParams(max_new_tokens=16, return_drafts=True)
+    ours, theirs = (m.generate("Anna has 3 apples.", params)[0] for m in (model, right))
+    assert ours.drafts == theirs.drafts and ours.token_ids == theirs.token_ids
+
+
+def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
+    with pytest.raises(HeadLoadError, match=r"Give mtp_feedback='post_norm'"):
+        open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=2)
+    model = open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=1)
+    assert isinstance(model.head, MtpHead) and model.head.spec.feedback == "pre_norm"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("std", [0.02, 0.5, 1.5])
+def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    case = tiny_case(name, context=0.2)
+    (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")
+    for seed in range(4):
+        enlarge(head, seed, std)
+        self_test_head(head, case.model, LetterTokenizer(), 3)
+
+
+def test_without_a_norm_or_a_second_draft_nothing_is_fed_back(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    ids, states = torch.arange(20), torch.randn(20, 32)
+    for name, num_drafts in (("ernie", 3), ("deepseek_v3", 1)):
+        case = tiny_case(name)
+        (head,) = load_mtp(case.write(tmp_path / name), mtp_target(case.model), torch.float32, "cpu")
+        assert [c.option for c in compare_readings(head, ids, states, num_drafts)] == ["mtp_concat"]
+
+
+def test_options_that_do_not_fit(tiny_case: Callable[..., Any]) -> None:
+    with pytest.raises(InvalidInputError, match=r"mtp_feedback='post'.*post_norm, pre_norm"):
+        MtpReading(feedback="post")  # type: ignore[arg-type]
+    with pytest.raises(InvalidInputError, match="no multi-token-prediction module; leave them out"):
+        SpeculativeModel.from_pretrained("gsm-llama", "auto", mtp_feedback="pre_norm")
+    case = tiny_case("deepseek_v3")
+    with pytest.raises(InvalidInputError, match="loaded already"):
+        wrap(case.model, MtpHead(MtpSpec(), mtp_target(case.model)), mtp_concat="hidden_first")
