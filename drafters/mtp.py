@@ -12,6 +12,7 @@ the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-pr
 from __future__ import annotations
 
 import copy
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -96,17 +97,25 @@ class MtpHead(nn.Module):
         Returns:
             The block output [T, H], before the final norm.
         """
+        with self.attending(attend):
+            return self.run_block(token_ids, hidden, positions)
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the block's attention with `attend`, for a while."""
+        return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
         embedded = self.enorm(F.embedding(token_ids, self.target_embedding).to(hidden.dtype))
         state = self.hnorm(hidden)
         pair = (state, embedded) if self.spec.hidden_first else (embedded, state)
         x = self.eh_proj(torch.cat(pair, dim=-1))[None]  # [1, T, H]
-        with self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value)):
-            out = self.block(
-                x,
-                attention_mask=None,
-                position_embeddings=self.rotary(x, positions[None]),
-                position_ids=positions[None],
-            )
+        out = self.block(
+            x,
+            attention_mask=None,
+            position_embeddings=self.rotary(x, positions[None]),
+            position_ids=positions[None],
+        )
         return (out[0] if isinstance(out, tuple) else out)[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

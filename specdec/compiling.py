@@ -8,7 +8,7 @@ over the compiler's graph leaves one of the equal products. In eager code it is 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from attention.opaque import Channel, opaque_attend
-from drafters.base import Head
+from drafters.base import Attend, Head
+from drafters.mtp import MtpHead
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
@@ -169,21 +170,43 @@ class HeadPasses:
         self.head = head
         self.channel = Channel()
 
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the passes' attention with `attend`, for a while."""
+        return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
     def first(
         self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tapped [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
-        x = self.head.forward(token_ids, self.head.fuse(tapped), positions, self._attend)
+        x = self._forward(token_ids, self.head.fuse(tapped), positions)
         return self._choose(x.index_select(0, last_row))
 
     def step(
         self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
-        return self._choose(self.head.forward(token_ids, self.head.feedback(x), positions, self._attend))
+        return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self.head.forward(token_ids, hidden, positions, self._attend)
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, self.head.to_target_ids(self.head.logits(x).argmax(-1))
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
+
+
+class MtpPasses(HeadPasses):
+    """The same for a module whose block is a transformers layer, with the attention port that such layers call."""
+
+    def __init__(self, head: MtpHead) -> None:
+        super().__init__(head)
+        self._module = head
+
+    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
+        """See `HeadPasses.carrying`."""
+        return self._module.attending(attend)
+
+    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return self._module.run_block(token_ids, hidden, positions)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -19,9 +20,18 @@ from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from attention.staging import StagingArena
 from drafters.chain import Draft, FirstPass, first_pass, paged_attend
 from drafters.eagle3 import Eagle3Head
-from specdec.compiling import HeadPasses, compiled_model, compiler_settings, fuse_siblings, store_angles
+from drafters.mtp import MtpHead
+from specdec.compiling import (
+    HeadPasses,
+    MtpPasses,
+    compiled_model,
+    compiler_settings,
+    fuse_siblings,
+    store_angles,
+)
 from specdec.config import EngineConfig
 from specdec.executor import Drafter, EagerExecutor, Verification
+from specdec.experts import using_capturable_experts
 from specdec.fields import draft_fields, graph_bucket, target_fields
 from specdec.padding import (
     empty_round,
@@ -147,7 +157,7 @@ class GraphExecutor:
         device = target.hf_model.device
         self._draft_arena = StagingArena(draft_fields(), self._layouts[self._rows()[0]], device)
         self._target_arena = StagingArena(target_fields(), self._layouts[self._rows()[0]], device)
-        with torch.no_grad(), compiler_settings():
+        with torch.no_grad(), compiler_settings(), using_capturable_experts(*self._modules()):
             fused = self._fuse()
             store_angles(target.hf_model)
             self._model = compiled_model(target.hf_model)
@@ -235,6 +245,10 @@ class GraphExecutor:
         graphs = self._buckets[rows].draft
         assert graphs is not None
         return graphs
+
+    def _modules(self) -> list[torch.nn.Module]:
+        head = None if self._drafter is None else self._drafter.head
+        return [self._target.hf_model, *([head] if isinstance(head, torch.nn.Module) else [])]
 
     def _rows(self) -> tuple[int, ...]:
         return graph_rows(self._config.max_num_seqs, self._query_len)
@@ -343,14 +357,13 @@ class _Passes:
 
 
 def _passes(drafter: Drafter) -> _Passes:
-    """EAGLE heads are compiled; a head that runs a transformers layer of its own runs as it is."""
-    plain = HeadPasses(drafter.head)
-    if not isinstance(drafter.head, Eagle3Head):
+    """EAGLE heads and modules of transformers layers are compiled; any other head runs as it is."""
+    plain = MtpPasses(drafter.head) if isinstance(drafter.head, MtpHead) else HeadPasses(drafter.head)
+    if not isinstance(drafter.head, (Eagle3Head, MtpHead)):
         return _Passes(plain.first, plain.step, plain)
     options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
     return _Passes(torch.compile(plain.first, **options), torch.compile(plain.step, **options), plain)
 
 
-def _carrying(passes: _Passes, runner: GroupRunner, planned: PlannedBatch) -> Any:
-    attend = paged_attend(runner, planned)
-    return passes.plain.channel.carrying(lambda layer, q, k, v, sinks: attend(layer, q, k, v))
+def _carrying(passes: _Passes, runner: GroupRunner, planned: PlannedBatch) -> AbstractContextManager[None]:
+    return passes.plain.carrying(paged_attend(runner, planned))
