@@ -112,7 +112,7 @@ class FlashInferBuilder:
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
-        for part in _split(metadata):
+        for part in split_batch(metadata):
             kernel = self._rings[self._route(part)].next()
             kernel.plan(part)
             planned.append((kernel, kernel.generation, slice(part.start, part.stop)))
@@ -159,7 +159,7 @@ class FixedBuilder:
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays."""
-        self._part = part = _whole(metadata)
+        self._part = part = whole_batch(metadata)
         self._kernel.plan(part)
         return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
 
@@ -176,7 +176,8 @@ class FixedBuilder:
         )
 
 
-def _whole(metadata: CommonAttentionMetadata) -> Part:
+def whole_batch(metadata: CommonAttentionMetadata) -> Part:
+    """All rows as one part."""
     host = metadata.host
     return Part(
         host.query_start_loc,
@@ -191,13 +192,13 @@ def _whole(metadata: CommonAttentionMetadata) -> Part:
     )
 
 
-def _split(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
+def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
     """Decode first: the leading rows with short queries, then everything from the first long one on."""
     host = metadata.host
     is_long = host.query_lens > _SHORT_QUERY
     cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
     if cut in (0, host.num_reqs):
-        return (_whole(metadata),)
+        return (whole_batch(metadata),)
     token = int(host.query_start_loc[cut])
     first, rest = slice(0, cut), slice(cut, host.num_reqs)
     starts, rest_starts = slice(0, cut + 1), slice(cut, host.num_reqs + 1)

@@ -53,6 +53,7 @@ class Kernel:
         """Builds FlashInfer's kernel when it is not built yet (tens of seconds)."""
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
+        self.route = route
         self.generation = 0
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)

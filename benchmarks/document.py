@@ -1,10 +1,12 @@
-"""The one JSON line that a benchmark ends in."""
+"""The JSON lines that a benchmark ends in, and where its numbers come from."""
 
 from __future__ import annotations
 
 import json
+import os
 import platform
 import subprocess
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +16,32 @@ import torch
 import transformers
 
 
-def publish(document: dict[str, Any], out: Path | None) -> None:
-    """Add versions, machine and commit; print the line, and write it to `out` when there is one."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    facts = {
+def provenance() -> dict[str, Any]:
+    """Versions, machine, GPU where there is one, and commit (SPECDEC_COMMIT where the tree is no git checkout)."""
+    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    facts: dict[str, Any] = {
         "python": platform.python_version(),
         "numpy": np.__version__,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "machine": platform.machine(),
-        "commit": commit.stdout.strip() or None,
+        "commit": os.environ.get("SPECDEC_COMMIT") or git.stdout.strip() or None,
     }
-    line = json.dumps(document | facts)
+    if torch.cuda.is_available():
+        facts |= {"gpu": torch.cuda.get_device_name(), "flashinfer": _flashinfer_version()}
+    return facts
+
+
+def publish(document: dict[str, Any], out: Path | None) -> None:
+    """Add the provenance; print the line, and write it to `out` when there is one."""
+    line = json.dumps(document | provenance())
     click.echo(line)
     if out is not None:
         out.write_text(line + "\n", encoding="utf-8")
+
+
+def _flashinfer_version() -> str | None:
+    try:
+        return version("flashinfer-python")
+    except PackageNotFoundError:
+        return None

@@ -10,7 +10,7 @@ import torch
 
 from attention.backend import PlanKey
 from attention.errors import UnsupportedAttentionError
-from attention.flashinfer_backend import _split, check_supported, kernel_name, routes
+from attention.flashinfer_backend import check_supported, kernel_name, routes, split_batch
 from attention.kv_cache import FP8, CacheGroup, KVFormat
 from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from drafters.inputs import rows_batch
@@ -69,14 +69,14 @@ def metadata(query_lens: list[int]) -> CommonAttentionMetadata:
 
 @pytest.mark.parametrize("query_lens", [[1, 6, 16], [17, 40], [17, 1, 3]])
 def test_one_kind_of_rows_is_one_part(query_lens: list[int]) -> None:
-    (part,) = _split(metadata(query_lens))
+    (part,) = split_batch(metadata(query_lens))
     assert (part.start, part.stop) == (0, sum(query_lens))
 
 
 @pytest.mark.parametrize(("query_lens", "cut"), [([1, 6, 40], 2), ([4, 20, 2, 30], 1)])
 def test_rows_before_the_first_long_one_are_planned_apart(query_lens: list[int], cut: int) -> None:
     batch = metadata(query_lens)
-    short, long = _split(batch)
+    short, long = split_batch(batch)
     assert (short.start, short.stop, long.start) == (0, sum(query_lens[:cut]), sum(query_lens[:cut]))
     assert long.stop == sum(query_lens)
     for part, rows in ((short, slice(0, cut)), (long, slice(cut, None))):

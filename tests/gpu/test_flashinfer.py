@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import torch
 from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.errors import InvariantError, UnsupportedAttentionError
-from attention.kv_cache import CacheGroup
+from attention.kv_cache import FP8, CacheGroup, KVFormat
 from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.runner import GroupRunner, PlannedBatch
 from attention.torch_backend import TorchBackend
@@ -19,12 +21,17 @@ from drafters.inputs import rows_batch
 
 CUDA = torch.device("cuda")
 NUM_PAGES = 1200
+MODEL_FORMAT = KVFormat()
 LIMIT = {torch.bfloat16: 3e-3, torch.float16: 1e-3}
+ROUNDING = 0.06
+"""What e4m3 rounding of normally distributed keys and values may change: each rounds by 2.6 % rms."""
 
 DECODE = ([1, 1, 1, 1], [0, 15, 16, 777])
 VERIFY = ([6, 6, 4, 1, 6], [31, 0, 1023, 160, 62])
 PROMPT = ([300, 17, 64], [0, 47, 5])
 MIXED = ([4, 1, 200, 3, 33], [500, 80, 0, 14, 128])
+LONG = ([600, 513], [0, 333])
+BEFORE_LONG = ([4, 1, 900], [500, 80, 130])
 
 
 def plan_key(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: object) -> PlanKey:
@@ -48,15 +55,23 @@ def metadata_of(batch: HostBatch) -> CommonAttentionMetadata:
 class Pair:
     """The same cache contents under FlashInfer and under the reference, and one batch's inputs."""
 
-    def __init__(self, key: PlanKey, dtype: torch.dtype, page_size: int = 16, layout: str = "NHD") -> None:
+    def __init__(
+        self,
+        key: PlanKey,
+        dtype: torch.dtype,
+        page_size: int = 16,
+        layout: str = "NHD",
+        format: KVFormat = MODEL_FORMAT,
+    ) -> None:
         from attention.flashinfer_backend import FlashInferBackend
 
-        group = CacheGroup("test", (key,), NUM_PAGES * 16 // page_size, page_size, layout)  # type: ignore[arg-type]
+        group = CacheGroup("test", (key,), NUM_PAGES * 16 // page_size, page_size, layout, format)  # type: ignore[arg-type]
         self.key = key
         self.dtype = dtype
         self.flashinfer = GroupRunner(FlashInferBackend(CUDA), group, dtype, CUDA)
         self.reference = GroupRunner(TorchBackend(CUDA), group, dtype, CUDA)
         generator = torch.Generator(CUDA).manual_seed(1)
+        self.sinks = torch.randn(key.num_q_heads, generator=generator, device=CUDA).to(dtype) if key.has_sinks else None
         for ours, other in zip(self.flashinfer.layers, self.reference.layers, strict=True):
             for mine, theirs in ((ours.keys, other.keys), (ours.values, other.values)):
                 mine.copy_(torch.randn(mine.shape, generator=generator, device=CUDA, dtype=torch.float32))
@@ -71,12 +86,18 @@ class Pair:
 
     def expected(self, metadata: CommonAttentionMetadata, states: list[torch.Tensor]) -> torch.Tensor:
         query, key, value = states
-        return self.reference.attend(self.reference.plan(metadata), 0, query.float(), key, value)
+        return self.reference.attend(self.reference.plan(metadata), 0, query.float(), key, value, self.sinks)
 
     def error(self, batch: HostBatch) -> float:
         metadata, states = metadata_of(batch), self.states(batch.num_tokens)
-        out = self.flashinfer.attend(self.flashinfer.plan(metadata), 0, *states)
+        query, key, value = states
+        out = self.flashinfer.attend(self.flashinfer.plan(metadata), 0, query, key, value, self.sinks)
         return relative_error(out, self.expected(metadata, states))
+
+    def assert_same_caches(self) -> None:
+        for mine, theirs in zip(self.flashinfer.layers, self.reference.layers, strict=True):
+            for a, b in ((mine.keys, theirs.keys), (mine.values, theirs.values)):
+                assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -88,8 +109,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
     pair = Pair(plan_key(), dtype)
     assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype]
-    for mine, theirs in zip(pair.flashinfer.layers, pair.reference.layers, strict=True):
-        assert torch.equal(mine.keys, theirs.keys) and torch.equal(mine.values, theirs.values)
+    pair.assert_same_caches()
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
@@ -109,6 +129,71 @@ def test_head_dims_windows_and_softcap(dim: int, options: dict[str, object]) -> 
     pair = Pair(plan_key((8, 2), dim, **options), torch.bfloat16)
     assert pair.error(host_batch(*VERIFY, 16)) <= 3e-3
     assert pair.error(host_batch(*MIXED, 16)) <= 3e-3
+
+
+@pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+@pytest.mark.parametrize(
+    ("dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
+)
+@pytest.mark.parametrize("scales", [(), ((0.7, 1.3),)], ids=["unscaled", "scaled"])
+def test_a_cache_in_8_bits(
+    batch: tuple[list[int], list[int]], dim: int, dtype: torch.dtype, scales: tuple[tuple[float, float], ...]
+) -> None:
+    """The same bytes are written as by the reference, and read alike."""
+    pair = Pair(plan_key((8, 2), dim), dtype, format=KVFormat(FP8, scales))
+    assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype] * 1.3
+    pair.assert_same_caches()
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_8_bits_with_window_and_softcap(layout: str) -> None:
+    pair = Pair(plan_key(window=100, softcap=20.0), torch.bfloat16, 32, layout, KVFormat(FP8, ((1.1, 0.9),)))
+    assert pair.error(host_batch(*MIXED, 32)) <= 4e-3
+
+
+def test_what_8_bits_change_is_their_rounding() -> None:
+    batch = host_batch([300, 64, 17], [0, 0, 0], 16)
+    rounded, exact = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8)), Pair(plan_key(), torch.bfloat16)
+    metadata, states = metadata_of(batch), exact.states(batch.num_tokens)
+    out = rounded.flashinfer.attend(rounded.flashinfer.plan(metadata), 0, *states)
+    assert 5e-3 < relative_error(out, exact.expected(metadata, states)) <= ROUNDING
+
+
+def test_a_forgotten_scale_shows() -> None:
+    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8, ((0.7, 1.3),)))
+    pair.flashinfer.layers = tuple(replace(layer, key_scale=1.0) for layer in pair.flashinfer.layers)
+    assert pair.error(host_batch(*VERIFY, 16)) > 4e-3
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
+def test_attention_sinks(batch: tuple[list[int], list[int]], window: int | None) -> None:
+    pair = Pair(plan_key((64, 8), 64, window=window, has_sinks=True), torch.bfloat16)
+    assert pair.error(host_batch(*batch, 16)) <= 3e-3
+    assert pair.sinks is not None
+    pair.sinks = torch.zeros_like(pair.sinks)
+    with_others = pair.expected(metadata_of(host_batch(*DECODE, 16)), pair.states(4))
+    pair.sinks += 2
+    assert relative_error(pair.expected(metadata_of(host_batch(*DECODE, 16)), pair.states(4)), with_others) > 3e-3
+
+
+def routes_of(pair: Pair, batch: HostBatch) -> list[str]:
+    return [kernel.route for kernel, _, _ in pair.flashinfer.plan(metadata_of(batch)).plans[pair.key].parts]
+
+
+@pytest.mark.parametrize(("batch", "routes"), [(LONG, ["fa3"]), (BEFORE_LONG, ["fa2", "fa3"]), (MIXED, ["fa2", "fa2"])])
+def test_long_prompt_chunks_take_fa3(batch: tuple[list[int], list[int]], routes: list[str]) -> None:
+    pair = Pair(plan_key(), torch.bfloat16)
+    assert routes_of(pair, host_batch(*batch, 16)) == routes
+    assert pair.error(host_batch(*batch, 16)) <= 3e-3
+
+
+@pytest.mark.parametrize("options", [{"dim": 64}, {"dim": 128, "window": 100, "softcap": 20.0}])
+@pytest.mark.parametrize("page_size", [1, 64])
+def test_fa3_variants(options: dict[str, Any], page_size: int) -> None:
+    pair = Pair(plan_key((8, 2), **options), torch.bfloat16, page_size)
+    assert routes_of(pair, host_batch(*LONG, page_size)) == ["fa3"]
+    assert pair.error(host_batch(*LONG, page_size)) <= 3e-3
 
 
 def test_the_comparison_can_fail() -> None:
@@ -155,10 +240,13 @@ def check_mode_on():  # type: ignore[no-untyped-def]
         yield
 
 
-@pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (1, 6), (8, 6), (32, 1), (8, 4)])
-def test_graph_equals_eager(rows: int, query_len: int) -> None:
+@pytest.mark.parametrize(
+    ("rows", "query_len", "cache"),
+    [(1, 1, None), (1, 6, None), (8, 6, None), (32, 1, None), (8, 4, None), (8, 6, FP8), (1, 1, FP8)],
+)
+def test_graph_equals_eager(rows: int, query_len: int, cache: torch.dtype | None) -> None:
     """One captured launch, planned anew for other lengths, gives what an eager plan gives."""
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(cache))
     planner = pair.flashinfer.fixed_planner(rows, query_len)
     rng = np.random.default_rng(rows)
     arena, bucket = single_batch_arena(rows, rows * query_len, 64, CUDA)

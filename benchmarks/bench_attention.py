@@ -1,0 +1,170 @@
+"""Planning and running one attention layer: every kernel against the bytes and operations it cannot avoid.
+
+    python benchmarks/bench_attention.py --out benchmarks/results/attention.jsonl
+
+A layer of Llama-3.1-8B's shape (32 query heads, 8 KV heads, head dim 128, pages of 16). Two kinds of batches: rows with
+a few query tokens over a long cache (decoding and verification), bound by the bytes of the cache; and prompt chunks,
+bound by operations. plan_us is the host's median time to plan on an idle device. run_us is the device's: launches over
+as many layers as make the caches larger than the L2 cache, replayed from a CUDA graph, so without launch overhead (the
+torch reference runs without a graph). The floor is bytes over the copy rate or operations over the matmul rate, both
+measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+import torch
+from attention_arms import CUDA, PAGE_SIZE, Arm, Case, Scene, arms, make_scene
+from document import provenance
+
+from attention.kv_cache import FP8
+
+_REPEATS = 15
+_WORKSPACE_BYTES = 256 << 20
+
+
+def plan_us(arm: Arm) -> float:
+    """Median host microseconds of a plan; the device is idle, and earlier copies are done."""
+    times = []
+    for _ in range(_REPEATS + 3):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        arm.plan()
+        times.append(time.perf_counter() - start)
+    return median(times[3:]) * 1e6
+
+
+def run_us(launch: Callable[[], None], launches: int, graph: bool = True) -> float:
+    """Median device microseconds of one of the `launches` that `launch` makes."""
+    launch()
+    torch.cuda.synchronize()
+    replay = _captured(launch) if graph else launch
+    replay()
+    times = []
+    for _ in range(_REPEATS if graph else 3):
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        replay()
+        stop.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(stop) * 1e3 / launches)
+    return median(times)
+
+
+def _captured(launch: Callable[[], None]) -> Callable[[], None]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    return graph.replay
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What this card reaches: bytes a second of a device copy (read and written), operations a second of a matmul."""
+
+    copy: float
+    matmul: float
+
+    def floor_us(self, case: Case) -> float:
+        """The least time of a case."""
+        return max(case.cache_bytes / self.copy, case.operations / self.matmul) * 1e6
+
+
+def measured_rates() -> Rates:
+    """Copy of 2 GiB; matmul of 8192³ in bfloat16 on random data."""
+    a, b = (torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).random_() for _ in range(2))
+    copy = 2 * a.nbytes / (run_us(_eight_times(lambda: a.copy_(b)), 8) * 1e-6)
+    x, y = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
+    z = torch.empty_like(x)
+    matmul = 2 * 8192**3 / (run_us(_eight_times(lambda: torch.mm(x, y, out=z)), 8) * 1e-6)
+    return Rates(copy, matmul)
+
+
+def _eight_times(launch: Callable[[], object]) -> Callable[[], None]:
+    def launches() -> None:
+        for _ in range(8):
+            launch()
+
+    return launches
+
+
+def decode_cases(rows: list[int], contexts: list[int], queries: list[int]) -> Iterator[Case]:
+    """Few query tokens over a long cache, in every pair of dtypes."""
+    pairs = ((torch.bfloat16, torch.bfloat16), (torch.float16, torch.float16), (torch.bfloat16, FP8))
+    for n in rows:
+        for context in contexts:
+            for query in queries:
+                yield from (Case(n, query, context, dtype, cache) for dtype, cache in pairs)
+
+
+def prompt_cases() -> Iterator[Case]:
+    """Prompt chunks: whole prompts, several of them, and the last chunk of a long one."""
+    for rows, query, context in [(1, n, n) for n in (64, 128, 256, 512, 1024, 2048, 4096, 8192)] + [
+        (4, 512, 512),
+        (16, 128, 128),
+        (1, 2048, 8192),
+        (1, 512, 8192),
+    ]:
+        yield Case(rows, query, context, torch.bfloat16, torch.bfloat16)
+
+
+def measure(arm: Arm, name: str, scene: Scene) -> dict[str, float]:
+    """Plan and run one arm."""
+    planning = plan_us(arm)
+    layers = scene.layers[:1] if name == "torch" else scene.layers
+
+    def launch() -> None:
+        for layer in layers:
+            arm.run(layer)
+
+    return {"plan_us": round(planning, 1), "run_us": round(run_us(launch, len(layers), name != "torch"), 2)}
+
+
+def numbers(text: str) -> list[int]:
+    """Comma-separated numbers."""
+    return [int(n) for n in text.split(",")]
+
+
+def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, Any]]:
+    """Measure every arm of every case, one line each."""
+    workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=CUDA)
+    for case in cases:
+        scene = make_scene(case)
+        dtypes = {name: str(getattr(case, name)).removeprefix("torch.") for name in ("dtype", "cache")}
+        shape = {name: getattr(case, name) for name in ("rows", "query", "context")}
+        for route, arm in arms(scene, workspace, kind == "prompt"):
+            floor = {} if route == "write" else {"floor_us": round(rates.floor_us(case), 2)}
+            yield {"kind": kind, "route": route, **shape, **dtypes, **measure(arm, route, scene), **floor}
+
+
+@click.command(help=__doc__)
+@click.option("--rows", default="1,8,32,128", show_default=True)
+@click.option("--context", default="512,2048,8192", show_default=True)
+@click.option("--query", default="1,6", show_default=True)
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")
+def main(rows: str, context: str, query: str, out: Path) -> None:
+    """Measure and write as measured."""
+    torch.manual_seed(0)
+    rates = measured_rates()
+    common = {"benchmark": "attention", "heads": (32, 8), "head_dim": 128, "page_size": PAGE_SIZE}
+    common |= {"copy_tb_s": rates.copy / 1e12, "matmul_tflops": rates.matmul / 1e12, **provenance()}
+    decoding = decode_cases(numbers(rows), numbers(context), numbers(query))
+    found = chain(lines(prompt_cases(), "prompt", rates), lines(decoding, "decode", rates))
+    with out.open("w", encoding="utf-8") as file:
+        for line in found:
+            file.write(json.dumps(common | line) + "\n")
+            file.flush()
+            click.echo(" ".join(f"{name}={value}" for name, value in line.items()))
+
+
+if __name__ == "__main__":
+    main()
