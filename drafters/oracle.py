@@ -10,6 +10,7 @@ import torch
 
 from attention.torch_backend import attend as dense_attend
 from drafters.base import Attend, Head
+from drafters.mtp_modules import MtpStack
 
 
 def oracle_drafts(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, num_drafts: int) -> list[int]:
@@ -33,6 +34,31 @@ def oracle_drafts(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, num
         drafts.append(int(head.to_target_ids(head.logits(last).argmax(-1))[0]))
         ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
         hidden = torch.cat([hidden, head.feedback(last)])
+    return drafts
+
+
+def oracle_module_drafts(stack: MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> list[int]:
+    """As `oracle_drafts`, for M modules: every module runs every row of every prefix.
+
+    A request with fewer than M committed states has too few rows for some modules: it gets at most L+1 drafts.
+
+    Args:
+        token_ids: [L+1] int64; states: [L, H] the target's states after its final norm.
+    """
+    most = num_drafts if len(states) >= stack.num_modules else len(states) + 1
+    ids, base = token_ids, states
+    drafts: list[int] = []
+    for step in range(min(num_drafts, most)):
+        hidden, rows, m = base, len(base), step % stack.num_modules
+        positions = torch.arange(rows, device=ids.device)
+        for k in range(m + 1):
+            module = stack.module(k)
+            x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, _full_attend(module, rows))
+            hidden = module.feedback(x)
+        drafts.append(int(module.logits(x[-1:]).argmax(-1)[0]))
+        ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
+        if m == stack.num_modules - 1:
+            base = torch.cat([base, hidden[-stack.num_modules :]])
     return drafts
 
 
