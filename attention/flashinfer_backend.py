@@ -42,7 +42,7 @@ FA3_QUERY = 512
 """Prompt chunks of at least this many tokens a row on average take fa3."""
 _HOPPER = (9, 0)
 
-log = logging.getLogger("specdec.attention")
+log = logging.getLogger("specdec")
 
 
 def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:

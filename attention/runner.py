@@ -49,6 +49,11 @@ class GroupRunner:
         self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.plan_keys)}
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
+    @property
+    def routes(self) -> tuple[str, ...]:
+        """Which kernels serve the group, in words; equal ones once."""
+        return tuple(dict.fromkeys(self._backend.route(self.group, key, self._dtype) for key in self._builders))
+
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every distinct PlanKey. No device synchronisation."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})

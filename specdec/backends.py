@@ -1,16 +1,35 @@
-"""Which attention backend a device gets. Chosen by the user or by the device, never by an exception."""
+"""Which attention backend a device gets, and how its cache is stored. Chosen by the user or by the device, never by an
+exception."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from importlib.util import find_spec
 
 import torch
 
 from attention.backend import AttentionBackend
+from attention.kv_cache import FP8, KVFormat
 from attention.torch_backend import TorchBackend
 from specdec.errors import InvalidInputError
 
 BACKENDS = ("auto", "torch", "flashinfer")
+KV_CACHE_DTYPES = {"auto": None, "fp8": FP8}
+
+
+def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
+    """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
+
+    Args:
+        dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales.
+        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere.
+
+    Raises:
+        InvalidInputError: an unknown name, scales without fp8, or scales that are none.
+    """
+    if dtype not in KV_CACHE_DTYPES:
+        raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(KV_CACHE_DTYPES)}")
+    return KVFormat(KV_CACHE_DTYPES[dtype], tuple((pair[0], pair[1]) for pair in scales or ()))
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:

@@ -123,15 +123,18 @@ def _print_stream(model: SpeculativeModel, prompts: list[Any], params: SamplingP
                 done.append(update.completion)
         click.echo()
     if stats:
-        _print_stats(done)
+        _print_stats(model, done)
 
 
-def _print_stats(completions: list[Completion]) -> None:
+def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None:
     from rich.console import Console
 
-    from specdec.tables import stats_table
+    from specdec.tables import route_rows, stats_table
 
-    Console(stderr=True).print(stats_table(completions))
+    table = stats_table(completions)
+    for name, value in route_rows(model.describe()):
+        table.add_row(name, value)
+    Console(stderr=True).print(table)
 
 
 @click.command()

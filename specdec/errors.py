@@ -25,6 +25,10 @@ class CacheTooSmallError(InvalidInputError):
     """The KV cache cannot hold even one such request."""
 
 
+class OutOfDeviceMemoryError(SpecdecError):
+    """The device ran out of memory while the engine was built; the message names what takes it."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
@@ -36,6 +40,7 @@ __all__ = [
     "InvalidInputError",
     "InvariantError",
     "ModelLoadError",
+    "OutOfDeviceMemoryError",
     "OutOfPagesError",
     "SpecdecError",
     "SpecdecWarning",

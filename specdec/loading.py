@@ -25,6 +25,7 @@ from drafters.fields import HeadReport
 from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
 from drafters.mtp_spec import MtpReading, mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.memory import check_weights_fit
 from specdec.models import builtin_names, builtin_path
 from specdec.target import TargetProbe
 
@@ -71,7 +72,7 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     """Load a causal language model through transformers.
 
     Raises:
-        ModelLoadError: it is missing or transformers cannot load it.
+        ModelLoadError: it is missing, transformers cannot load it, or the device has no room for it.
     """
     path = resolve(name)
     try:
@@ -83,6 +84,7 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
             f"({', '.join(_BUILTIN_HEADS)})."
         ) from error
+    check_weights_fit(model, device, str(name))
     return model.to(device).eval()  # type: ignore[arg-type]
 
 

@@ -12,26 +12,30 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from attention.backend import AttentionBackend, GraphBackend
-from attention.kv_cache import CacheGroup
+from attention.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp_spec import Concat, Feedback, MtpReading
-from specdec.backends import make_backend
+from specdec.backends import kv_format, make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
 from specdec.errors import InvalidInputError, SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
+from specdec.facts import facts_of
 from specdec.generation_config import eos_ids, from_generation_config
 from specdec.loading import load_head, open_target, open_tokenizer
+from specdec.memory import memory_named
+from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts, encode_prompts
 from specdec.request import Completion, Update
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test, self_test_head
-from specdec.sizes import cache_tokens, num_drafts
+from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.target import Target, TargetProbe, probe_target
 from specdec.verify import read_outcome
 
+MODEL_FORMAT = KVFormat()
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
 
 
@@ -55,6 +59,7 @@ class SpeculativeModel:
         config: sizes and limits of the engine.
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
+        runners: attention of the target and, with a head, of the head.
     """
 
     def __init__(
@@ -66,12 +71,14 @@ class SpeculativeModel:
         config: EngineConfig,
         cuda_graphs: bool = False,
         read: ReadOutcome = read_outcome,
+        format: KVFormat = MODEL_FORMAT,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
         Args:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
             read: the round's device-to-host read; see `Engine`.
+            format: how the target's keys and values are stored.
 
         Raises:
             UnsupportedModelError: the target would come out wrong.
@@ -83,18 +90,22 @@ class SpeculativeModel:
         self.config = config
         self.backend_name = backend.name
         taps = () if head is None else tuple(head.taps)
-        runner = _runner(backend, "target", tuple(c.plan_key for c in probed.calls), config, probed.model)
+        runner = _runner(backend, "target", tuple(c.plan_key for c in probed.calls), config, probed.model, format)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
+        log.info("self-test")
         self.self_test_error = self_test(self.target)
         drafter = None
         if head is not None:
-            drafter = Drafter(head, _runner(backend, "head", tuple(head.plan_keys), config, probed.model))
+            head_runner = _runner(backend, "head", tuple(head.plan_keys), config, probed.model, MODEL_FORMAT)
+            drafter = Drafter(head, head_runner)
+        self.runners = (runner,) if drafter is None else (runner, drafter.runner)
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
         self._inboxes: dict[int, deque[Update]] = {}
 
     @classmethod
+    @startup_progress()
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel,
@@ -110,6 +121,8 @@ class SpeculativeModel:
         max_num_batched_tokens: int = 2048,
         page_size: int = 16,
         kv_cache_tokens: int | None = None,
+        kv_cache_dtype: str = "auto",
+        kv_cache_scales: Sequence[tuple[float, float]] | None = None,
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool = False,
         mtp_concat: Concat = "auto",
@@ -133,6 +146,10 @@ class SpeculativeModel:
             page_size: tokens a page of the KV cache.
             kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most what
                 gpu_memory_utilization leaves on a GPU and 1 GiB on CPU.
+            kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
+                changes what the model says a little; with and without speculation it still says the same.
+            kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
+                1.0 everywhere, which cuts off values beyond ±448.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs (FlashInfer only). Experimental: faster, but not
                 yet shown on a GPU to draft what the eager road drafts.
@@ -144,15 +161,19 @@ class SpeculativeModel:
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
-            InvalidInputError: an option outside what is allowed.
+            InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
+        stored = kv_format(kv_cache_dtype, kv_cache_scales)
+        log.info("loading the target")
         model, name = open_target(target, dtype, device)
         tokenizer = open_tokenizer(tokenizer, name)
         backend_ = make_backend(backend, model.device)
         probed = probe_target(model)
+        log.info("loading the head")
         head = None if draft is None else load_head(draft, name, probed, MtpReading(mtp_concat, mtp_feedback))
         length = max_model_len_of(max_model_len, model)
-        tokens = cache_tokens(kv_cache_tokens, probed, head, max_num_seqs * length, gpu_memory_utilization)
+        per_token, place = cache_token_bytes(probed, head, stored), model.device
+        tokens = cache_tokens(kv_cache_tokens, place, per_token, max_num_seqs * length, gpu_memory_utilization)
         config = EngineConfig(
             num_speculative_tokens=num_drafts(num_speculative_tokens, head),
             max_model_len=length,
@@ -166,7 +187,8 @@ class SpeculativeModel:
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         if cuda_graphs and not isinstance(backend_, GraphBackend):
             raise InvalidInputError(f"cuda_graphs=True needs backend='flashinfer', not {backend_.name!r}")
-        return cls(probed, tokenizer, head, backend_, config, cuda_graphs)
+        with memory_named(place, tokens, per_token):
+            return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -221,22 +243,7 @@ class SpeculativeModel:
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
-        head = self.head
-        return {
-            "target": self.hf_model.name_or_path or type(self.hf_model).__name__,
-            "architecture": type(self.hf_model).__name__,
-            "parameters": sum(p.numel() for p in self.hf_model.parameters()),
-            "vocab_size": self.target.vocab_size,
-            "num_layers": len(self.target.runner.group.plan_keys),
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "device": str(self.device),
-            "backend": self.backend_name,
-            "self_test_error": self.self_test_error,
-            "head": None if head is None else type(head).__name__,
-            "taps": None if head is None else list(head.taps),
-            "draft_vocab_size": None if head is None else head.draft_vocab_size,
-            "engine": dict(vars(self.config)),
-        }
+        return facts_of(self)
 
     def _requests(self, ids: list[list[int]], params: Params) -> list[tuple[list[int], SamplingParams, int]]:
         """(prompt, params, sample index) of every request."""
@@ -278,9 +285,14 @@ class SpeculativeModel:
 
 
 def _runner(
-    backend: AttentionBackend, name: str, plan_keys: tuple[Any, ...], config: EngineConfig, model: PreTrainedModel
+    backend: AttentionBackend,
+    name: str,
+    plan_keys: tuple[Any, ...],
+    config: EngineConfig,
+    model: PreTrainedModel,
+    format: KVFormat,
 ) -> GroupRunner:
-    group = CacheGroup(name, plan_keys, config.num_pages, config.page_size)
+    group = CacheGroup(name, plan_keys, config.num_pages, config.page_size, format=format)
     return GroupRunner(backend, group, model.dtype, model.device)
 
 

@@ -38,6 +38,21 @@ _MODEL_OPTIONS = (
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),
+    click.option(
+        "--kv-cache-dtype",
+        type=click.Choice(["auto", "fp8"]),
+        default="auto",
+        show_default=True,
+        help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
+    ),
+    click.option("--kv-cache-tokens", type=click.IntRange(1), help="Size of the KV cache (default: what fits)."),
+    click.option(
+        "--gpu-memory-utilization",
+        type=click.FloatRange(0, 1, min_open=True),
+        default=0.9,
+        show_default=True,
+        help="Share of the GPU's memory that model, cache and graphs may take together.",
+    ),
     click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
@@ -63,6 +78,9 @@ def load_model(
     max_num_seqs: int,
     mtp_concat: Concat,
     mtp_feedback: Feedback,
+    kv_cache_dtype: str,
+    kv_cache_tokens: int | None,
+    gpu_memory_utilization: float,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading import has_builtin_head
@@ -80,4 +98,7 @@ def load_model(
         max_num_seqs=max_num_seqs,
         mtp_concat=mtp_concat,
         mtp_feedback=mtp_feedback,
+        kv_cache_dtype=kv_cache_dtype,
+        kv_cache_tokens=kv_cache_tokens,
+        gpu_memory_utilization=gpu_memory_utilization,
     )

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
-from attention.kv_cache import bytes_per_token
+from attention.kv_cache import KVFormat, bytes_per_token
 from drafters.base import Head
-from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.errors import InvalidInputError
+from specdec.memory import cache_room, check_cache_fits, check_utilization
 from specdec.target import TargetProbe
 
 DEFAULT_DRAFTS = 5
 _CPU_CACHE_BYTES = 1 << 30
-_GPU_RESERVE_BYTES = 4 << 30
 
 
 def num_drafts(asked: int | None, head: Head | None) -> int:
@@ -44,33 +44,26 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     return asked
 
 
-def cache_tokens(asked: int | None, probed: TargetProbe, head: Head | None, wanted: int, utilization: float) -> int:
+def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) -> int:
+    """Bytes of one token in the caches of the target (stored as `format` says) and of the head."""
+    dtype = probed.model.dtype
+    target = bytes_per_token(tuple(c.plan_key for c in probed.calls), format.dtype_for(dtype))
+    return target + (0 if head is None else bytes_per_token(tuple(head.plan_keys), dtype))
+
+
+def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, wanted: int, utilization: float) -> int:
     """Tokens of the KV cache: what was asked for, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
 
     Raises:
         InvalidInputError: a count below 1, or a utilization outside (0, 1].
-        CacheTooSmallError: the GPU has no room for a cache.
+        CacheTooSmallError: the GPU has no room for a cache, or not for the one asked for.
     """
+    check_utilization(utilization)
     if asked is not None:
         if asked < 1:
             raise InvalidInputError(f"kv_cache_tokens={asked}: allowed is 1 or more")
+        check_cache_fits(device, asked, token_bytes)
         return asked
-    keys = tuple(c.plan_key for c in probed.calls) + (() if head is None else tuple(head.plan_keys))
-    token_bytes = bytes_per_token(keys, probed.model.dtype)
-    if probed.model.device.type != "cuda":
+    if device.type != "cuda":
         return min(wanted, _CPU_CACHE_BYTES // token_bytes)
-    return min(wanted, _gpu_room(probed.model.device, utilization, token_bytes) // token_bytes)
-
-
-def _gpu_room(device: torch.device, utilization: float, token_bytes: int) -> int:
-    if not 0 < utilization <= 1:
-        raise InvalidInputError(f"gpu_memory_utilization={utilization}: allowed is more than 0, at most 1")
-    free, total = torch.cuda.mem_get_info(device)
-    room = int(free - (1 - utilization) * total) - _GPU_RESERVE_BYTES
-    if room < token_bytes:
-        raise CacheTooSmallError(
-            f"no room for a KV cache: {free / 2**30:.1f} of {total / 2**30:.1f} GiB are free and "
-            f"{_GPU_RESERVE_BYTES >> 30} GiB are kept for activations and graphs; raise gpu_memory_utilization="
-            f"{utilization} or take a smaller model"
-        )
-    return room
+    return min(wanted, cache_room(device, utilization, token_bytes) // token_bytes)

@@ -46,6 +46,16 @@ def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
     ]
 
 
+def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
+    """What served the attention, and whether rounds ran from graphs."""
+    rows = [(f"attention of the {group}", route) for group, route in facts["attention"].items()]
+    graphs = facts["graphs"]
+    if graphs is None:
+        return [*rows, ("CUDA graphs", "none")]
+    made = f"{graphs['graphs']} for {', '.join(map(str, graphs['rows']))} rows"
+    return [*rows, ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")]
+
+
 def facts_table(facts: dict[str, Any]) -> Table:
     """A description, one fact a row; nested mappings are indented."""
     table = Table(show_header=False)
