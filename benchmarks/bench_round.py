@@ -36,7 +36,7 @@ from specdec.config import EngineConfig
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 from specdec.target import probe_target
-from specdec.verify import read_outcome
+from specdec.verify import unpack_outcome
 
 
 @dataclass
@@ -47,9 +47,9 @@ class SyntheticRead:
     rng: np.random.Generator
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
-    def __call__(self, packed: torch.Tensor, num_drafts: np.ndarray) -> Outcome:
+    def __call__(self, packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
         """packed [J, 2n+2], num_drafts [J] -> the verdict with drawn acceptance."""
-        real = read_outcome(packed, num_drafts)
+        real = unpack_outcome(packed, num_drafts)
         now = time.perf_counter()
         rows = np.arange(len(num_drafts))
         drawn = (self.rng.random(real.drafts.shape) < self.rate).cumprod(1).sum(1)

@@ -18,16 +18,16 @@ from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
-from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_arrays
+from specdec.round import DraftArrays, TargetArrays, Verified, draft_arrays, sampling_round, step_arrays, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
 from specdec.target import Target
 from specdec.text import StopFinder, TextStream, Tokenizer
 from specdec.uniforms import request_key
-from specdec.verify import read_outcome
+from specdec.verify import unpack_outcome
 
-ReadOutcome = Callable[[torch.Tensor, np.ndarray], Outcome]
+ReadOutcome = Callable[[np.ndarray, np.ndarray], Outcome]
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,13 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int],
         executor: Executor | None = None,
-        read: ReadOutcome = read_outcome,
+        read: ReadOutcome = unpack_outcome,
     ) -> None:
         """Make an engine with no requests.
 
         Args:
             executor: how rounds run on the device; default operator by operator.
-            read: the round's device-to-host read, (packed verdict, num_drafts [J]) -> Outcome.
+            read: what the round's device-to-host read says, (packed verdict, num_drafts [J]) -> Outcome.
         """
         self.config = config
         self.stats = EngineStats()
@@ -150,11 +150,11 @@ class Engine:
         inflight = self._inflight
         verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
         self._count(device_to_host=1)
-        outcome = self._read(verification.packed, inflight.target.num_drafts)
+        outcome = self._read(verification.packed.wait(), inflight.target.num_drafts)
         owners = self._owners()
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
-        self._inflight = self._launch(self._executor.verified(verified, inflight.device), verification.tapped)
+        self._inflight = self._launch(self._executor.verified(verified, inflight.device), verification)
         return self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -165,29 +165,39 @@ class Engine:
                 self._scheduler.remove(request)
         self._settle()
 
-    def _launch(self, verified: Verified | None, tapped: torch.Tensor | None = None) -> _Inflight | None:
-        """Schedule, pages, arrays, the one copy to the device, and the draft loop."""
+    def _launch(self, verified: Verified | None, last: Verification | None = None) -> _Inflight | None:
+        """Schedule, pages, the draft loop, and the next verification's arrays."""
         preempted = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
         self._count(preemptions=self._scheduler.num_preemptions - preempted)
         if schedule is None:
             return None
-        tables = self._block_tables(schedule)
-        page_size = self.config.page_size
-        draft = None
-        if verified is not None and tables.head is not None:
-            draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
-        target = target_arrays(schedule, self._table, tables.target, page_size)
+        transfers, tables = self._executor.transfers, self._block_tables(schedule)
+        draft, drafted = self._draft(schedule, tables, verified, last)
+        target = target_arrays(schedule, self._table, tables.target, self.config.page_size, tables.head)
         sampling = sampling_round(target, schedule, self._table)
-        transfers = self._executor.transfers
         device = self._executor.send(draft, target, sampling)
-        transfers = self._executor.transfers - transfers
         self._table.mark_batch(schedule.rows)
+        transfers = self._executor.transfers - transfers
         self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=transfers)
-        drafted = None if tapped is None else self._executor.draft(device, tapped)
+        if draft is not None and last is not None:
+            drafted = self._executor.draft(device, last.tapped)
         # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None
         return _Inflight(schedule, target, device, drafted, verification)
+
+    def _draft(
+        self, schedule: Schedule, tables: _Tables, verified: Verified | None, last: Verification | None
+    ) -> tuple[DraftArrays | None, Draft | None]:
+        """The draft loop: launched already where its first pass ran behind the verification, else its arrays."""
+        if verified is None or last is None or tables.head is None:
+            return None, None
+        page_size = self.config.page_size
+        if last.draft_on is None:
+            return draft_arrays(verified, schedule, self._table, tables.head, page_size), None
+        if not schedule.num_drafting:
+            return None, None
+        return None, last.draft_on(step_arrays(schedule, self._table, tables.head, page_size))
 
     def _owners(self) -> list[Request | None]:
         """The request of each judged row; None for one that was aborted or stopped meanwhile."""

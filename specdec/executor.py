@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,7 +14,8 @@ from drafters.base import Head
 from drafters.chain import Draft, draft_chain
 from specdec.config import EngineConfig
 from specdec.fields import largest_bucket, round_bucket, round_fields
-from specdec.round import DeviceRound, DraftArrays, SamplingRound, TargetArrays, Verified, send_round
+from specdec.readback import HostReads, Readback
+from specdec.round import DeviceRound, DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified, send_round
 from specdec.target import Target
 from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge
 
@@ -28,13 +30,18 @@ class Drafter:
 
 @dataclass(frozen=True)
 class Verification:
-    """What a target forward decided; on the device.
+    """What a target forward decided.
 
-    packed: [J, 2n+2] int64, see `specdec.verify.judge`. tapped: [T, A·Ht], valid until the next forward.
+    Attributes:
+        packed: [J, 2n+2] int64 on its way to the host, see `specdec.verify.judge`.
+        tapped: [T, A·Ht] on the device, valid until the next forward.
+        draft_on: where the head's first pass runs behind the verification already: launches the further draft steps.
+            None where the draft loop starts from `tapped`.
     """
 
-    packed: torch.Tensor
+    packed: Readback
     tapped: torch.Tensor
+    draft_on: Callable[[StepArrays], Draft] | None = None
 
 
 class Executor(Protocol):
@@ -48,13 +55,13 @@ class Executor(Protocol):
         """A verification after its commit, with the token rows where the executor put them."""
 
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> Any:
-        """Lay out a round and send it. What needs nothing further may be launched here."""
+        """Lay out a round and send it; `draft` is None when no draft loop starts from tapped states."""
 
     def draft(self, round_: Any, tapped: torch.Tensor) -> Draft | None:
-        """Launch the draft loop; None when the round has none."""
+        """Launch the draft loop that was sent; None when the round has none."""
 
     def verify(self, round_: Any, draft: Draft | None) -> Verification:
-        """Launch the target forward and the verdict."""
+        """Launch the target forward and the verdict, and start reading it."""
 
 
 class EagerExecutor:
@@ -64,6 +71,7 @@ class EagerExecutor:
         self.target = target
         self.drafter = drafter
         self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
+        self.reads = HostReads(config.max_num_seqs * 2 * (config.num_speculative_tokens + 1), target.hf_model.device)
         self._vocab = self._draft_vocab()
 
     @property
@@ -91,7 +99,7 @@ class EagerExecutor:
         """See `Executor.verify`."""
         planned = self.target.runner.plan(round_.metadata)
         output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
-        return Verification(self.judge(output.logits, round_, draft), output.tapped)
+        return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
 
     def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
         """logits [R', V] of the judged rows -> the packed verdict."""

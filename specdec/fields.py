@@ -20,6 +20,14 @@ def draft_fields() -> list[Field]:
         *batch_fields("first"),
         *(Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")),
         Field("first.last_row", np.int64, ("first.rows",)),
+        *step_fields(),
+    ]
+
+
+def step_fields() -> list[Field]:
+    """The arrays of the draft steps after the first pass."""
+    return [
+        Field("step.sources", np.int64, ("first.rows",)),
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
         Field("step.block_table", np.int32, ("first.rows", "first.pages")),
         Field("step.page_indices", np.int32, ("drafts", "first.rows_times_pages")),
@@ -39,6 +47,15 @@ def target_fields() -> list[Field]:
         *(Field(f"target.{name}", np.int64, ("target.tokens",)) for name in per_token),
         Field("target.logit_index", np.int64, ("target.rows", "drafts_plus_1")),
         Field("target.num_drafts", np.int64, ("target.rows",)),
+    ]
+
+
+def head_fields() -> list[Field]:
+    """What a verification needs of the head's pages, so that the first pass can run right behind it."""
+    return [
+        Field("head.block_table", np.int32, ("target.rows", "target.pages")),
+        Field("head.slot_mapping", np.int64, ("target.tokens",)),
+        Field("head.page_indices", np.int32, ("target.rows_times_pages",)),
     ]
 
 
@@ -65,9 +82,8 @@ def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
 
 def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
     """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
-    tokens = rows * (config.num_speculative_tokens + 1)
-    first = (rows, max(tokens, config.max_num_batched_tokens))
-    return _bucket((rows, tokens), first, _most_pages(config), config.num_speculative_tokens)
+    size = (rows, rows * (config.num_speculative_tokens + 1))
+    return _bucket(size, size, _most_pages(config), config.num_speculative_tokens)
 
 
 def largest_bucket(config: EngineConfig) -> Bucket:

@@ -33,7 +33,7 @@ from specdec.selftest import self_test, self_test_head
 from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.target import Target, TargetProbe, probe_target
-from specdec.verify import read_outcome
+from specdec.verify import unpack_outcome
 
 MODEL_FORMAT = KVFormat()
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
@@ -70,7 +70,7 @@ class SpeculativeModel:
         backend: AttentionBackend,
         config: EngineConfig,
         cuda_graphs: bool = False,
-        read: ReadOutcome = read_outcome,
+        read: ReadOutcome = unpack_outcome,
         format: KVFormat = MODEL_FORMAT,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.

@@ -13,26 +13,32 @@ from dataclasses import replace
 
 import numpy as np
 
-from attention.batch import HostBatch
-from drafters.inputs import DraftSteps, KeptRows, rows_batch
-from specdec.round import DraftArrays, TargetArrays, Verified
+from attention.batch import HostBatch, slots_of
+from drafters.inputs import DraftSteps, rows_batch
+from specdec.round import StepArrays, TargetArrays, Verified
 
 
-def uniform_batch(batch: HostBatch, rows: int, query_len: int) -> HostBatch:
+def uniform_batch(batch: HostBatch, block_table: np.ndarray, rows: int, query_len: int) -> HostBatch:
     """A batch of at most `rows` rows with at most `query_len` tokens each -> exactly that many.
 
-    Rows that are added read the null page only.
+    Rows that are added read the null page only. block_table: [B, P] the rows' pages, of the group that will attend.
     """
-    start = np.zeros(rows, np.int32)
-    start[: batch.num_reqs] = batch.num_computed_tokens
-    seq_lens = start + np.int32(query_len)
+    count, offsets = batch.num_reqs, np.arange(query_len)
+    start = np.zeros(rows, np.int64)
+    start[:count] = batch.num_computed_tokens
+    own = np.zeros((rows, query_len), bool)
+    own[:count] = offsets < batch.query_lens[:, None]
+    positions = np.where(own, start[:, None] + offsets, 0)
+    seq_lens = (start + query_len).astype(np.int32)
+    table = _larger(block_table, rows, -(-int(seq_lens.max()) // batch.page_size))
+    slots = np.where(own, slots_of(table, np.arange(rows)[:, None], positions, batch.page_size), 0)
     return HostBatch(
         query_start_loc=np.arange(0, rows * query_len + 1, query_len, dtype=np.int32),
         seq_lens=seq_lens,
-        num_computed_tokens=start,
-        block_table=_larger(batch.block_table, rows, -(-int(seq_lens.max()) // batch.page_size)),
-        slot_mapping=spread(batch.slot_mapping, batch.query_lens, rows, query_len),
-        positions=spread(batch.positions, batch.query_lens, rows, query_len),
+        num_computed_tokens=start.astype(np.int32),
+        block_table=table,
+        slot_mapping=slots.reshape(-1),
+        positions=positions.reshape(-1),
         page_size=batch.page_size,
     )
 
@@ -60,16 +66,22 @@ def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetArr
     places = np.arange(rows * query_len, dtype=np.int64).reshape(rows, query_len)
     num_drafts = np.zeros(rows, np.int64)
     num_drafts[: len(target.num_drafts)] = target.num_drafts
-    return TargetArrays(
-        batch=uniform_batch(target.batch, rows, query_len),
+    return replace(
+        target,
+        batch=uniform_batch(target.batch, target.batch.block_table, rows, query_len),
         token_ids=spread(target.token_ids, target.batch.query_lens, rows, query_len),
         draft_places=places[:, 1:].reshape(-1),
         draft_sources=np.arange(rows * (query_len - 1), dtype=np.int64),
-        judged=target.judged,
         judged_rows=places.reshape(-1),
         logit_index=places,
         num_drafts=num_drafts,
     )
+
+
+def uniform_head(target: TargetArrays, rows: int, query_len: int) -> HostBatch:
+    """The same token rows on the head's pages: its first pass before anybody knows what was accepted."""
+    assert target.head_table is not None
+    return uniform_batch(target.batch, target.head_table, rows, query_len)
 
 
 def uniform_verified(verified: Verified, query_len: int) -> Verified:
@@ -82,29 +94,7 @@ def uniform_verified(verified: Verified, query_len: int) -> Verified:
     )
 
 
-def first_pass_fits(draft: DraftArrays, query_len: int) -> bool:
-    """Whether the first pass reads drafting rows only, with at most `query_len` tokens each."""
-    lens = draft.first.query_lens
-    return len(lens) == draft.num_drafting and int(lens.max(initial=0)) <= query_len
-
-
-def uniform_first(draft: DraftArrays, rows: int, query_len: int) -> DraftArrays:
-    """The first pass in the fixed shape."""
-    lens = draft.first.query_lens
-    last = np.arange(0, rows * query_len, query_len, dtype=np.int64)
-    last[: len(lens)] += lens - 1
-    batch = uniform_batch(draft.first, rows, query_len)
-    indices = spread(draft.kept.token_indices, lens, rows, query_len)
-    return replace(
-        draft,
-        kept=KeptRows(batch.query_start_loc, indices, last),
-        token_ids=spread(draft.token_ids, lens, rows, query_len),
-        first=batch,
-        num_drafting=rows,
-    )
-
-
-def uniform_steps(draft: DraftArrays, rows: int, num_steps: int) -> DraftArrays:
+def uniform_steps(draft: StepArrays, rows: int, num_steps: int) -> StepArrays:
     """The draft steps as [num_steps, rows]; what is added stands on the null page."""
     steps = draft.steps
     padded = DraftSteps(
@@ -113,7 +103,9 @@ def uniform_steps(draft: DraftArrays, rows: int, num_steps: int) -> DraftArrays:
         seq_lens=_corner(steps.seq_lens, num_steps, rows, 1),
         slots=_corner(steps.slots, num_steps, rows, 0),
     )
-    return replace(draft, steps=padded)
+    sources = np.zeros(rows, np.int64)
+    sources[: len(draft.sources)] = draft.sources
+    return replace(draft, steps=padded, sources=sources, block_table=_larger(draft.block_table, rows, 1))
 
 
 def _corner(array: np.ndarray, rows: int, columns: int, fill: int | bool) -> np.ndarray:
@@ -123,11 +115,11 @@ def _corner(array: np.ndarray, rows: int, columns: int, fill: int | bool) -> np.
     return out
 
 
-def empty_round(page_size: int) -> tuple[DraftArrays, TargetArrays]:
+def empty_round(page_size: int) -> tuple[StepArrays, TargetArrays]:
     """A round without rows: padded, it is what graphs are captured on."""
-    none = np.zeros(0, np.int64)
+    none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     nothing = np.zeros((0, 0), np.int64)
-    batch = rows_batch(np.zeros(1, np.int32), none, np.zeros((0, 1), np.int32), page_size)
     steps = DraftSteps(nothing.astype(bool), nothing, nothing.astype(np.int32), nothing)
-    draft = DraftArrays(KeptRows(batch.query_start_loc, none, none), none, batch, steps, 0)
-    return draft, TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none)
+    batch = rows_batch(np.zeros(1, np.int32), none, table, page_size)
+    target = TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none, table)
+    return StepArrays(steps, none, table, page_size), target

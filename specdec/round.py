@@ -39,28 +39,38 @@ class Verified:
 
 
 @dataclass(frozen=True)
+class StepArrays:
+    """Host arrays of the draft steps after the first pass.
+
+    Attributes:
+        steps: of the R drafting rows. sources: [R] int64 their rows in the last verification.
+        block_table: [R, P] of the head's pages.
+    """
+
+    steps: DraftSteps
+    sources: np.ndarray
+    block_table: np.ndarray
+    page_size: int
+
+    @cached_property
+    def batches(self) -> tuple[HostBatch, ...]:
+        """The attention of every step."""
+        return tuple(step_batch(self.steps, j, self.block_table, self.page_size) for j in range(self.steps.num_steps))
+
+
+@dataclass(frozen=True)
 class DraftArrays:
     """Host arrays of one draft loop: first pass over the kept rows, then the steps of the R drafting rows."""
 
     kept: KeptRows
     token_ids: np.ndarray
     first: HostBatch
-    steps: DraftSteps
-    num_drafting: int
+    steps: StepArrays
 
-    @cached_property
-    def step_table(self) -> np.ndarray:
-        """[rows of the steps, P] pages of the drafting rows; rows that are padding have none."""
-        table, rows = self.first.block_table, self.steps.positions.shape[1]
-        if rows <= len(table):
-            return table[:rows]
-        return np.concatenate([table, np.zeros((rows - len(table), table.shape[1]), np.int32)])
-
-    @cached_property
-    def step_batches(self) -> tuple[HostBatch, ...]:
-        """The attention of every step."""
-        steps, table = self.steps, self.step_table
-        return tuple(step_batch(steps, j, table, self.first.page_size) for j in range(steps.num_steps))
+    @property
+    def num_drafting(self) -> int:
+        """R."""
+        return len(self.steps.sources)
 
 
 @dataclass(frozen=True)
@@ -74,6 +84,7 @@ class TargetArrays:
         judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         judged_rows: [R'] int64 token rows whose logits are wanted; logit_index: [J, n+1] int64 into them.
         num_drafts: [J].
+        head_table: [B, P] the rows' pages of the head's group; None without a head.
     """
 
     batch: HostBatch
@@ -84,6 +95,7 @@ class TargetArrays:
     judged_rows: np.ndarray
     logit_index: np.ndarray
     num_drafts: np.ndarray
+    head_table: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -115,14 +127,25 @@ def draft_arrays(
     lens = np.diff(kept.query_start_loc)
     first = rows_batch(kept.query_start_loc, table.computed[rows] - lens, block_table[rows], page_size)
     token_ids = shifted_token_ids(table.tokens, np.repeat(rows, lens), first.positions)
-    num = len(drafting)
-    head_table = first.block_table[:num]
-    steps = draft_steps(table.computed[drafting], schedule.num_drafts[:num], head_table, page_size)
-    return DraftArrays(kept, token_ids, first, steps, num)
+    return DraftArrays(kept, token_ids, first, step_arrays(schedule, table, block_table, page_size))
 
 
-def target_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> TargetArrays:
-    """The next verification. block_table: [R, P] of the target's pages, by RowTable row."""
+def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> StepArrays:
+    """The draft steps of the drafting rows. block_table: [R, P] of the head's pages, by RowTable row."""
+    drafting = schedule.rows[: schedule.num_drafting]
+    pages = block_table[drafting]
+    steps = draft_steps(table.computed[drafting], schedule.num_drafts[: len(drafting)], pages, page_size)
+    return StepArrays(steps, table.previous[drafting], pages, page_size)
+
+
+def target_arrays(
+    schedule: Schedule,
+    table: RowTable,
+    block_table: np.ndarray,
+    page_size: int,
+    head_table: np.ndarray | None = None,
+) -> TargetArrays:
+    """The next verification. block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row."""
     rows, n = schedule.rows, schedule.num_drafts
     lens = schedule.num_new + n
     query_start_loc = np.concatenate([[0], np.cumsum(lens)])
@@ -149,6 +172,7 @@ def target_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, 
         judged_rows=judged_rows.astype(np.int64),
         logit_index=logit_index.astype(np.int64),
         num_drafts=n[judged],
+        head_table=None if head_table is None else head_table[rows],
     )
 
 
@@ -224,7 +248,7 @@ def send_round(
     return replace(
         device,
         first=None if draft is None else first_pass_views(draft, staged),
-        steps=() if draft is None else step_views(draft, staged),
+        steps=() if draft is None else step_views(draft.steps, staged),
         sampling=None if sampling is None else _device_sampling(sampling, staged),
     )
 
@@ -246,12 +270,14 @@ def draft_values(draft: DraftArrays) -> dict[str, np.ndarray]:
     arrays["first.token_ids"] = draft.token_ids
     arrays["first.token_indices"] = draft.kept.token_indices
     arrays["first.last_row"] = draft.kept.last_row[: draft.num_drafting]
-    return arrays | _step_values(draft) if draft.steps.num_steps else arrays
+    return arrays | step_values(draft.steps)
 
 
-def _step_values(draft: DraftArrays) -> dict[str, np.ndarray]:
-    """The steps' arrays, all steps at once."""
-    steps, table, page_size = draft.steps, draft.step_table, draft.first.page_size
+def step_values(draft: StepArrays) -> dict[str, np.ndarray]:
+    """The steps' arrays under their arena names, all steps at once."""
+    steps, table, page_size = draft.steps, draft.block_table, draft.page_size
+    if not steps.num_steps:
+        return {}
     counts = (steps.seq_lens + (page_size - 1)) // page_size  # [K-1, R]
     indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
     np.cumsum(counts, axis=1, out=indptr[:, 1:])
@@ -281,14 +307,14 @@ def first_pass_views(draft: DraftArrays, staged: Staged) -> FirstPass:
     )
 
 
-def step_views(draft: DraftArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+def step_views(draft: StepArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
     """Metadata of every draft step; what does not change from step to step is one view."""
-    if not draft.step_batches:
+    if not draft.batches:
         return ()
     names = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
     per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in names), strict=True)
     shared = (staged["step.query_start_loc"], staged["step.block_table"])
-    return tuple(_step(host, staged, shared, views) for host, views in zip(draft.step_batches, per_step, strict=True))
+    return tuple(_step(host, staged, shared, views) for host, views in zip(draft.batches, per_step, strict=True))
 
 
 def _step(

@@ -67,13 +67,13 @@ class Scheduler:
         """
         schedule = self._running_rows()
         if self._fits(schedule):
-            self._reserve(schedule)
+            self._reserve(schedule.rows, self._target_tokens(schedule))
             schedule = self._with_admitted(schedule)
         else:
             while not self._fits(schedule):
                 self._preempt(self.running[-1])
                 schedule = self._running_rows()
-            self._reserve(schedule)
+            self._reserve(schedule.rows, self._target_tokens(schedule))
         return schedule if len(schedule.rows) else None
 
     def remove(self, request: Request) -> None:
@@ -110,14 +110,13 @@ class Scheduler:
         growth = self.target_pages.growth(schedule.rows.tolist(), self._target_tokens(schedule))
         return growth <= self.target_pages.allocator.num_free
 
-    def _reserve(self, schedule: Schedule) -> None:
-        """Pages of this round. The head never needs more than the target, and its pool is as large."""
-        self.target_pages.resize(schedule.rows.tolist(), self._target_tokens(schedule))
+    def _reserve(self, rows: np.ndarray, tokens: list[int]) -> None:
+        """Pages for `tokens` of each row, in both groups; the head's pool is as large."""
+        self.target_pages.resize(rows.tolist(), tokens)
         if self.head_pages is not None:
-            rows = np.array([r.row for r in self.running if r.num_drafts], np.int64)
-            steps = np.zeros(len(self._table.length), np.int64)
-            steps[schedule.rows] = np.maximum(schedule.num_drafts - 1, 0)
-            self.head_pages.resize(rows.tolist(), (self._table.computed[rows] + steps[rows]).tolist())
+            drafts = self._table.drafts[rows].tolist()
+            wanted = [(row, n) for row, n, k in zip(rows.tolist(), tokens, drafts, strict=True) if k]
+            self.head_pages.resize([row for row, _ in wanted], [n for _, n in wanted])
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -132,7 +131,7 @@ class Scheduler:
             rows.append(request.row)
             chunks.append(min(len(request.committed), budget))
             budget -= chunks[-1]
-        self.target_pages.resize(rows, chunks)
+        self._reserve(np.array(rows, np.int64), chunks)
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
             np.concatenate([schedule.rows, np.array(rows, np.int64)]),

@@ -1,4 +1,4 @@
-"""Verification on the device: target forward, the verdict, and the packing of the round's one device-to-host read."""
+"""Verification on the device: filling in drafts, the verdict, and its packing for the host."""
 
 from __future__ import annotations
 
@@ -95,8 +95,7 @@ def _judge_sampled(
     return accept_sampled(drafts, round_.num_drafts, inputs)
 
 
-def read_outcome(packed: torch.Tensor, num_drafts: np.ndarray) -> Outcome:
-    """The round's one device-to-host read: packed [J, 2n+2] as `judge` made it, of rows with num_drafts [J] drafts."""
-    host: np.ndarray = packed.cpu().numpy()
-    width = host.shape[1] // 2
-    return Outcome(host[:, 0], host[:, 1 : 1 + width], host[:, 1 + width :])
+def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
+    """packed [J, 2n+2] as `judge` made it, on the host, of rows with num_drafts [J] drafts."""
+    width = packed.shape[1] // 2
+    return Outcome(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :])

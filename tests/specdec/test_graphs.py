@@ -13,6 +13,7 @@ import pytest
 import torch
 from fakes import eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
+import specdec.capture
 import specdec.graphs
 from attention.backend import PlanKey
 from attention.batch import HostBatch
@@ -21,7 +22,6 @@ from attention.metadata import CommonAttentionMetadata
 from attention.torch_backend import TorchBackend
 from specdec.graphs import GraphExecutor, graph_rows
 from specdec.sampling import SamplingParams
-from specdec.verify import read_outcome
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
@@ -82,7 +82,7 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
         recorded.append(Replayed(launch))
         return recorded[-1], recorded[-1].result
 
-    monkeypatch.setattr(specdec.graphs, "record", record)
+    monkeypatch.setattr(specdec.capture, "record", record)
     monkeypatch.setattr("attention.staging._RING", 1)
     for name, result in (("memory_reserved", 0), ("graph_pool_handle", None), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
@@ -106,7 +106,6 @@ def with_graphs(head: Any, **options: Any) -> Any:
     executor = GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
     wrapped._engine._executor = executor
     wrapped._engine._launch_ahead = True
-    wrapped._engine._read = lambda packed, n: read_outcome(packed.clone(), n)  # a device-to-host read copies
     return wrapped
 
 

@@ -1,0 +1,47 @@
+"""The round's device-to-host read: started behind the verdict, waited for when the host has nothing else to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+_RING = 2
+
+
+@dataclass(frozen=True)
+class Readback:
+    """A tensor on its way to the host. `copied` is None where nothing travels (CPU)."""
+
+    host: torch.Tensor
+    copied: torch.cuda.Event | None
+
+    def wait(self) -> np.ndarray:
+        """A copy of the tensor. What was launched after the verdict goes on meanwhile."""
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.host.numpy().copy()
+
+
+class HostReads:
+    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later."""
+
+    def __init__(self, max_numel: int, device: torch.device) -> None:
+        """max_numel: elements of the largest tensor that will be read, int64."""
+        self._on_cuda = device.type == "cuda"
+        count = _RING if self._on_cuda else 0
+        self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
+        self._events = [torch.cuda.Event() for _ in range(count)]
+        self._started = 0
+
+    def start(self, packed: torch.Tensor) -> Readback:
+        """packed: int64, any shape. Queues the copy behind what was launched so far."""
+        if not self._on_cuda:
+            return Readback(packed, None)
+        slot = self._started % _RING
+        self._started += 1
+        host = self._pinned[slot][: packed.numel()].view(packed.shape)
+        host.copy_(packed, non_blocking=True)
+        self._events[slot].record()
+        return Readback(host, self._events[slot])
