@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,6 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from drafters.errors import HeadLoadError
 from drafters.fields import check_tensors, lookup
@@ -141,21 +144,42 @@ def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
     """A module's tensors under the names that DeepSeek checkpoints give them; what is the target's is left out.
 
+    A projection that reads [hidden, embedding] is turned round: these checkpoints read [embedding, hidden].
+
     Args:
         layer: N + k, the number of the target's layers plus the module's own.
 
     Raises:
         HeadLoadError: the module has what these checkpoints cannot say.
     """
-    spec = head.spec
-    if spec.hidden_first or not spec.final_norm or spec.projection_bias:
-        raise HeadLoadError(f"a DeepSeek-style module has a final norm and reads [embedding, hidden]; given is {spec}")
+    spec, state = head.spec, head.state_dict()
+    if not spec.final_norm or spec.projection_bias:
+        raise HeadLoadError(f"a DeepSeek-style module has a final norm and no bias in its projection; given is {spec}")
+    if spec.hidden_first:
+        state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
     named = {}
-    for name, tensor in unstack_experts(head.state_dict()).items():
+    for name, tensor in unstack_experts(state).items():
         new = next(prefix for prefix in back if name.startswith(prefix))
         named[f"model.layers.{layer}.{back[new]}{name.removeprefix(new)}"] = tensor.detach().clone()
     return named
+
+
+def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
+    """Write one module as a DeepSeek-style checkpoint of its own: the target's config.json, and the module's tensors.
+
+    Raises:
+        HeadLoadError: see `deepseek_tensors`.
+    """
+    weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
+    config = copy.deepcopy(target.config)
+    config.num_nextn_predict_layers = 1
+    folder = Path(folder)
+    config.save_pretrained(folder)
+    partial = folder / "model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+    return folder
 
 
 def _family(folder: CheckpointFolder) -> Family | None:

@@ -15,12 +15,7 @@ DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 _DRAFT_HELP = "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; none."
-_MODEL_OPTIONS = (
-    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
-    click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
-    click.option(
-        "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
-    ),
+MTP_OPTIONS = (
     click.option(
         "--mtp-concat",
         type=click.Choice(["auto", "embedding_first", "hidden_first"]),
@@ -35,6 +30,14 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="What such a module's next step gets.",
     ),
+)
+_MODEL_OPTIONS = (
+    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
+    click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
+    click.option(
+        "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
+    ),
+    *MTP_OPTIONS,
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),

@@ -6,27 +6,34 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import track
 
-from drafters.base import FINAL_NORM
-from drafters.eagle3 import Eagle3Head
+from drafters.base import FINAL_NORM, Head
+from drafters.checkpoints import save_eagle3
 from drafters.eagle3_spec import Eagle3Spec, default_taps
+from drafters.mtp import MtpHead
+from drafters.mtp_checkpoints import deepseek_tensors, load_mtp, save_mtp
+from drafters.mtp_spec import MtpReading, mtp_target
 from drafters.rope import RopeSpec
 from drafters.training.answers import AnswerSet, answer
 from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
+from drafters.training.state import TrainedHead
 from drafters.training.trainer import TrainingData, TrainResult, train
-from specdec.errors import InvalidInputError
-from specdec.loading import target_facts
+from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.loading import resolve, target_facts
 from specdec.model import SpeculativeModel
 from specdec.prompts import encode_prompts
 from specdec.sampling import SamplingParams
+from specdec.selftest import self_test_head
 from specdec.stats import pool_requests
 from specdec.target import probe_target
 
@@ -125,16 +132,83 @@ def train_eagle3(
         InvalidInputError: the model has a head already, or there are too few questions.
         TrainingDivergedError: the loss is not finite.
     """
-    if model.head is not None:
-        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train a new one")
+    _check_alone(model)
     training, measured = answers.split(held_out, config.seed)
     spec = eagle3_spec(model, shape)
     facts = target_facts(probe_target(model.hf_model))
     head = fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
     features = target_features(model, spec.taps)
     data = TrainingData(training, measured)
-    judge = _judge(model, measured, config.ttt_steps)
-    return train(config, head, data, features, judge, output, console)
+    judge = _judge(model, measured, config.ttt_steps, lambda head: copy.deepcopy(head).to(model.dtype).eval())
+    return train(config, head, data, features, judge, output, console, save=save_eagle3)
+
+
+def train_mtp(
+    model: SpeculativeModel,
+    module: str | Path,
+    answers: AnswerSet,
+    reading: MtpReading,
+    config: TrainConfig,
+    output: Path,
+    *,
+    held_out: int = 256,
+    console: Console,
+) -> TrainResult:
+    """Go on training a multi-token-prediction module on its own outputs, as `train_eagle3` trains a head.
+
+    Released modules were trained for one draft; reused for more, they read their own states, which they never saw.
+
+    Args:
+        model: the target, loaded without a head.
+        module: folder or name of the checkpoint that holds the module, usually the target's own.
+        reading: how to read it.
+        output: gets checkpoints, and in `head/` the finished module as a DeepSeek-style checkpoint of its own.
+
+    Raises:
+        InvalidInputError: the model has a head already, or there are too few questions.
+        HeadLoadError: see `drafters.mtp_checkpoints.load_mtp`; more than one module, or one that cannot be saved.
+        TrainingDivergedError: the loss is not finite.
+    """
+    _check_alone(model)
+    target = mtp_target(model.hf_model)
+    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
+    if len(modules) > 1:
+        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
+    head = modules[0]
+    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
+    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
+    training, measured = answers.split(held_out, config.seed)
+
+    def stored(trained: MtpHead) -> Head:
+        with TemporaryDirectory() as folder:
+            own = MtpReading(feedback=reading.feedback)
+            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
+
+    judge, save = _judge(model, measured, config.ttt_steps, stored), partial(save_mtp, target=target)
+    data, features = TrainingData(training, measured), final_features(model)
+    return train(config, head, data, features, judge, output, console, save=save)
+
+
+def _check_alone(model: SpeculativeModel) -> None:
+    if model.head is not None:
+        raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
+
+
+def final_features(model: SpeculativeModel) -> Features:
+    """The target's states after its final norm and its logits, of right-padded batches."""
+    decoder = model.hf_model.get_decoder()
+
+    @torch.no_grad()
+    def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        caught: list[torch.Tensor] = []
+        hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output[0]))
+        try:
+            logits = model.hf_model(input_ids=token_ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        return caught[0].float(), logits.float()
+
+    return features
 
 
 def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
@@ -159,16 +233,16 @@ def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
 
 
 def _judge(
-    model: SpeculativeModel, measured: AnswerSet, num_drafts: int
-) -> Callable[[Eagle3Head], Mapping[str, float]]:
-    """Acceptance of the finished head in a real engine on held-out prompts."""
+    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
+) -> Callable[[TrainedHead], Mapping[str, float]]:
+    """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
     count = min(len(measured), _JUDGED_PROMPTS)
     prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
 
-    def judge(head: Eagle3Head) -> Mapping[str, float]:
+    def judge(head: TrainedHead) -> Mapping[str, float]:
         trial = SpeculativeModel.from_pretrained(
             model.hf_model,
-            draft=copy.deepcopy(head).to(model.dtype).eval(),
+            draft=finished(head),
             num_speculative_tokens=num_drafts,
             tokenizer=model.tokenizer,
             max_model_len=model.config.max_model_len,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
-from drafters.eagle3 import Eagle3Head
+from drafters.base import Head
 from drafters.training.batches import Batch
 from drafters.training.ttt import shift_left, unroll
 
@@ -64,7 +64,7 @@ def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch
 
 
 def evaluate_batch(
-    head: Eagle3Head, batch: Batch, tapped: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
+    head: Head, batch: Batch, tapped: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
 ) -> Outcome:
     """Run the training-time test on a batch and score every step.
 
@@ -74,7 +74,8 @@ def evaluate_batch(
     Args:
         tapped, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
     """
-    probabilities, known = draft_targets(logits, head.target_ids)
+    ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
+    probabilities, known = draft_targets(logits, ids)
     losses, accepted, possible = [], [], []
     right = torch.ones_like(batch.answer)
     for step, x in enumerate(unroll(head, batch.token_ids, tapped, steps)):

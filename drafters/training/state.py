@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints import save_eagle3
 from drafters.eagle3 import Eagle3Head
+from drafters.mtp import MtpHead
 from drafters.training.config import TrainConfig
+
+TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)
+Save = Callable[[TrainedHead, Path], Path]
+"""Writes a head into a folder, in the layout that its loader reads; returns the folder."""
 
 _FREE = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not touch the result."""
@@ -44,15 +48,22 @@ class Measurement:
 
 
 @dataclass(frozen=True)
-class Learner:
+class Learner(Generic[TrainedHead]):
     """Everything with state in a run."""
 
-    head: Eagle3Head
+    head: TrainedHead
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
 
-def save_checkpoint(folder: Path, step: int, config: TrainConfig, learner: Learner, history: list[Measurement]) -> Path:
+def save_checkpoint(
+    folder: Path,
+    step: int,
+    config: TrainConfig,
+    learner: Learner[TrainedHead],
+    history: list[Measurement],
+    save: Save[TrainedHead],
+) -> Path:
     """Write folder/step-N, whole or not at all: the head in its checkpoint layout, and trainer.pt. Old ones go.
 
     Returns:
@@ -61,7 +72,7 @@ def save_checkpoint(folder: Path, step: int, config: TrainConfig, learner: Learn
     final = folder / f"step-{step:07d}"
     partial = folder / f"{final.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
-    save_eagle3(learner.head, partial)
+    save(learner.head, partial)
     state = {
         "step": step,
         "config": asdict(config),
@@ -86,7 +97,7 @@ def checkpoints(folder: Path) -> list[Path]:
     return [path for _, path in sorted(found.items(), key=lambda item: int(item[0].group(1)))]
 
 
-def restore(folder: Path, config: TrainConfig, learner: Learner) -> tuple[int, list[Measurement]]:
+def restore(folder: Path, config: TrainConfig, learner: Learner[TrainedHead]) -> tuple[int, list[Measurement]]:
     """Put the newest checkpoint's state into `learner`; without a checkpoint nothing changes.
 
     Returns:
@@ -109,7 +120,7 @@ def restore(folder: Path, config: TrainConfig, learner: Learner) -> tuple[int, l
     return state["step"], [Measurement(**measurement) for measurement in state["history"]]
 
 
-def _check_same_run(path: Path, state: dict[str, Any], config: TrainConfig, head: Eagle3Head) -> None:
+def _check_same_run(path: Path, state: dict[str, Any], config: TrainConfig, head: torch.nn.Module) -> None:
     now = asdict(config)
     differing = {
         name: (value, now.get(name))

@@ -1,27 +1,26 @@
-"""train: the loop that makes an EAGLE-3 head."""
+"""train: the loop that makes a head of any family."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, Generic
 
 import torch
 from rich.console import Console
 from transformers import get_cosine_schedule_with_warmup
 
-from drafters.checkpoints import save_eagle3
-from drafters.eagle3 import Eagle3Head
 from drafters.training.answers import AnswerSet
 from drafters.training.batches import Batch, held_out_batches, training_batches
 from drafters.training.config import TrainConfig
 from drafters.training.display import TrainingDisplay
 from drafters.training.errors import TrainingDivergedError
 from drafters.training.objective import Features, Outcome, evaluate_batch
-from drafters.training.state import Learner, Measurement, restore, save_checkpoint
+from drafters.training.state import Learner, Measurement, Save, TrainedHead, restore, save_checkpoint
 
-Evaluate = Callable[[Eagle3Head], Mapping[str, float]]
+Evaluate = Callable[[TrainedHead], Mapping[str, float]]
 """Judges a trained head, for example by drafting with a real engine: name -> number."""
 
 
@@ -48,21 +47,24 @@ class TrainResult:
 
 def train(
     config: TrainConfig,
-    head: Eagle3Head,
+    head: TrainedHead,
     data: TrainingData,
     features: Features,
-    evaluate: Evaluate,
+    evaluate: Evaluate[TrainedHead],
     output: Path,
     console: Console,
+    *,
+    save: Save[TrainedHead],
 ) -> TrainResult:
     """Train a head in place; goes on from the newest checkpoint in `output` when there is one.
 
     Args:
-        head: float32, on the device to train on (see `drafters.training.fresh`).
+        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to go on with.
         features: the target's tapped states and logits of a batch, on the head's device.
         evaluate: judges the finished head.
-        output: gets checkpoints `step-N` and, at the end, `head` in the layout that `load_eagle3` reads.
+        output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
+        save: writes a head in the layout of its family.
 
     Raises:
         InvalidInputError: a checkpoint in `output` belongs to another run.
@@ -72,8 +74,7 @@ def train(
     learner = _learner(config, head)
     done, history = restore(output, config, learner)
     score = _Scorer(config, head, features)
-    device = head.norm.weight.device
-    batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, device, done)
+    batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, score.device, done)
     with TrainingDisplay(console, config.steps, done) as display:
         for step in range(done + 1, config.steps + 1):
             loss = _optimize(config, learner, score(next(batches)).loss)
@@ -81,12 +82,14 @@ def train(
             if step % config.log_every == 0 or _is_due(step, config.held_out_every, config.steps):
                 display.loss(_finite(loss, step))
             if _is_due(step, config.held_out_every, config.steps):
-                judge = evaluate if step == config.steps else _no_evaluation
-                history.append(_measure(config, score, data.held_out, step, loss, judge))
+                measured = _measure(config, score, data.held_out, step, loss)
+                if step == config.steps:
+                    measured = replace(measured, evaluation=dict(_judged(evaluate, head)))
+                history.append(measured)
                 display.measurement(history[-1])
             if _is_due(step, config.checkpoint_every, config.steps):
-                save_checkpoint(output, step, config, learner, history)
-    return TrainResult(save_eagle3(head.eval(), output / "head"), tuple(history))
+                save_checkpoint(output, step, config, learner, history, save)
+    return TrainResult(save(head.eval(), output / "head"), tuple(history))
 
 
 def held_out_acceptance(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
@@ -96,14 +99,14 @@ def held_out_acceptance(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
     return tuple(totals.tolist())
 
 
-class _Scorer:
+class _Scorer(Generic[TrainedHead]):
     """Scores batches: the target's features, then the training-time test under the run's precision."""
 
-    def __init__(self, config: TrainConfig, head: Eagle3Head, features: Features) -> None:
+    def __init__(self, config: TrainConfig, head: TrainedHead, features: Features) -> None:
         self._config = config
-        self.head = head
+        self.head: TrainedHead = head
         self._features = features
-        self.device = head.norm.weight.device
+        self.device = next(head.parameters()).device
         self._autocast = config.bfloat16 and self.device.type == "cuda"
         self._evaluate = torch.compile(evaluate_batch) if config.compile else evaluate_batch
 
@@ -115,7 +118,7 @@ class _Scorer:
             return self._evaluate(self.head, batch, tapped, logits, self._config.ttt_steps, self._config.decay)
 
 
-def _learner(config: TrainConfig, head: Eagle3Head) -> Learner:
+def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -123,7 +126,7 @@ def _learner(config: TrainConfig, head: Eagle3Head) -> Learner:
     return Learner(head, optimizer, get_cosine_schedule_with_warmup(optimizer, config.warmup_steps, config.steps))
 
 
-def _optimize(config: TrainConfig, learner: Learner, loss: torch.Tensor) -> torch.Tensor:
+def _optimize(config: TrainConfig, learner: Learner[Any], loss: torch.Tensor) -> torch.Tensor:
     """One optimizer step; returns the loss, detached."""
     learner.optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -134,19 +137,19 @@ def _optimize(config: TrainConfig, learner: Learner, loss: torch.Tensor) -> torc
 
 
 def _measure(
-    config: TrainConfig, score: _Scorer, held_out: AnswerSet, step: int, loss: torch.Tensor, judge: Evaluate
+    config: TrainConfig, score: _Scorer[Any], held_out: AnswerSet, step: int, loss: torch.Tensor
 ) -> Measurement:
     head = score.head.eval()
     batches = held_out_batches(held_out, config.batch_size, config.pad_multiple, score.device)
     with torch.no_grad():
         acceptance = held_out_acceptance(score(batch) for batch in batches)
-        evaluation = dict(judge(head))
     head.train()
-    return Measurement(step, _finite(loss, step), acceptance, evaluation)
+    return Measurement(step, _finite(loss, step), acceptance)
 
 
-def _no_evaluation(head: Eagle3Head) -> Mapping[str, float]:
-    return {}
+@torch.no_grad()
+def _judged(evaluate: Evaluate[TrainedHead], head: TrainedHead) -> Mapping[str, float]:
+    return evaluate(head.eval())
 
 
 def _finite(loss: torch.Tensor, step: int) -> float:

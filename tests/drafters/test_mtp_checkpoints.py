@@ -178,6 +178,6 @@ def test_exported_names_are_deepseeks(tmp_path: Path, tiny_case: Callable[..., A
     duplicates = {"model.layers.4.embed_tokens.weight", "model.layers.4.shared_head.head.weight"}
     assert written.keys() == case.tensors.keys() - duplicates
     assert all(torch.equal(tensor, case.tensors[name]) for name, tensor in written.items())
-    other = tiny_case("mimo")
+    other = tiny_case("ernie")
     with pytest.raises(HeadLoadError, match="DeepSeek-style"):
         deepseek_tensors(load(other.write(tmp_path / "b"), other), layer=4)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints import TargetFacts, load_eagle3
+from drafters.checkpoints import TargetFacts, load_eagle3, save_eagle3
 from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec
 from drafters.oracle import oracle_drafts
@@ -22,7 +23,8 @@ from drafters.training.config import TrainConfig
 from drafters.training.errors import TrainingDivergedError
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
-from drafters.training.trainer import TrainingData, train
+from drafters.training.trainer import TrainingData
+from drafters.training.trainer import train as train_any
 
 SPEC = Eagle3Spec(
     hidden_size=16,
@@ -46,6 +48,9 @@ CONFIG = TrainConfig(
     checkpoint_every=3,
     log_every=2,
 )
+
+
+train = partial(train_any, save=save_eagle3)
 
 
 class Killed(Exception):
