@@ -37,6 +37,7 @@ _SCRATCH_BYTES = 1 << 20
 _PER_ITEM = (2, 3, 4, 10, 11, 12, 13, 14)
 _PER_SM = (5, 6, 7, 8, 9)
 _ITEM_STARTS = 15
+_ARRAYS = range(2, 16)
 """Places in the planner's answer: 0 and 1 are the grid, 2 … 15 are byte offsets of int32 arrays in the work list (one
 entry a work item, one an SM, or one a cluster and one more), 16 and 17 offsets in the float workspace.
 Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (MLAPlanInfo, MLAPlan)."""
@@ -85,32 +86,59 @@ def work_items(query_lens: Sequence[int] | np.ndarray, num_heads: int, sms: int)
 @lru_cache(maxsize=256)
 def item_offsets(items: int, sms: int, clusters: int) -> tuple[tuple[int, ...], int]:
     """Byte offsets of the fourteen arrays for so many items, in the order of the planner's answer, and their size."""
-    entries = {**dict.fromkeys(_PER_ITEM, items), **dict.fromkeys(_PER_SM, sms), _ITEM_STARTS: clusters + 1}
-    sizes = [-(-entries[place] * 4 // 16) * 16 for place in range(2, 16)]
+    sizes = [-(-_entries(place, items, sms, clusters) * 4 // 16) * 16 for place in _ARRAYS]
     stops = np.cumsum(sizes).tolist()
     return (0, *stops[:-1]), stops[-1]
 
 
-def move_together(scratch: np.ndarray, info: Sequence[int], out: np.ndarray, items: int, sms: int) -> tuple[int, ...]:
-    """Copy the used entries of the planner's arrays to where `item_offsets` puts them.
+def _entries(place: int, items: int, sms: int, clusters: int) -> int:
+    return items if place in _PER_ITEM else sms if place in _PER_SM else clusters + 1
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How plans of one grid are moved together.
+
+    Attributes:
+        answer: the planner's answer as it came; info: the same with the new offsets.
+        items: room for work items; nbytes: of all arrays together.
+        moves: (to, from) views of every array; used: the planner's count of work items, a view of one entry.
+    """
+
+    answer: tuple[int, ...]
+    info: tuple[int, ...]
+    items: int
+    nbytes: int
+    moves: tuple[tuple[np.ndarray, np.ndarray], ...]
+    used: np.ndarray
+
+    def move(self) -> None:
+        """Copy the planner's arrays to their new places; entries past the last item are whatever stood there.
+
+        Raises:
+            InvariantError: there are more items than room.
+        """
+        used = int(self.used[0])
+        require(used <= self.items, f"a plan has {used} work items, its work list room for {self.items}")
+        for to, source in self.moves:
+            np.copyto(to, source)
+
+
+def lay_out(scratch: np.ndarray, answer: Sequence[int], out: np.ndarray, items: int, sms: int) -> Layout:
+    """The layout of `out` for plans that the planner answers with `answer`.
 
     Args:
-        scratch: the planner's buffer, int32; info: its answer [18].
-        out: int32, at least as large as `item_offsets` says.
-        items: entries a work item that `out` is laid out for.
-
-    Returns:
-        The answer with the new offsets.
+        scratch: the planner's buffer, int32; answer: [18] ints; out: int32, at least as large as `item_offsets` says.
+        items: room for work items.
     """
-    clusters = info[1]
-    used = int(scratch[info[_ITEM_STARTS] // 4 + clusters])
-    require(used <= items, f"a plan has {used} work items, its work list room for {items}")
-    offsets, _ = item_offsets(items, sms, clusters)
-    for place, offset in zip(range(2, 16), offsets, strict=True):
-        count = used if place in _PER_ITEM else sms if place in _PER_SM else clusters + 1
-        start = info[place] // 4
-        out[offset // 4 : offset // 4 + count] = scratch[start : start + count]
-    return (*info[:2], *offsets, *info[16:])
+    clusters = answer[1]
+    offsets, nbytes = item_offsets(items, sms, clusters)
+    moves = []
+    for place, offset in zip(_ARRAYS, offsets, strict=True):
+        count, start = _entries(place, items, sms, clusters), answer[place] // 4
+        moves.append((out[offset // 4 :][:count], scratch[start:][:count]))
+    used = scratch[answer[_ITEM_STARTS] // 4 + clusters :][:1]
+    return Layout(tuple(answer), (*answer[:2], *offsets, *answer[16:]), items, nbytes, tuple(moves), used)
 
 
 class WorkList:
@@ -119,7 +147,7 @@ class WorkList:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self._pinned = torch.zeros(nbytes // 4, dtype=torch.int32, pin_memory=True)
         self.host = self._pinned.numpy()
-        self.remote = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self.remote = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
         self.generation = 0
         self._copied = torch.cuda.Event()
         self._copied.record()
@@ -136,7 +164,7 @@ class WorkList:
 
     def send(self, nbytes: int) -> None:
         """Copy the first bytes to the device."""
-        self.remote[:nbytes].view(torch.int32).copy_(self._pinned[: nbytes // 4], non_blocking=True)
+        self.remote[: nbytes // 4].copy_(self._pinned[: nbytes // 4], non_blocking=True)
         self._copied.record()
         self.generation += 1
 
@@ -164,9 +192,8 @@ class LatentKernel:
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_heads = key.num_q_heads
         backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
-        self._module: Any = get_batch_mla_module(
-            backend, dtype, dtype, dtype, torch.int32, LATENT_DIM, ROPE_DIM, False
-        )._module
+        adapted: Any = get_batch_mla_module(backend, dtype, dtype, dtype, torch.int32, LATENT_DIM, ROPE_DIM, False)
+        self._module = adapted._module
         self._workspace = workspace
         self._scratch = torch.zeros(_SCRATCH_BYTES, dtype=torch.uint8)
         self._scratch_entries = self._scratch.numpy().view(np.int32)
@@ -176,32 +203,17 @@ class LatentKernel:
         """Room for plans of so many items."""
         return WorkList(item_offsets(items, self.sms, self.sms)[1], self.device)
 
-    def plan(self, host: HostBatch, work: WorkList, items: int | None, pages: torch.Tensor) -> LatentPlan:
-        """Run the planner over the host arrays and send what it found.
-
-        Args:
-            items: work items that the list is laid out for; None for as many as this batch may have.
-            pages: page_indices on the device.
-
-        Raises:
-            UnsupportedAttentionError: the batch has more tokens than the planner has work items.
-        """
-        most = work_items(host.query_lens, self.num_heads, self.sms)
-        if most > MOST_ITEMS:
-            raise UnsupportedAttentionError(
-                f"{host.num_tokens} tokens of {self.num_heads} heads make {most} work items, FlashInfer's planner has "
-                f"{MOST_ITEMS}; lower max_num_batched_tokens"
-            )
+    def schedule(self, host: HostBatch) -> Sequence[int]:
+        """Run FlashInfer's planner over the host arrays; what it answers. Its arrays stay in the scratch buffer."""
         arrays = (torch.from_numpy(a) for a in (host.query_start_loc, host.page_indptr, host.seq_lens))
-        found, _ = self._module.plan(
+        answer, _ = self._module.plan(
             self._workspace, self._scratch, self._scratch, *arrays, self.num_heads, LATENT_DIM, True
         )
-        info = [int(n) for n in found]
-        laid_out = most if items is None else items
-        work.wait()
-        moved = move_together(self._scratch_entries, info, work.host, laid_out, self.sms)
-        work.send(item_offsets(laid_out, self.sms, info[1])[1])
-        return LatentPlan(self, work, work.generation, moved, pages)
+        return answer
+
+    def lay_out(self, answer: Sequence[int], work: WorkList, items: int) -> Layout:
+        """The layout of a work list for plans with this answer."""
+        return lay_out(self._scratch_entries, [int(n) for n in answer], work.host, items, self.sms)
 
     def run(self, plan: LatentPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
@@ -229,36 +241,63 @@ class LatentBuilder:
         self._ring = [kernel.work_list(MOST_ITEMS) for _ in range(2)]
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
-        """Plan one batch from its host arrays. Never waits for the device."""
+        """Plan one batch from its host arrays. Never waits for the device.
+
+        Raises:
+            UnsupportedAttentionError: the batch has more tokens than the planner has work items.
+        """
+        kernel, host = self._kernel, metadata.host
+        items = work_items(host.query_lens, kernel.num_heads, kernel.sms)
+        if items > MOST_ITEMS:
+            raise UnsupportedAttentionError(
+                f"{host.num_tokens} tokens of {kernel.num_heads} heads make {items} work items, FlashInfer's planner "
+                f"has {MOST_ITEMS}; lower max_num_batched_tokens"
+            )
+        work = self._next_list()
+        layout = kernel.lay_out(kernel.schedule(host), work, items)
+        layout.move()
+        work.send(layout.nbytes)
+        return LatentPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
+
+    def _next_list(self) -> WorkList:
+        """The list planned longest ago; a new one while its copy still waits in the stream."""
         if self._ring[0].ready:
             self._ring.append(self._ring.pop(0))
         else:
             self._ring.append(self._kernel.work_list(MOST_ITEMS))
-        return self._kernel.plan(metadata.host, self._ring[-1], None, metadata.page_indices)
+        return self._ring[-1]
 
 
 class FixedLatentBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same work list."""
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same work list.
+
+    The grid depends on the shape alone, so one layout serves all plans.
+    """
 
     def __init__(self, kernel: LatentKernel, rows: int, query_len: int) -> None:
         self._kernel = kernel
         self._items = work_items([query_len] * rows, kernel.num_heads, kernel.sms)
         self._work = kernel.work_list(self._items)
-        self._last: LatentPlan | None = None
+        self._layout: Layout | None = None
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
         """Plan one batch from its host arrays."""
-        self._last = self._plan(metadata.host, metadata.page_indices)
-        return self._last
+        if self._layout is None:
+            answer = self._kernel.schedule(metadata.host)
+            self._layout = self._kernel.lay_out(answer, self._work, self._items)
+        self.replan(metadata.host)
+        return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, metadata.page_indices)
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
-        assert self._last is not None
-        plan = self._plan(host, self._last.page_indices)
-        require(plan.info == self._last.info, "a plan changed the launch that a graph has captured")
-
-    def _plan(self, host: HostBatch, pages: torch.Tensor) -> LatentPlan:
-        return self._kernel.plan(host, self._work, self._items, pages)
+        assert self._layout is not None
+        answer = self._kernel.schedule(host)
+        if checking():
+            same = tuple(int(n) for n in answer) == self._layout.answer
+            require(same, "a plan changed the launch that a graph has captured")
+        self._work.wait()
+        self._layout.move()
+        self._work.send(self._layout.nbytes)
 
 
 def run_latent(

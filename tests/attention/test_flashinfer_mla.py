@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from attention.backend import PlanKey
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.flashinfer_backend import check_supported
-from attention.flashinfer_mla import item_offsets, move_together, work_items
+from attention.flashinfer_mla import item_offsets, lay_out, work_items
 from attention.kv_cache import CacheGroup
 
 KEY = PlanKey(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
@@ -84,20 +84,24 @@ def planner_answer(used: int, sms: int, clusters: int) -> tuple[np.ndarray, list
 @given(st.integers(1, 300), st.integers(0, 40), st.sampled_from([(132, 132), (132, 66), (7, 3)]))
 def test_moved_arrays_hold_what_the_planner_wrote(used: int, spare: int, grid: tuple[int, int]) -> None:
     sms, clusters = grid
-    scratch, info = planner_answer(used, sms, clusters)
+    scratch, answer = planner_answer(used, sms, clusters)
     offsets, nbytes = item_offsets(used + spare, sms, clusters)
     out = np.full(nbytes // 4, -2, np.int32)
-    moved = move_together(scratch, info, out, used + spare, sms)
-    assert moved[:2] == (1, clusters) and moved[16:] == (7, 8) and moved[2:16] == offsets
+    layout = lay_out(scratch, answer, out, used + spare, sms)
+    assert layout.nbytes == nbytes and layout.answer == tuple(answer)
+    assert layout.info[:2] == (1, clusters) and layout.info[16:] == (7, 8) and layout.info[2:16] == offsets
     assert all(offset % 16 == 0 for offset in offsets)
-    for place in ARRAYS:
-        count = used if place in PER_ITEM else sms if place in PER_SM else clusters + 1
-        start, origin = moved[place] // 4, info[place] // 4
-        assert out[start : start + count].tolist() == scratch[origin : origin + count].tolist()
+    for value in (0, 5):  # one layout serves plan after plan
+        scratch[: answer[STARTS] // 4] += value
+        layout.move()
+        for place in ARRAYS:
+            count = used if place in PER_ITEM else sms if place in PER_SM else clusters + 1
+            start, origin = layout.info[place] // 4, answer[place] // 4
+            assert out[start : start + count].tolist() == scratch[origin : origin + count].tolist()
 
 
 def test_more_items_than_the_list_has_room_for_raise() -> None:
-    scratch, info = planner_answer(20, 132, 132)
+    scratch, answer = planner_answer(20, 132, 132)
     out = np.zeros(item_offsets(19, 132, 132)[1] // 4, np.int32)
     with pytest.raises(InvariantError, match="20 work items"):
-        move_together(scratch, info, out, 19, 132)
+        lay_out(scratch, answer, out, 19, 132).move()

@@ -169,7 +169,8 @@ def test_graph_replays_with_other_lengths_equal_eager(pair: Pair, rows: int, que
         out = pair.flashinfer.attend(plan, 0, *static)
     for longest in (30, 500, 2000 if rows < 16 else 900, 3):
         metadata = stage(batch(longest), arena, bucket)
-        planner.replan(metadata.host)
+        with check_mode(True):
+            planner.replan(metadata.host)
         graph.replay()
         got = out.clone()
         assert torch.equal(got, pair.attend(metadata, static))
@@ -177,15 +178,15 @@ def test_graph_replays_with_other_lengths_equal_eager(pair: Pair, rows: int, que
         assert relative_error(got, pair.expected(metadata, static)) <= LIMIT
 
 
-def test_replanning_behind_a_slow_kernel(pair: Pair) -> None:
+def test_replanning_behind_a_slow_kernel() -> None:
     """Plans made while the stream is far behind must not disturb each other."""
+    pair = Pair()
     batches = [host_batch([4] * 4, [16 * i + j for j in range(4)], seed=i) for i in range(12)]
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
     torch.cuda.synchronize()
     torch.cuda._sleep(200_000_000)
     got = [pair.attend(m, s) for m, s in zip(metadata, states, strict=True)]
-    pair.reference.layers[0].keys.copy_(pair.flashinfer.layers[0].keys)
     for out, m, s in zip(got, metadata, states, strict=True):
         assert relative_error(out, pair.expected(m, s)) <= LIMIT
 
