@@ -21,7 +21,10 @@ from drafters.mtp import MtpHead
 
 
 class MtpStack(nn.Module):
-    """M modules over one target. Layer m of their cache group is module m's."""
+    """M modules over one target. Layer m of their cache group is module m's.
+
+    Taken as a plain `drafters.base.Head` it is its first module, which drafts by itself as well.
+    """
 
     def __init__(self, modules: Sequence[MtpHead]) -> None:
         """Raises HeadLoadError for fewer than two modules: one is a head by itself."""
@@ -46,6 +49,20 @@ class MtpStack(nn.Module):
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
         return tapped
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """The first module's pass; see `MtpHead.forward`."""
+        return self.module(0).forward(token_ids, hidden, positions, attend)
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """The first module's logits."""
+        return self.module(0).logits(x)
+
+    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+        """The first module's feedback."""
+        return self.module(0).feedback(x)
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids are target ids."""

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from drafters.errors import HeadLoadError
 from drafters.mtp import MtpHead
-from drafters.mtp_spec import MtpSpec
-from drafters.training.ttt import unroll
+from drafters.mtp_modules import MtpStack
+from drafters.training.ttt import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
 """The other reading must be better by so many nats a token, and by so many standard errors."""
@@ -60,11 +61,12 @@ class Comparison:
 
 @torch.no_grad()
 def compare_readings(
-    head: MtpHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
+    head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
     """Judge the order of the projection, and where K is two or more, what is fed back.
 
     Args:
+        head: one module, or several that are read in one way.
         token_ids: [T] int64, a text.
         states: [T, H], the target's states after its final norm on that text.
         num_drafts: K.
@@ -73,19 +75,22 @@ def compare_readings(
         One comparison each; none where both readings are one (no final norm), where drafts are never fed back, or
         where the attention is of a kind that the comparison cannot run.
     """
+    modules = tuple(head.module(m) for m in range(head.num_modules)) if isinstance(head, MtpStack) else (head,)
     if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.plan_keys):
         return ()
-    wanted = head.target_choice(states)  # [T]
-    spec = head.spec
-    found = [_compare(head, replace(spec, hidden_first=not spec.hidden_first), token_ids, states, wanted, _FIRST)]
+    spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
+    order = "embedding_first" if spec.hidden_first else "hidden_first"
+    swapped = _read_as(modules, hidden_first=not spec.hidden_first)
+    found = [_compare("mtp_concat", order, modules, swapped, text, _FIRST)]
     if num_drafts > 1 and spec.final_norm:
-        other = replace(spec, feedback="pre_norm" if spec.feedback == "post_norm" else "post_norm")
-        found.append(_compare(head, other, token_ids, states, wanted, _FED_BACK))
+        norm = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
+        drafts = _FED_BACK if len(modules) == 1 else range(2, min(_FED_BACK.stop, len(modules) + 1))
+        found.append(_compare("mtp_feedback", norm, modules, _read_as(modules, feedback=norm), text, drafts))
     return tuple(found)
 
 
-def check_reading(head: MtpHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-    """Refuse a module that is plainly read the wrong way; arguments as for `compare_readings`.
+def check_reading(head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    """Refuse modules that are plainly read the wrong way; arguments as for `compare_readings`.
 
     Raises:
         HeadLoadError: the other reading says the target's tokens far better; the message names the option to change.
@@ -99,34 +104,61 @@ def check_reading(head: MtpHead, token_ids: torch.Tensor, states: torch.Tensor, 
             )
 
 
+@dataclass(frozen=True)
+class _Text:
+    """token_ids [T], the target's states [T, H] and its own choice after each token [T]."""
+
+    token_ids: torch.Tensor
+    states: torch.Tensor
+    wanted: torch.Tensor
+
+
+def _read_as(modules: tuple[MtpHead, ...], **changes: Any) -> tuple[MtpHead, ...]:
+    """The same weights under another reading."""
+    others = tuple(copy.copy(module) for module in modules)
+    for other in others:
+        other.spec = replace(other.spec, **changes)
+    return others
+
+
 def _compare(
-    head: MtpHead, spec: MtpSpec, token_ids: torch.Tensor, states: torch.Tensor, wanted: torch.Tensor, drafts: range
+    option: str, value: str, chosen: tuple[MtpHead, ...], other: tuple[MtpHead, ...], text: _Text, drafts: range
 ) -> Comparison:
-    other = copy.copy(head)
-    other.spec = spec
-    chosen_nats, other_nats = (_nats(each, token_ids, states, wanted, drafts) for each in (head, other))
+    chosen_nats, other_nats = (_nats(each, text, drafts) for each in (chosen, other))
     gain = chosen_nats - other_nats
-    by_order = spec.hidden_first != head.spec.hidden_first
-    order = "hidden_first" if spec.hidden_first else "embedding_first"
     return Comparison(
-        option="mtp_concat" if by_order else "mtp_feedback",
-        other=order if by_order else spec.feedback,
+        option=option,
+        other=value,
         chosen_nats=float(chosen_nats.mean()),
         other_nats=float(other_nats.mean()),
         error=float(gain.std()) / len(gain) ** 0.5,
-        limit=_KNOWS * math.log(head.draft_vocab_size),
+        limit=_KNOWS * math.log(chosen[0].draft_vocab_size),
         num_tokens=len(gain),
     )
 
 
-def _nats(
-    head: MtpHead, token_ids: torch.Tensor, states: torch.Tensor, wanted: torch.Tensor, drafts: range
-) -> torch.Tensor:
+def _nats(modules: tuple[MtpHead, ...], text: _Text, drafts: range) -> torch.Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
-    rows = len(token_ids) - drafts[-1]
-    outputs = unroll(head, token_ids[None], states[None], drafts[-1])
+    rows, last = len(text.token_ids) - drafts[-1], drafts[-1]
+    outputs = _chain(modules, text, last) if len(modules) > 1 else unroll(modules[0], *_batch(text), last)
     nats = []
     for draft in drafts:
-        scores = head.logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
-        nats.append(-scores.gather(-1, wanted[draft : draft + rows, None])[:, 0])
+        module = modules[(draft - 1) % len(modules)]
+        scores = module.logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
+        nats.append(-scores.gather(-1, text.wanted[draft : draft + rows, None])[:, 0])
     return torch.stack(nats).mean(0)
+
+
+def _batch(text: _Text) -> tuple[torch.Tensor, torch.Tensor]:
+    return text.token_ids[None], text.states[None]
+
+
+def _chain(modules: tuple[MtpHead, ...], text: _Text, count: int) -> list[torch.Tensor]:
+    """Outputs [T, H] of modules 0 … count-1, each over the whole text and the output of the one before."""
+    (ids, states), outputs = _batch(text), list[torch.Tensor]()
+    hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)
+    for m, module in enumerate(modules[:count]):
+        attend = TttAttend(module.plan_keys, 1, ids.shape[1])
+        outputs.append(module.forward(shift_left(ids, m + 1)[0], hidden, positions, attend))
+        hidden = module.feedback(outputs[-1])
+    return outputs

@@ -83,16 +83,16 @@ def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
 def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
     """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
     size = (rows, rows * (config.num_speculative_tokens + 1))
-    return _bucket(size, size, _most_pages(config), config.num_speculative_tokens)
+    return _bucket(size, size, most_pages(config), config.num_speculative_tokens)
 
 
 def largest_bucket(config: EngineConfig) -> Bucket:
     """A bucket that every round fits in."""
     size = (config.max_num_seqs, config.max_num_batched_tokens)
-    return _bucket(size, size, _most_pages(config), config.num_speculative_tokens)
+    return _bucket(size, size, most_pages(config), config.num_speculative_tokens)
 
 
-def _most_pages(config: EngineConfig) -> int:
+def most_pages(config: EngineConfig) -> int:
     """Pages of the longest row, padding tokens behind its own included."""
     return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
 

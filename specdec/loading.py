@@ -23,6 +23,7 @@ from drafters.base import Head
 from drafters.checkpoints import TargetFacts, describe_eagle3, load_eagle3
 from drafters.fields import HeadReport
 from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
+from drafters.mtp_modules import MtpStack
 from drafters.mtp_spec import MtpReading, mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.memory import check_weights_fit
@@ -262,9 +263,7 @@ def _check_no_reading(reading: MtpReading, reason: str) -> None:
 def _load_mtp_head(path: str, probed: TargetProbe, reading: MtpReading) -> Head:
     model = probed.model
     modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
-    if len(modules) > 1:
-        raise HeadLoadError(f"{path} has {len(modules)} multi-token-prediction modules; one is supported")
-    return modules[0]
+    return modules[0] if len(modules) == 1 else MtpStack(modules)
 
 
 def _check_fits(head: Head, probed: TargetProbe) -> None:

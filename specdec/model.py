@@ -15,6 +15,7 @@ from attention.backend import AttentionBackend, GraphBackend
 from attention.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
+from drafters.mtp_modules import MtpStack
 from drafters.mtp_spec import Concat, Feedback, MtpReading
 from specdec.backends import kv_format, make_backend
 from specdec.config import EngineConfig
@@ -25,6 +26,7 @@ from specdec.facts import facts_of
 from specdec.generation_config import eos_ids, from_generation_config
 from specdec.loading import load_head, open_target, open_tokenizer
 from specdec.memory import memory_named
+from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts, encode_prompts
 from specdec.request import Completion, Update
@@ -297,6 +299,10 @@ def _runner(
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
+    if drafter is not None and isinstance(drafter.head, MtpStack):
+        if cuda_graphs:
+            raise InvalidInputError("cuda_graphs=True: several multi-token-prediction modules run without CUDA graphs")
+        return MtpExecutor(target, drafter, drafter.head, config)
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)
     from specdec.graphs import GraphExecutor

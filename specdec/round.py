@@ -60,12 +60,16 @@ class StepArrays:
 
 @dataclass(frozen=True)
 class DraftArrays:
-    """Host arrays of one draft loop: first pass over the kept rows, then the steps of the R drafting rows."""
+    """Host arrays of one draft loop: first pass over the kept rows, then the steps of the R drafting rows.
+
+    rows: [B'] RowTable rows of the first pass.
+    """
 
     kept: KeptRows
     token_ids: np.ndarray
     first: HostBatch
     steps: StepArrays
+    rows: np.ndarray
 
     @property
     def num_drafting(self) -> int:
@@ -127,7 +131,7 @@ def draft_arrays(
     lens = np.diff(kept.query_start_loc)
     first = rows_batch(kept.query_start_loc, table.computed[rows] - lens, block_table[rows], page_size)
     token_ids = shifted_token_ids(table.tokens, np.repeat(rows, lens), first.positions)
-    return DraftArrays(kept, token_ids, first, step_arrays(schedule, table, block_table, page_size))
+    return DraftArrays(kept, token_ids, first, step_arrays(schedule, table, block_table, page_size), rows)
 
 
 def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> StepArrays:

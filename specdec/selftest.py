@@ -17,6 +17,7 @@ from attention.metadata import single_batch_arena, stage
 from drafters.base import Head
 from drafters.inputs import rows_batch
 from drafters.mtp import MtpHead
+from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading
 from specdec.errors import CacheTooSmallError, UnsupportedModelError
 from specdec.prompts import encode_prompts
@@ -79,7 +80,7 @@ def self_test(target: Target) -> float:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and judge a multi-token-prediction module on it; other heads pass.
+    """Read a short text with the target and judge multi-token-prediction modules on it; other heads pass.
 
     Args:
         num_drafts: K; with 0 nothing is judged.
@@ -87,7 +88,7 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
     Raises:
         HeadLoadError: see `drafters.mtp_reading.check_reading`.
     """
-    if isinstance(head, MtpHead) and num_drafts:
+    if isinstance(head, (MtpHead, MtpStack)) and num_drafts:
         check_reading(head, *read_text(model, tokenizer), num_drafts)
 
 

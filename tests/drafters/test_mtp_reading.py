@@ -18,6 +18,7 @@ from attention.errors import InvalidInputError
 from drafters.errors import HeadLoadError
 from drafters.mtp import MtpHead
 from drafters.mtp_checkpoints import load_mtp
+from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading, compare_readings
 from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
 from specdec.loading import load_tokenizer
@@ -86,6 +87,19 @@ def test_each_wrong_reading_is_refused(pair: Any, text: Any, changes: Any, messa
     head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
         check_reading(head, *text, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"), [({"hidden_first": True}, "embedding_first"), ({"feedback": "pre_norm"}, "post_norm")]
+)
+def test_wrong_readings_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
+    """Three copies of the trained module: each reads its predecessor's state, as modules trained together do."""
+    heads = [load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")[0] for _ in range(3)]
+    check_reading(MtpStack(heads), *text, 3)
+    for head in heads:
+        head.spec = replace(head.spec, **changes)
+    with pytest.raises(HeadLoadError, match=message):
+        check_reading(MtpStack(heads), *text, 3)
 
 
 def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_it(tmp_path: Path) -> None:

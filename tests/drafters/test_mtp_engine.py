@@ -1,0 +1,123 @@
+"""Several modules in a full engine: tokens are the target's own, drafts those of modules that recompute everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import free_everywhere, random_prompts, wrap
+
+from drafters.mtp_modules import MtpStack
+from drafters.oracle import oracle_module_drafts
+from specdec.errors import InvalidInputError
+from specdec.model import SpeculativeModel
+from specdec.sampling import SamplingParams
+
+PROMPTS = random_prompts((5, 33, 1, 17, 60, 2))
+GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)
+
+
+@pytest.fixture
+def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[..., SpeculativeModel]:
+    """A model whose modules pass the token's embedding on, so that they are right every now and then."""
+
+    def built(name: str, modules: int, **options: Any) -> SpeculativeModel:
+        case = tiny_case(name, modules=modules, context=0.02)
+        for tensor_name, tensor in case.tensors.items():
+            if tensor_name.endswith(("eh_proj.weight", "input_proj.weight")):
+                halves = [torch.eye(32), 0.1 * torch.randn(32, 32, generator=torch.Generator().manual_seed(3))]
+                tensor.copy_(torch.cat(halves[::-1] if "input_proj" in tensor_name else halves, dim=1))
+        folder = case.write(tmp_path / f"{name}-{modules}")
+        return wrap(case.model, str(folder), **options)
+
+    return built
+
+
+def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    for _ in range(new):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    return ids[0, len(prompt) :].tolist()
+
+
+def rounds(wrapped: SpeculativeModel, prompt: list[int], completion: Any) -> list[tuple[list[int], list[int]]]:
+    """(drafts of the engine, drafts of the oracle) of every round."""
+    ids = torch.tensor(prompt + completion.token_ids)
+    states = wrapped.hf_model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
+    found, root = [], len(prompt)
+    for stats, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
+        if len(drafts):
+            oracle = oracle_module_drafts(wrapped.head, ids[: root + 1], states[:root], len(drafts))  # type: ignore[arg-type]
+            found.append((list(drafts)[: len(oracle)], oracle))
+        root += stats.emitted
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "modules", "drafts"), [("deepseek_v3", 2, 2), ("deepseek_v3", 2, 5), ("deepseek_v3", 3, 4), ("mimo", 2, 3)]
+)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
+        pytest.param({"max_num_batched_tokens": 12, "max_num_seqs": 2}, marks=pytest.mark.slow),
+    ],
+)
+@torch.inference_mode()
+def test_tokens_and_drafts(
+    name: str, modules: int, drafts: int, options: dict[str, int], make: Callable[..., SpeculativeModel]
+) -> None:
+    """Over page crossings, ragged batches, prompts in chunks of any length, one-token prompts and preemption."""
+    wrapped = make(name, modules, num_speculative_tokens=drafts, **options)
+    assert isinstance(wrapped.head, MtpStack) and len(wrapped.runners[1].layers) == modules
+    completions = wrapped.generate(PROMPTS, GREEDY)
+    assert [c.token_ids for c in completions] == [greedy_by_hand(wrapped.hf_model, p, 20) for p in PROMPTS]
+    compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert len(compared) > 60
+    assert [ours for ours, _ in compared] == [oracle for _, oracle in compared]
+    accepted = [r.accepted for c in completions for r in c.stats.rounds]
+    assert 0 in accepted and max(accepted) >= 2, "the modules must be right and wrong often enough to test something"
+    assert (wrapped.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
+    assert free_everywhere(wrapped)
+
+
+@torch.inference_mode()
+def test_a_request_must_not_carry_anothers_vector(
+    make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: what is carried from round to round is lost."""
+    wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
+    carried: torch.Tensor = wrapped.executor._carried  # type: ignore[attr-defined]
+    with torch.no_grad():
+        for each in wrapped.head.heads:  # type: ignore[union-attr]
+            each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+    engine, step = wrapped._engine, wrapped._engine.step
+
+    def forgetful() -> Any:
+        updates = step()
+        carried.zero_()
+        return updates
+
+    monkeypatch.setattr(engine, "step", forgetful)
+    (completion,) = wrapped.generate([PROMPTS[1]], GREEDY)
+    assert any(ours != oracle for ours, oracle in rounds(wrapped, PROMPTS[1], completion))
+
+
+def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) -> None:
+    wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
+    params = [SamplingParams(max_new_tokens=12, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
+    first, again = ([c.token_ids for c in wrapped.generate(PROMPTS, params)] for _ in range(2))
+    assert first == again
+    alone = wrapped.generate([PROMPTS[3]], params[3])
+    assert alone[0].token_ids == first[3]
+
+
+def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel]) -> None:
+    from specdec.model import _executor
+
+    wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
+    with pytest.raises(InvalidInputError, match="without CUDA graphs"):
+        _executor(wrapped.target, wrapped._engine._drafter, wrapped.config, True)
