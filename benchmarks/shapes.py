@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from transformers import LlamaConfig, PreTrainedModel, Qwen3Config
+from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from attention.hf import probe
+from attention.kv_cache import bytes_per_token
+from benchmarks.routing import ExpertWork, expert_work
 from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec, default_taps
+from drafters.mtp import MtpHead
+from drafters.mtp_spec import MtpSpec, mtp_target
 from drafters.vocab import offsets_of
 
 COPY_BYTES_PER_S = 4.25e12
@@ -34,6 +40,30 @@ def _llama(hidden: int, ffn: int, layers: int, heads: int, dim: int, tied: bool)
     )
 
 
+def _deepseek_v2(hidden: int, ffn: int, layers: int, heads: int, experts: int, expert_ffn: int) -> DeepseekV2Config:
+    yarn = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 40.0, "original_max_position_embeddings": 4096}
+    return DeepseekV2Config(
+        vocab_size=102_400,
+        hidden_size=hidden,
+        intermediate_size=ffn,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=experts,
+        n_shared_experts=2,
+        num_experts_per_tok=6,
+        moe_intermediate_size=expert_ffn,
+        first_k_dense_replace=1,
+        rope_parameters=yarn | {"beta_fast": 32, "beta_slow": 1, "mscale": 0.707, "mscale_all_dim": 0.707},
+        **(_COMMON | {"max_position_embeddings": 163_840}),
+    )
+
+
 SHAPES = {
     "llama-3.1-8b": lambda: _llama(4096, 14336, 32, 32, 128, False),
     "llama-3.2-3b": lambda: _llama(3072, 8192, 28, 24, 128, True),
@@ -48,7 +78,9 @@ SHAPES = {
         tie_word_embeddings=False,
         **_COMMON,
     ),
+    "deepseek-v2-lite": lambda: _deepseek_v2(2048, 10_944, 27, 16, 64, 1408),
     "tiny": lambda: _llama(256, 512, 8, 16, 64, False),
+    "tiny-deepseek": lambda: _deepseek_v2(256, 512, 4, 4, 16, 128),
 }
 
 
@@ -57,43 +89,82 @@ class Pair:
     """A target, its head, and their sizes."""
 
     target: PreTrainedModel
-    head: Eagle3Head
+    head: Eagle3Head | MtpHead
 
-    def floor_ms(self, rows: int, drafts: int, context: int) -> float:
-        """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate."""
-        weights = _matmul_weights(self.target)
-        head = _matmul_weights(self.head)
-        passes = drafts
-        config = self.target.config
-        kv_token = 2 * config.num_key_value_heads * config.head_dim * 2
-        kv = rows * context * kv_token * (config.num_hidden_layers + passes)
-        memory = (2 * weights + 2 * head * passes + kv) / COPY_BYTES_PER_S
+    @cached_property
+    def cache_bytes(self) -> tuple[int, int]:
+        """Cache bytes a token of the target's layers, and of the head's."""
+        calls, _ = probe(self.target)
+        keys = tuple(call.plan_key for call in calls), self.head.plan_keys
+        return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
+
+    def experts(self, sequences: list[list[int]], drafts: int, new_tokens: int) -> tuple[ExpertWork, ...]:
+        """Experts at work in a round: in the verification, in the head's first pass, and in a further step.
+
+        Counted on the last `new_tokens` of every sequence, see `expert_work`. The head's router was not asked:
+        its layer is taken to choose as the target's layers do on average.
+        """
+        verify, step = (expert_work(self.target, sequences, width, new_tokens) for width in (drafts + 1, 1))
+        layers = max(verify.layers, 1)
+        return verify, verify.scaled(1 / layers), step.scaled(1 / layers)
+
+    def floor_ms(self, rows: int, drafts: int, context: int, experts: tuple[ExpertWork, ...]) -> float:
+        """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate.
+
+        Of experts, only the weights of those that were chosen count.
+        """
+        verify, first, step = experts
+        steps = max(drafts - 1, 0)
+        dense, head = _matmul_weights(self.target), _head_weights(self.head)
+        of_target, of_head = self.cache_bytes
+        chosen = verify.weights + (first.weights + steps * step.weights if drafts else 0)
+        memory = 2 * (dense + head * drafts + chosen) + rows * context * (of_target + of_head * drafts)
         tokens = rows * (drafts + 1)
-        compute = 2 * (weights * tokens + head * rows * passes) / MATMUL_FLOPS
-        return 1e3 * max(memory, compute)
+        routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
+        compute = 2 * (dense * tokens + head * rows * drafts + routed)
+        return 1e3 * max(memory / COPY_BYTES_PER_S, compute / MATMUL_FLOPS)
 
 
 def _matmul_weights(module: torch.nn.Module) -> int:
     return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
 
 
+def _head_weights(head: Eagle3Head | MtpHead) -> int:
+    """Weights that one pass reads; an MTP module reads the target's lm_head."""
+    return _matmul_weights(head) + (head.target_lm_head.numel() if isinstance(head, MtpHead) else 0)
+
+
 def random_pair(shape: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Build a pair of the shape with random weights on the device."""
+    """Build a pair of the shape with random weights on the device: an MTP module for DeepSeek, else an EAGLE-3 head."""
     config = SHAPES[shape]()
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
-        spec = Eagle3Spec(
-            hidden_size=config.hidden_size,
-            target_hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            vocab_size=config.vocab_size,
-            draft_vocab_size=DRAFT_VOCAB,
-            taps=default_taps(config.num_hidden_layers),
-        )
-        embedding: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]
-        head = Eagle3Head(spec, embedding, d2t=offsets_of(torch.arange(DRAFT_VOCAB) * 4))
-    return Pair(target, head.to(dtype).eval().requires_grad_(False))
+        head = _mtp_head(target) if isinstance(config, DeepseekV2Config) else _eagle_head(target, config)
+    return Pair(target, head.eval().requires_grad_(False))
+
+
+def _mtp_head(target: PreTrainedModel) -> MtpHead:
+    """The rotary frequencies stay float32."""
+    head = MtpHead(MtpSpec(), mtp_target(target))
+    for parameter in head.parameters():
+        if parameter.dim() >= 2:
+            torch.nn.init.normal_(parameter, std=0.02)
+        parameter.data = parameter.data.to(target.dtype)
+    return head
+
+
+def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head:
+    spec = Eagle3Spec(
+        hidden_size=config.hidden_size,
+        target_hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size,
+        num_heads=config.num_attention_heads,
+        num_kv_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        vocab_size=config.vocab_size,
+        draft_vocab_size=DRAFT_VOCAB,
+        taps=default_taps(config.num_hidden_layers),
+    )
+    embedding: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]
+    return Eagle3Head(spec, embedding, d2t=offsets_of(torch.arange(DRAFT_VOCAB) * 4)).to(target.dtype)

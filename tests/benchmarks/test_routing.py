@@ -1,0 +1,68 @@
+"""Counting the experts that a round reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.routing import expert_work
+from benchmarks.shapes import Pair, random_pair
+
+CPU = torch.device("cpu")
+LAYERS, PER_TOKEN, EXPERT = 3, 6, 3 * 256 * 128
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return random_pair("tiny-deepseek", torch.float32, CPU)
+
+
+def sequences(count: int, length: int) -> list[list[int]]:
+    ids = torch.randint(102_400, (count, length), generator=torch.Generator().manual_seed(0))
+    return ids.tolist()
+
+
+def chosen(pair: Pair, sequence: list[int]) -> list[torch.Tensor]:
+    """[T, k] experts a layer, from the routers' own output."""
+    found: list[torch.Tensor] = []
+    gates: list[Any] = [m for n, m in pair.target.named_modules() if n.endswith("mlp.gate")]
+    hooks = [g.register_forward_hook(lambda module, args, out: found.append(out[2])) for g in gates]
+    with torch.inference_mode():
+        pair.target(input_ids=torch.tensor([sequence]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def test_one_token_uses_its_own_experts(pair: Pair) -> None:
+    work = expert_work(pair.target, sequences(1, 20), 1, 10)
+    assert work.distinct == LAYERS * PER_TOKEN and work.layers == LAYERS
+    assert work.weights == work.weights_a_token == LAYERS * PER_TOKEN * EXPERT
+
+
+def test_tokens_of_a_round_share_experts(pair: Pair) -> None:
+    """Two rows, rounds of 3 positions, the last 6 tokens: two rounds."""
+    rows = sequences(2, 20)
+    routes = [chosen(pair, row) for row in rows]
+    counts = [
+        len(torch.cat([r[layer][start : start + 3].flatten() for r in routes]).unique())
+        for layer in range(LAYERS)
+        for start in (14, 17)
+    ]
+    assert expert_work(pair.target, rows, 3, 6).distinct == pytest.approx(sum(counts) / 2)
+    assert sum(counts) / 2 < LAYERS * PER_TOKEN * 6
+
+
+def test_only_chosen_experts_count_in_the_floor(pair: Pair) -> None:
+    rows = sequences(1, 30)
+    one, four = (pair.floor_ms(1, k, 20, pair.experts(rows, k, 16)) for k in (0, 3))
+    dense = pair.floor_ms(1, 0, 20, tuple(w.scaled(0) for w in pair.experts(rows, 0, 16)))
+    experts = 2 * LAYERS * PER_TOKEN * EXPERT / 4.25e12 * 1e3
+    assert one - dense == pytest.approx(experts, rel=1e-6)
+    assert four > one
+
+
+def test_a_model_without_experts_has_none() -> None:
+    assert expert_work(random_pair("tiny", torch.float32, CPU).target, sequences(1, 8), 1, 4).layers == 0
