@@ -207,6 +207,12 @@ def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[
             f"{folder.path}: a target of {num_layers} layers has its {family.name} modules at {first}, {first + 1}, …; "
             f"the checkpoint has {numbers or sorted(found)}"
         )
+    counted = lookup(folder.config, "num_nextn_predict_layers") or 0
+    if len(numbers) < counted:
+        raise HeadLoadError(
+            f"{folder.path}: config.json counts {counted} multi-token-prediction modules, the files hold "
+            f"{len(numbers)}; set num_nextn_predict_layers={len(numbers)} there to draft with what there is"
+        )
     return [found[k] for k in numbers]
 
 

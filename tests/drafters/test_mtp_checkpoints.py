@@ -162,6 +162,12 @@ def test_stacked_experts() -> None:
         stack_experts(parts)
 
 
+def test_a_missing_module_is_noticed(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    case = tiny_case("deepseek_v3")
+    with pytest.raises(HeadLoadError, match=r"counts 2 multi-token-prediction modules, the files hold 1"):
+        load(case.write(tmp_path, settings={"num_nextn_predict_layers": 2}), case)
+
+
 def test_speculators_names_are_mimos_but_the_embedding_comes_first(
     tmp_path: Path, tiny_case: Callable[..., Any]
 ) -> None:
