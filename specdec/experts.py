@@ -2,9 +2,8 @@
 
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
 the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair before it
-multiplies. `paired_experts` is written so that the compiler fuses the look-up into the product: each pair's weights are
-read once, where they lie. It wins while there are few pairs; with many, tokens share experts, and the grouped matmul
-reads each of them once.
+multiplies. `paired_experts` reads each chosen expert's weights once, where they lie, and sorts nothing. The grouped
+matmul is left to batches in which experts have many tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 CAPTURABLE = "specdec"
-MOST_PAIRS = 32
-"""Up to so many (token, expert) pairs the paired form is the faster one. DeepSeek-V2-Lite's experts on an H200, µs a
-layer at 1, 4, 8 and 32 tokens of 6 experts: paired 50, 161, 308, 1164; grouped 87, 187, 270, 432; batched 88, 317, 609,
-2331; reading each expert once 24, 87, 145, 250."""
+MOST_PAIRS = 1024
+"""Up to so many (token, expert) pairs the paired form is the faster one."""
 
 
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -53,11 +50,29 @@ def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weig
 
 def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, k or 1, I] times the chosen experts' matrices -> [T, k, O], summed in float32."""
-    stack = getattr(experts, kind)[index]  # [T, k, O, I], or [T, k, I, O] when transposed
-    if experts.is_transposed:
-        stack = stack.transpose(-1, -2)
-    product = (stack.float() * x.unsqueeze(-2).float()).sum(-1).to(x.dtype)
+    stack = getattr(experts, kind)  # [E, O, I], or [E, I, O] when transposed
+    product = expert_products(x, stack.transpose(-1, -2) if experts.is_transposed else stack, index)
     return product + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else product
+
+
+@torch.library.custom_op("specdec::expert_products", mutates_args=())
+def expert_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [T, 1 or k, I], stack [E, O, I], index [T, k] int64 -> stack[index] · x [T, k, O], summed in float32."""
+    if not x.is_cuda:
+        return (stack[index].float() * x.unsqueeze(-2).float()).sum(-1).to(x.dtype)
+    from specdec.triton_experts import LAUNCH_PAIRS, launch_products
+
+    out = x.new_empty(*index.shape, stack.shape[1])
+    tokens = LAUNCH_PAIRS // index.shape[1]
+    for start in range(0, len(index), tokens):
+        part = slice(start, start + tokens)
+        launch_products(x[part].contiguous(), stack, index[part].contiguous(), out[part])
+    return out
+
+
+@expert_products.register_fake
+def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*index.shape, stack.shape[1])
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:

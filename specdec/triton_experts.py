@@ -1,0 +1,102 @@
+"""Products with the matrices of chosen experts as one Triton kernel. Imported on CUDA only.
+
+A program takes one expert and some of its rows, collects the (token, expert) pairs that chose it, and multiplies them
+sixteen at a time: the expert's weights come from memory once, nothing is sorted, and no shape depends on the routing.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE_PAIRS = 16
+_TILE_ROWS = 32
+_TILE_WIDTH = 128
+LAUNCH_PAIRS = 1024
+"""Most pairs in one launch: each program looks through all of them."""
+
+
+@triton.jit
+def _products_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    stack_ptr,
+    index_ptr,
+    out_ptr,
+    num_pairs,
+    x_pairs,
+    rows,
+    width,
+    x_stride,
+    expert_stride,
+    row_stride,
+    column_stride,
+    PAIRS: tl.constexpr,
+    BY_PAIR: tl.constexpr,
+    TILE_PAIRS: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_WIDTH: tl.constexpr,
+):
+    pair = tl.arange(0, PAIRS)
+    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    mine = tl.program_id(0)
+    if BY_PAIR:  # the first pair that chose an expert does the work of all that did
+        expert = tl.load(index_ptr + mine).to(tl.int32)
+        first = tl.min(tl.where(expert_of == expert, pair, PAIRS), 0)
+        if first != mine:
+            return
+    else:
+        expert = mine
+    chosen = expert_of == expert
+    count = tl.sum(chosen.to(tl.int32), 0)
+    if count == 0:
+        return
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
+    column = tl.arange(0, TILE_WIDTH)
+    matrix = stack_ptr + expert.to(tl.int64) * expert_stride
+    weights = matrix + row[:, None] * row_stride + column[None, :] * column_stride
+    for start in range(0, count, TILE_PAIRS):
+        place = start + tl.arange(0, TILE_PAIRS)
+        found = chosen[None, :] & (rank[None, :] == place[:, None])
+        taken = tl.sum(tl.where(found, pair[None, :], 0), 1)  # [TILE_PAIRS] pairs of this expert
+        real = place < count
+        x_row = x_ptr + (taken // x_pairs).to(tl.int64)[:, None] * x_stride + column[None, :]
+        total = tl.zeros((TILE_PAIRS, TILE_ROWS), tl.float32)
+        for k in range(0, width, TILE_WIDTH):
+            inside = column + k < width
+            w = tl.load(weights + k * column_stride, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
+            x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
+            total = tl.dot(x, tl.trans(w), total)
+        to = out_ptr + taken.to(tl.int64)[:, None] * rows + row[None, :]
+        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (row < rows)[None, :])
+
+
+def launch_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+    """out [T, k, O] = stack[index] · x for x [T, 1 or k, I], stack [E, O, I] (any strides), index [T, k] int64.
+
+    x, index and out are contiguous; T·k is at most LAUNCH_PAIRS.
+    """
+    experts, rows, width = stack.shape
+    num_pairs = index.numel()
+    by_pair = num_pairs < experts
+    grid = (num_pairs if by_pair else experts, triton.cdiv(rows, _TILE_ROWS))
+    _products_kernel[grid](
+        x,
+        stack,
+        index,
+        out,
+        num_pairs,
+        index.shape[1] // x.shape[1],
+        rows,
+        width,
+        x.stride(1),
+        *stack.stride(),
+        PAIRS=max(triton.next_power_of_2(num_pairs), 16),
+        BY_PAIR=by_pair,
+        TILE_PAIRS=_TILE_PAIRS,
+        TILE_ROWS=_TILE_ROWS,
+        TILE_WIDTH=_TILE_WIDTH,
+        num_warps=4,
+        num_stages=4,
+    )
