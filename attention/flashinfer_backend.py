@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
 from attention.backend import PlanKey
@@ -164,16 +165,21 @@ class FixedBuilder:
         return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did.
+
+        The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
+        csrc/batch_prefill.cu: kv_len_arr is not read), so a plan for the same counts is kept.
+        """
         assert self._part is not None
-        self._kernel.plan(
-            replace(
-                self._part,
-                query_start_loc=host.query_start_loc,
-                page_indptr=host.page_indptr,
-                seq_lens=host.seq_lens,
-            )
+        if np.array_equal(host.page_indptr, self._part.page_indptr):
+            return
+        self._part = replace(
+            self._part,
+            query_start_loc=host.query_start_loc,
+            page_indptr=host.page_indptr,
+            seq_lens=host.seq_lens,
         )
+        self._kernel.plan(self._part)
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:

@@ -60,7 +60,7 @@ class BlockTables:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
-        self._counts = np.zeros(max_rows, np.int64)
+        self._counts = [0] * max_rows
 
     @property
     def capacity_tokens(self) -> int:
@@ -85,17 +85,18 @@ class BlockTables:
             InvalidInputError: a row would be longer than the block table is wide; nothing was changed.
         """
         wanted = [self.pages_for(n) for n in num_tokens]
-        self._check_fits(rows, wanted)
-        for row, count in zip(rows, wanted, strict=True):
+        changed = [(row, n) for row, n in zip(rows, wanted, strict=True) if n != self._counts[row]]
+        self._check_fits([row for row, _ in changed], [n for _, n in changed])
+        for row, count in changed:
             self._shrink(row, count)
-        for row, count in zip(rows, wanted, strict=True):
+        for row, count in changed:
             self._grow(row, count)
         if checking():
             self.validate()
 
     def growth(self, rows: list[int], num_tokens: list[int]) -> int:
         """Pages that `resize` with the same arguments would take from the free list (negative: give back)."""
-        return sum(self.pages_for(n) - int(self._counts[r]) for r, n in zip(rows, num_tokens, strict=True))
+        return sum(self.pages_for(n) - self._counts[r] for r, n in zip(rows, num_tokens, strict=True))
 
     def validate(self) -> None:
         """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
@@ -117,19 +118,19 @@ class BlockTables:
             raise InvalidInputError(
                 f"a row of {max(wanted)} pages was asked for; the block table is {width} pages wide"
             )
-        short = sum(w - int(self._counts[r]) for r, w in zip(rows, wanted, strict=True)) - self.allocator.num_free
+        short = sum(w - self._counts[r] for r, w in zip(rows, wanted, strict=True)) - self.allocator.num_free
         if short > 0:
             raise OutOfPagesError(f"{short} pages are missing for {len(rows)} rows; {self.allocator.num_free} are free")
 
     def _shrink(self, row: int, count: int) -> None:
-        have = int(self._counts[row])
+        have = self._counts[row]
         if count < have:
             self.allocator.release(self.table[row, count:have].tolist())
             self.table[row, count:have] = NULL_PAGE
             self._counts[row] = count
 
     def _grow(self, row: int, count: int) -> None:
-        have = int(self._counts[row])
+        have = self._counts[row]
         if count > have:
             self.table[row, have:count] = self.allocator.allocate(count - have)
             self._counts[row] = count

@@ -101,6 +101,7 @@ class StagingArena:
         self._events = [torch.cuda.Event() for _ in range(_RING)] if self._on_cuda else []
         self._layouts: dict[Bucket, ArenaLayout] = {}
         self._windows: dict[tuple[Bucket, int], _Windows] = {}
+        self._ranges: dict[tuple[Bucket, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self.generation = 0
 
     @property
@@ -127,8 +128,8 @@ class StagingArena:
             host, device_views[name] = windows.get(name, array.shape)
             host[...] = array
         if self._remote is not None:
-            nbytes = self._layouts[bucket].nbytes
-            self._remote[:nbytes].copy_(self._host[slot][:nbytes], non_blocking=True)
+            remote, host_bytes = self._ranges[bucket, slot]
+            remote.copy_(host_bytes, non_blocking=True)
             self._events[slot].record()
         self.generation += 1
         return Staged(device_views, self.generation, self)
@@ -140,6 +141,8 @@ class StagingArena:
                 raise InvalidInputError(
                     f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {self._capacity}"
                 )
+            if self._remote is not None:
+                self._ranges[bucket, slot] = (self._remote[: layout.nbytes], self._host[slot][: layout.nbytes])
             self._windows[bucket, slot] = _Windows({name: self._view(name, layout, slot) for name in self._fields})
         return self._windows[bucket, slot]
 

@@ -38,11 +38,15 @@ def test_chats(data: Path) -> list[Any]:
     return [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines if line.strip()]
 
 
-def transformers_tokens(model: SpeculativeModel, prompt: list[int]) -> list[int]:
-    """transformers' own greedy continuation."""
-    ids = torch.tensor([prompt], device=model.device)
-    out = model.hf_model.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
-    return out[0, len(prompt) :].tolist()
+def transformers_tokens(model: SpeculativeModel, prompts: list[list[int]]) -> list[list[int]]:
+    """transformers' own greedy continuations, end token included, of one batch padded on the left."""
+    pad, width = model.tokenizer.pad_token_id, max(map(len, prompts))
+    ids = torch.tensor([[pad] * (width - len(p)) + p for p in prompts], device=model.device)
+    mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=model.device)
+    out = model.hf_model.generate(ids, attention_mask=mask, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    end = model.tokenizer.eos_token_id
+    rows = [row[width:] for row in out.tolist()]
+    return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
 @torch.no_grad()
@@ -109,11 +113,13 @@ def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
     return {"rounds": rounds, "wrong": wrong, "wrong_with_a_zeroed_slot": caught}
 
 
-def check(model: SpeculativeModel, chats: list[Any], oracle_questions: int) -> dict[str, Any]:
+def check(model: SpeculativeModel, chats: list[Any], oracle_questions: int, reference_batch: int) -> dict[str, Any]:
     """All of it."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
     prompts = encode_prompts(chats, model.tokenizer)
-    expected = [transformers_tokens(model, p) for p in track(prompts, "transformers")]
+    starts = range(0, len(prompts), reference_batch)
+    parts = [transformers_tokens(model, prompts[s : s + reference_batch]) for s in track(starts, "transformers")]
+    expected = [tokens for part in parts for tokens in part]
     single = [model.generate([p], params)[0] for p in track(prompts, "batch 1")]
     batched = model.generate(prompts, params)
     exact = copy.deepcopy(model.hf_model).double()
@@ -143,8 +149,11 @@ def passed(result: dict[str, Any]) -> bool:
 @click.option("-k", default=5, show_default=True)
 @click.option("--shard", default="0/1", show_default=True, help="I/N: every N-th question from the I-th on.")
 @click.option("--oracle-questions", default=50, show_default=True)
+@click.option("--reference-batch", default=1, show_default=True, help="Questions a call of transformers' generate.")
 @click.option("--out", type=click.Path(path_type=Path))
-def main(target: str, draft: str, k: int, shard: str, oracle_questions: int, out: Path | None) -> None:
+def main(
+    target: str, draft: str, k: int, shard: str, oracle_questions: int, reference_batch: int, out: Path | None
+) -> None:
     """Check the pair; ends in one JSON line."""
     index, count = (int(part) for part in shard.split("/"))
     chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[index::count]
@@ -155,7 +164,8 @@ def main(target: str, draft: str, k: int, shard: str, oracle_questions: int, out
         "benchmark": "check_pair",
         "target": target,
         "shard": shard,
-        **check(model, chats, oracle_questions),
+        "reference_batch": reference_batch,
+        **check(model, chats, oracle_questions, reference_batch),
         "dtype": "float32",
     }
     publish(result, out)

@@ -112,12 +112,17 @@ def num_drafts_allowed(
 
 
 def draft_steps(
-    committed_lens: np.ndarray, num_drafts: np.ndarray, block_table: np.ndarray, page_size: int
+    committed_lens: np.ndarray,
+    num_drafts: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    num_steps: int | None = None,
 ) -> DraftSteps:
     """All draft steps at once: step j (2 … K) feeds draft j-1 at position seq' + j - 2.
 
     Args:
         committed_lens: [B] seq' after the first pass; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
+        num_steps: how many steps; default as many as the longest row takes (max n_i - 1).
 
     >>> table = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]])
     >>> s = draft_steps(np.array([18, 33, 45]), np.array([3, 3, 3]), table, 16)
@@ -126,12 +131,12 @@ def draft_steps(
     >>> s.slots.tolist()
     [[146, 129, 93], [147, 130, 94]]
     """
-    steps = np.arange(2, int(num_drafts.max(initial=1)) + 1)[:, None]
+    count = int(num_drafts.max(initial=1)) - 1 if num_steps is None else num_steps
+    steps = np.arange(2, count + 2)[:, None]
     active = num_drafts >= steps  # [K-1, B]
     positions = np.where(active, committed_lens + steps - 2, 0)
-    rows = np.broadcast_to(np.arange(len(committed_lens)), positions.shape)
-    slots = np.where(active, slots_of(block_table, rows, positions, page_size), 0)
-    return DraftSteps(active, positions.astype(np.int64), (positions + 1).astype(np.int32), slots)
+    slots = np.where(active, slots_of(block_table, np.arange(len(committed_lens)), positions, page_size), 0)
+    return DraftSteps(active, positions.astype(np.int64, copy=False), (positions + 1).astype(np.int32), slots)
 
 
 def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size: int) -> HostBatch:

@@ -63,14 +63,15 @@ def commit(
     """
     rows = schedule.rows[target.judged]
     width = np.arange(outcome.tokens.shape[1])
-    count = np.minimum(outcome.num_accepted + 1, table.limit[rows] - table.length[rows])
-    is_eos = np.isin(outcome.tokens, eos_ids) & table.eos[rows][:, None] & (width < count[:, None])
+    length, limit = table.length[rows], table.limit[rows]
+    count = np.minimum(outcome.num_accepted + 1, limit - length)
+    is_eos = (outcome.tokens[:, :, None] == eos_ids).any(2) & table.eos[rows][:, None] & (width < count[:, None])
     at_eos = is_eos.any(1)
     count = np.where(at_eos, is_eos.argmax(1) + 1, count)
     kept = width < count[:, None]
-    places = (table.length[rows][:, None] + width)[kept]
+    places = (length[:, None] + width)[kept]
     table.tokens[np.repeat(rows, count), places] = outcome.tokens[kept]
-    table.length[rows] += count
+    table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.judged] = outcome.num_accepted
     table.computed[schedule.rows] += schedule.num_new + accepted
@@ -81,7 +82,7 @@ def commit(
         num_accepted=outcome.num_accepted,
         count=count,
         at_eos=at_eos,
-        at_limit=table.length[rows] >= table.limit[rows],
+        at_limit=length + count >= limit,
         drafts=outcome.drafts,
     )
     return committed, Verified(target.batch.query_start_loc, schedule.rows, schedule.num_drafts, accepted)

@@ -196,7 +196,7 @@ class GraphExecutor:
             assert step.planner is not None
             step.planner.replan(host)
             step.graph.replay()
-        return Draft(self._drafts.drafts[:num_rows, : draft.steps.num_steps + 1], None)
+        return Draft(self._drafts.drafts[:num_rows, : draft.num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the first pass behind it."""

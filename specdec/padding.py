@@ -14,7 +14,7 @@ from dataclasses import replace
 import numpy as np
 
 from attention.batch import HostBatch, slots_of
-from drafters.inputs import DraftSteps, rows_batch
+from drafters.inputs import rows_batch
 from specdec.round import StepArrays, TargetArrays, Verified
 
 
@@ -95,31 +95,17 @@ def uniform_verified(verified: Verified, query_len: int) -> Verified:
 
 
 def uniform_steps(draft: StepArrays, rows: int, num_steps: int) -> StepArrays:
-    """The draft steps as [num_steps, rows]; what is added stands on the null page."""
-    steps = draft.steps
-    padded = DraftSteps(
-        active=_corner(steps.active, num_steps, rows, False),
-        positions=_corner(steps.positions, num_steps, rows, 0),
-        seq_lens=_corner(steps.seq_lens, num_steps, rows, 1),
-        slots=_corner(steps.slots, num_steps, rows, 0),
-    )
-    sources = np.zeros(rows, np.int64)
-    sources[: len(draft.sources)] = draft.sources
-    return replace(draft, steps=padded, sources=sources, block_table=_larger(draft.block_table, rows, 1))
-
-
-def _corner(array: np.ndarray, rows: int, columns: int, fill: int | bool) -> np.ndarray:
-    """`array` in the upper left corner of a [rows, columns] array of `fill`."""
-    out = np.full((rows, columns), fill, array.dtype)
-    out[: array.shape[0], : array.shape[1]] = array
-    return out
+    """The draft steps of `rows` rows; those that are added take no step and stand on the null page."""
+    count = len(draft.sources)
+    lens, num_drafts, sources = np.zeros((3, rows), np.int64)
+    lens[:count], num_drafts[:count], sources[:count] = draft.committed_lens, draft.num_drafts, draft.sources
+    table = draft.block_table if count == rows else _larger(draft.block_table, rows, 1)
+    return StepArrays(lens, num_drafts, num_steps, sources, table, draft.page_size)
 
 
 def empty_round(page_size: int) -> tuple[StepArrays, TargetArrays]:
     """A round without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
-    nothing = np.zeros((0, 0), np.int64)
-    steps = DraftSteps(nothing.astype(bool), nothing, nothing.astype(np.int32), nothing)
     batch = rows_batch(np.zeros(1, np.int32), none, table, page_size)
     target = TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none, table)
-    return StepArrays(steps, none, table, page_size), target
+    return StepArrays(none, none, 0, none, table, page_size), target

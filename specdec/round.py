@@ -43,19 +43,26 @@ class StepArrays:
     """Host arrays of the draft steps after the first pass.
 
     Attributes:
-        steps: of the R drafting rows. sources: [R] int64 their rows in the last verification.
-        block_table: [R, P] of the head's pages.
+        committed_lens: [R] of the drafting rows. num_drafts: [R] n_i. num_steps: steps made, at least max n_i - 1.
+        sources: [R] int64 rows of the last verification. block_table: [R, P] of the head's pages.
     """
 
-    steps: DraftSteps
+    committed_lens: np.ndarray
+    num_drafts: np.ndarray
+    num_steps: int
     sources: np.ndarray
     block_table: np.ndarray
     page_size: int
 
     @cached_property
+    def steps(self) -> DraftSteps:
+        """Positions, lengths and slots of every step."""
+        return draft_steps(self.committed_lens, self.num_drafts, self.block_table, self.page_size, self.num_steps)
+
+    @cached_property
     def batches(self) -> tuple[HostBatch, ...]:
         """The attention of every step."""
-        return tuple(step_batch(self.steps, j, self.block_table, self.page_size) for j in range(self.steps.num_steps))
+        return tuple(step_batch(self.steps, j, self.block_table, self.page_size) for j in range(self.num_steps))
 
 
 @dataclass(frozen=True)
@@ -137,9 +144,16 @@ def draft_arrays(
 def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int) -> StepArrays:
     """The draft steps of the drafting rows. block_table: [R, P] of the head's pages, by RowTable row."""
     drafting = schedule.rows[: schedule.num_drafting]
-    pages = block_table[drafting]
-    steps = draft_steps(table.computed[drafting], schedule.num_drafts[: len(drafting)], pages, page_size)
-    return StepArrays(steps, table.previous[drafting], pages, page_size)
+    num_drafts = schedule.num_drafts[: len(drafting)]
+    num_steps = int(num_drafts.max(initial=1)) - 1
+    return StepArrays(
+        committed_lens=table.computed[drafting],
+        num_drafts=num_drafts,
+        num_steps=num_steps,
+        sources=table.previous[drafting],
+        block_table=block_table[drafting],
+        page_size=page_size,
+    )
 
 
 def target_arrays(
@@ -279,9 +293,9 @@ def draft_values(draft: DraftArrays) -> dict[str, np.ndarray]:
 
 def step_values(draft: StepArrays) -> dict[str, np.ndarray]:
     """The steps' arrays under their arena names, all steps at once."""
-    steps, table, page_size = draft.steps, draft.block_table, draft.page_size
-    if not steps.num_steps:
+    if not draft.num_steps:
         return {}
+    steps, table, page_size = draft.steps, draft.block_table, draft.page_size
     counts = (steps.seq_lens + (page_size - 1)) // page_size  # [K-1, R]
     indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
     np.cumsum(counts, axis=1, out=indptr[:, 1:])

@@ -120,6 +120,8 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
+        if not self.waiting:
+            return schedule
         budget = self._config.max_num_batched_tokens - schedule.num_tokens
         rows, chunks, promised = [], [], 0
         while self.waiting and budget > 0 and self._table.num_free:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch import slots_of
-from drafters.inputs import draft_steps, rows_batch
+from drafters.inputs import rows_batch
 from specdec.padding import spread, uniform_batch, uniform_steps
 from specdec.round import StepArrays
 
@@ -47,8 +47,8 @@ def test_worked_example() -> None:
 
 def test_added_rows_of_draft_steps_stand_on_the_null_page() -> None:
     table = np.array([[7, 9], [3, 4]], np.int32)
-    steps = draft_steps(np.array([18, 20]), np.array([3, 1]), table, 16)
-    padded = uniform_steps(StepArrays(steps, np.array([1, 0]), table, 16), 4, 3)
+    steps = StepArrays(np.array([18, 20]), np.array([3, 1]), 2, np.array([1, 0]), table, 16)
+    padded = uniform_steps(steps, 4, 3)
     assert padded.sources.tolist() == [1, 0, 0, 0]
     assert padded.steps.slots.tolist() == [[146, 0, 0, 0], [147, 0, 0, 0], [0, 0, 0, 0]]
     assert padded.steps.seq_lens.tolist() == [[19, 1, 1, 1], [20, 1, 1, 1], [1, 1, 1, 1]]
