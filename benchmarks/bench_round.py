@@ -192,6 +192,13 @@ def provenance() -> dict[str, Any]:
     }
 
 
+def wait_for(file: Path) -> None:
+    """Several processes can build their graphs at once and measure one after the other."""
+    file.with_name(f"{file.name}.ready").touch()
+    while not file.exists():
+        time.sleep(0.1)
+
+
 @click.command(help=__doc__)
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--drafts", type=int, default=5, show_default=True, help="K; 0 is no speculation.")
@@ -201,6 +208,7 @@ def provenance() -> dict[str, Any]:
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
+@click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(
     shape: str,
@@ -211,6 +219,7 @@ def main(
     acceptance: float,
     plan_from: str,
     trace: str,
+    hold: Path | None,
     out: Path,
 ) -> None:
     """Measure every batch size and append one JSON line each."""
@@ -224,6 +233,8 @@ def main(
     read = SyntheticRead(acceptance, np.random.default_rng(0))
     model = engine(pair, config, read, plan_from)
     start_s = time.perf_counter() - started
+    if hold is not None:
+        wait_for(hold)
     common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
     common |= {"acceptance": acceptance, "plan_from": plan_from, "start_s": start_s, **provenance()}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
