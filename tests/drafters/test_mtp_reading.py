@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,20 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import LetterTokenizer, enlarge, wrap
+from fakes import LETTERS, LetterTokenizer, enlarge, wrap
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
 from attention.errors import InvalidInputError
 from drafters.errors import HeadLoadError
 from drafters.mtp import MtpHead
-from drafters.mtp_checkpoints import load_mtp
+from drafters.mtp_checkpoints import MIMO, load_mtp
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading, compare_readings
 from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
+from drafters.training.ttt import unroll
 from specdec.loading import load_tokenizer
 from specdec.model import SpeculativeModel
-from specdec.models import builtin_path
+from specdec.models import arithmetic, builtin_path
 from specdec.sampling import SamplingParams
 from specdec.selftest import read_text, self_test_head
 
@@ -129,6 +132,47 @@ def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path,
     for seed in range(4):
         enlarge(head, seed, std)
         self_test_head(head, case.model, LetterTokenizer(), 3)
+
+
+def train_together(model: Any, head: MtpHead) -> None:
+    """A few seconds on generated problems, by letters: the target on the next one, the module on its choice."""
+    text = " ".join(re.sub(r"[^A-Za-z0-9 .]+", " ", p.question) for p in arithmetic.problems("train", 200, seed=1))
+    data = torch.tensor([LETTERS.index(c) for c in text])
+    parameters = [*model.parameters(), *head.requires_grad_(True).parameters()]
+    for parameter in parameters:
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.15)
+    optimizer, generator = torch.optim.Adam(parameters, 3e-3), torch.Generator().manual_seed(0)
+    for _ in range(180):
+        starts = torch.randint(len(data) - 40, (16,), generator=generator).tolist()
+        ids = torch.stack([data[start : start + 40] for start in starts])
+        states = model.model(ids, use_cache=False).last_hidden_state
+        logits = model.lm_head(states)
+        loss = cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+        (x,) = unroll(head, ids, states, 1)
+        drafts = head.logits(x).unflatten(0, ids.shape)[:, :-1].flatten(0, 1)
+        loss = loss + cross_entropy(drafts, logits[:, 1:].argmax(-1).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    head.requires_grad_(False)
+
+
+@pytest.mark.slow
+def test_a_family_that_reads_the_hidden_state_first(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    """MiMo's order is believed and its opposite refused; so neither order is preferred."""
+    case = tiny_case("mimo")
+    (head,) = load_mtp(case.write(tmp_path / "random"), mtp_target(case.model), torch.float32, "cpu")
+    train_together(case.model, head)
+    back = {new: old for old, new in MIMO.renames.items()} | {"block.": ""}
+    for name, tensor in head.state_dict().items():
+        prefix = next(p for p in back if name.startswith(p))
+        case.tensors[f"model.mtp_layers.0.{back[prefix]}{name.removeprefix(prefix)}"] = tensor.detach()
+    folder = str(case.write(tmp_path / "trained"))
+    case.model.eval().requires_grad_(False)
+    assert wrap(case.model, folder, num_speculative_tokens=3).head.spec.hidden_first
+    with pytest.raises(HeadLoadError, match="Give mtp_concat='hidden_first'"):
+        wrap(case.model, folder, num_speculative_tokens=3, mtp_concat="embedding_first")
 
 
 def test_without_a_norm_or_a_second_draft_nothing_is_fed_back(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
