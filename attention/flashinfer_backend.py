@@ -125,9 +125,14 @@ class FlashInferBuilder:
 
 
 def routes(group: CacheGroup, key: PlanKey, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
-    """The kernels that serve `key`: fa2 always, fa3 on Hopper for caches in the dtype of the model, without sinks."""
-    plain = group.format.dtype_for(dtype) == dtype and not key.has_sinks
-    return ("fa2", "fa3") if plain and torch.cuda.get_device_capability(device) == _HOPPER else ("fa2",)
+    """The kernels that serve `key`: fa2 always, and fa3 where it was measured to win.
+
+    That is Hopper, bfloat16 queries and cache, head dim 128, full attention without softcap or sinks: see FA3_QUERY.
+    """
+    measured = dtype == group.format.dtype_for(dtype) == torch.bfloat16 and key.head_dim_k == 128
+    plain = key.window is None and key.softcap is None and not key.has_sinks
+    wins = measured and plain and torch.cuda.get_device_capability(device) == _HOPPER
+    return ("fa2", "fa3") if wins else ("fa2",)
 
 
 def kernel_name(group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route) -> str:

@@ -48,14 +48,19 @@ def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
 
 
 def test_which_kernels_serve_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fa3 is Hopper's, and neither reads 8-bit caches nor knows sinks."""
-    device, fp8 = torch.device("cuda"), CacheGroup("target", (KEY,), 8, 16, format=KVFormat(FP8))
+    """fa3 serves what it was measured on: Hopper, bfloat16, head dim 128, plain full attention."""
+    fp8 = CacheGroup("target", (KEY,), 8, 16, format=KVFormat(FP8))
+
+    def served(key: PlanKey = KEY, dtype: torch.dtype = torch.bfloat16, cache: CacheGroup | None = None) -> int:
+        return len(routes(cache or group(key), key, dtype, torch.device("cuda")))
+
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert routes(group(KEY), KEY, torch.bfloat16, device) == ("fa2", "fa3")
-    assert routes(fp8, KEY, torch.bfloat16, device) == ("fa2",)
-    assert routes(group(KEY), replace(KEY, has_sinks=True), torch.bfloat16, device) == ("fa2",)
+    assert routes(group(KEY), KEY, torch.bfloat16, torch.device("cuda")) == ("fa2", "fa3")
+    assert served(cache=fp8) == served(dtype=torch.float16) == served(replace(KEY, head_dim_k=64, head_dim_v=64)) == 1
+    assert served(replace(KEY, window=9)) == served(replace(KEY, softcap=9.0)) == 1
+    assert served(replace(KEY, has_sinks=True)) == 1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
-    assert routes(group(KEY), KEY, torch.bfloat16, device) == ("fa2",)
+    assert served() == 1
     name = kernel_name(fp8, replace(KEY, window=9, has_sinks=True), torch.float16, "fa2")
     assert name == "fa2, float16, head dim 128, cache float8_e4m3fn, window, sinks"
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -188,10 +187,9 @@ def test_long_prompt_chunks_take_fa3(batch: tuple[list[int], list[int]], routes:
     assert pair.error(host_batch(*batch, 16)) <= 3e-3
 
 
-@pytest.mark.parametrize("options", [{"dim": 64}, {"dim": 128, "window": 100, "softcap": 20.0}])
-@pytest.mark.parametrize("page_size", [1, 64])
-def test_fa3_variants(options: dict[str, Any], page_size: int) -> None:
-    pair = Pair(plan_key((8, 2), **options), torch.bfloat16, page_size)
+@pytest.mark.parametrize(("page_size", "layout"), [(1, "NHD"), (64, "NHD"), (32, "HND")])
+def test_fa3_pages_and_layouts(page_size: int, layout: str) -> None:
+    pair = Pair(plan_key((28, 4)), torch.bfloat16, page_size, layout)
     assert routes_of(pair, host_batch(*LONG, page_size)) == ["fa3"]
     assert pair.error(host_batch(*LONG, page_size)) <= 3e-3
 
