@@ -89,7 +89,10 @@ def eagle3(**options: Any) -> None:
 @_with(MTP_OPTIONS)
 @_with(_RUN)
 def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **options: Any) -> None:
-    """Go on training a multi-token-prediction module for several drafts in a row; the result is OUTPUT/head."""
+    """Go on training a multi-token-prediction module for several drafts in a row; the result is OUTPUT/head.
+
+    Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
+    """
     from drafters.mtp_spec import MtpReading
     from specdec.training import train_mtp
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from fakes import LETTERS, LetterTokenizer, enlarge, wrap
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
@@ -24,6 +25,7 @@ from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading, compare_readings
 from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
 from drafters.training.ttt import unroll
+from specdec.commands import generate
 from specdec.loading import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.models import arithmetic, builtin_path
@@ -122,6 +124,12 @@ def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
         open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=2)
     model = open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=1)
     assert isinstance(model.head, MtpHead) and model.head.spec.feedback == "pre_norm"
+
+
+def test_the_command_line_passes_the_reading_on() -> None:
+    options = "--model gsm-deepseek --draft mtp -k 2 --device cpu --max-model-len 64 --mtp-feedback pre_norm"
+    result = CliRunner().invoke(generate, ["Anna has 3 apples.", *options.split()])
+    assert isinstance(result.exception, HeadLoadError) and "mtp_feedback='post_norm'" in str(result.exception)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
