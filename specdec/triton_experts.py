@@ -13,6 +13,8 @@ import triton.language as tl
 _TILE_PAIRS = 16
 _TILE_ROWS = 32
 _TILE_WIDTH = 128
+_WARPS = 4
+_STAGES = 4
 LAUNCH_PAIRS = 1024
 """Most pairs in one launch: each program looks through all of them."""
 
@@ -97,6 +99,6 @@ def launch_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, o
         TILE_PAIRS=_TILE_PAIRS,
         TILE_ROWS=_TILE_ROWS,
         TILE_WIDTH=_TILE_WIDTH,
-        num_warps=4,
-        num_stages=4,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
     )
