@@ -98,6 +98,7 @@ class DecodeArm:
             "NHD",
             use_cuda_graph=True,
             use_tensor_cores=True,
+            backend="fa2",
             paged_kv_indptr_buffer=views.page_indptr.clone(),
             paged_kv_indices_buffer=views.page_indices.clone(),
             paged_kv_last_page_len_buffer=views.last_page_len.clone(),
