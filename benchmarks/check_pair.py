@@ -10,7 +10,6 @@ zeroed. Exit code 1 when anything is not as it must be.
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import sys
@@ -24,6 +23,7 @@ from document import publish
 from rich.progress import track
 
 from drafters.oracle import oracle_drafts
+from evals.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.prompts import encode_prompts
 
@@ -49,16 +49,8 @@ def transformers_tokens(model: SpeculativeModel, prompts: list[list[int]]) -> li
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
-@torch.no_grad()
-def gap_in_float64(model: torch.nn.Module, prompt: list[int], tokens: Sequence[int]) -> float:
-    """Top-2 logit gap in float64 after prompt and tokens."""
-    logits = model(torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0, -1]
-    top = logits.topk(2).values
-    return float(top[0] - top[1])
-
-
 def divergences(
-    exact: torch.nn.Module, prompts: list[list[int]], expected: list[list[int]], got: Sequence[Completion]
+    exact: Replay, prompts: list[list[int]], expected: list[list[int]], got: Sequence[Completion]
 ) -> list[dict[str, Any]]:
     """First difference of every answer that differs, with its float64 gap."""
     found = []
@@ -67,7 +59,8 @@ def divergences(
             continue
         pairs = zip(own, completion.token_ids, strict=False)
         at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(completion.token_ids)))
-        gap = gap_in_float64(exact, prompt, own[:at])
+        top = exact.logits([*prompt, *own[:at]]).topk(2).values
+        gap = float(top[0] - top[1])
         found.append({"question": question, "position": at, "gap_float64": gap, "near_tie": gap < TIE})
     return found
 
@@ -122,7 +115,7 @@ def check(model: SpeculativeModel, chats: list[Any], oracle_questions: int, refe
     expected = [tokens for part in parts for tokens in part]
     single = [model.generate([p], params)[0] for p in track(prompts, "batch 1")]
     batched = model.generate(prompts, params)
-    exact = copy.deepcopy(model.hf_model).double()
+    exact = Replay(model.hf_model)
     found = {
         "batch_1": divergences(exact, prompts, expected, single),
         f"batch_{BATCHED}": divergences(exact, prompts, expected, batched),

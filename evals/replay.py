@@ -12,7 +12,7 @@ _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.fl
 
 
 class Replay:
-    """A copy of a model with transformers' own eager attention: float32 is replayed in float64, half in float32.
+    """A copy of a model with transformers' own eager attention and experts: float32 is replayed in float64, half in float32.
 
     Attributes:
         dtype: of the copy.
@@ -23,6 +23,7 @@ class Replay:
         self._model = AutoModelForCausalLM.from_config(
             hf_model.config, dtype=self.dtype, attn_implementation="eager"
         ).to(hf_model.device)
+        self._model.set_experts_implementation("eager")  # grouped matmuls know no float64
         self._model.load_state_dict(hf_model.state_dict())
         self._model.eval()
 
