@@ -12,7 +12,7 @@ _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.fl
 
 
 class Replay:
-    """A copy of a model with transformers' own eager attention and experts: float32 is replayed in float64, half in float32.
+    """A copy with transformers' own eager attention and experts: float32 models in float64, half precision in float32.
 
     Attributes:
         dtype: of the copy.
