@@ -98,6 +98,7 @@ class DevicePlannedBackend:
 
     def __init__(self, backend: GraphBackend) -> None:
         self.run = backend.run
+        self.route = backend.route
         self._backend = backend
 
     def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> DevicePlanned:
@@ -240,7 +241,7 @@ def main(
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
     for batch in batches:
         ids = prompts(batch, prompt, pair.target.config.vocab_size)
-        measure(model, read, ids, min(new_tokens, 48))
+        model.generate(ids, SamplingParams(max_new_tokens=min(new_tokens, 48), ignore_eos=True))  # warm-up
         result, sequences = measure(model, read, ids, new_tokens)
         result |= {"rows": batch} | floor(pair, sequences, drafts, new_tokens)
         result["over_floor"] = result["step_ms_median"] / result["floor_ms"]

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from attention.batch import HostBatch
+from attention.batch import HostBatch, flat_pages
 from attention.checking import checking
 from attention.metadata import CommonAttentionMetadata, batch_arrays, from_staged
 from attention.staging import Bucket, Staged, StagingArena
@@ -295,24 +295,35 @@ def step_values(draft: StepArrays) -> dict[str, np.ndarray]:
     """The steps' arrays under their arena names, all steps at once."""
     if not draft.num_steps:
         return {}
-    steps, table, page_size = draft.steps, draft.block_table, draft.page_size
+    steps, page_size = draft.steps, draft.page_size
     counts = (steps.seq_lens + (page_size - 1)) // page_size  # [K-1, R]
     indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
     np.cumsum(counts, axis=1, out=indptr[:, 1:])
-    width = int(counts.max(initial=0))
-    entries = np.where(steps.active[:, :, None], table[:, :width], 0)  # [K-1, R, pages]
-    pages = np.zeros((len(counts), int(indptr[:, -1].max())), np.int32)
-    pages[np.arange(pages.shape[1]) < indptr[:, -1:]] = entries[np.arange(width) < counts[:, :, None]]
     return {
         "step.query_start_loc": np.arange(counts.shape[1] + 1, dtype=np.int32),
-        "step.block_table": table,
-        "step.page_indices": pages,
+        "step.block_table": draft.block_table,
+        "step.page_indices": _step_pages(steps.active, draft.block_table, counts, int(indptr[:, -1].max())),
         "step.page_indptr": indptr,
         "step.last_page_len": (steps.seq_lens - 1) % page_size + 1,
         "step.seq_lens": steps.seq_lens,
         "step.slot_mapping": steps.slots,
         "step.positions": steps.positions,
     }
+
+
+def _step_pages(active: np.ndarray, table: np.ndarray, counts: np.ndarray, width: int) -> np.ndarray:
+    """[K-1, width] int32: every step's pages, row after row; active, counts: [K-1, R]; table: [R, P]."""
+    pages = np.zeros((len(counts), width), np.int32)
+    before: bytes | None = None
+    for step, own in enumerate(counts):
+        now = own.tobytes() + active[step].tobytes()
+        if now == before:  # nobody has entered a page since the step before
+            pages[step] = pages[step - 1]
+            continue
+        flat = flat_pages(table if active[step].all() else np.where(active[step][:, None], table, 0), own)
+        pages[step, : len(flat)] = flat
+        before = now
+    return pages
 
 
 def first_pass_views(draft: DraftArrays, staged: Staged) -> FirstPass:
