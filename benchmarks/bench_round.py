@@ -28,6 +28,7 @@ from attention.backend import GraphBackend, PlanKey
 from attention.batch import HostBatch
 from attention.kv_cache import CacheGroup
 from attention.metadata import CommonAttentionMetadata
+from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
 from specdec.backends import make_backend
@@ -170,10 +171,15 @@ def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[in
         return rounds
 
     go_on(lambda: sum(rows == len(ids) for _, rows, _ in read.moments) >= 4)
-    start = len(read.moments)
-    found = traced(lambda: go_on(lambda: len(read.moments) >= start + rounds))
+    gaps = replay_gaps(lambda: go_on(_more(read, rounds)))
+    found = traced(lambda: go_on(_more(read, rounds)))
     updates.close()  # type: ignore[attr-defined]
-    return found
+    return found | {"by_events": gaps}
+
+
+def _more(read: SyntheticRead, rounds: int) -> Callable[[], bool]:
+    start = len(read.moments)
+    return lambda: len(read.moments) >= start + rounds
 
 
 def provenance() -> dict[str, Any]:
