@@ -49,11 +49,11 @@ def test_float32() -> None:
 
 
 def test_a_request_larger_than_the_cache() -> None:
-    model = load(llama(), kv_cache_tokens=64)
+    model = load(llama(), kv_cache_tokens=112)
     with pytest.raises(
-        CacheTooSmallError, match="33 prompt tokens and 40 new ones need 73 cache places; the KV cache has 64"
+        CacheTooSmallError, match="33 prompt tokens and 90 new ones need 123 cache places; the KV cache has 112"
     ):
-        model.generate(PROMPTS, SamplingParams(max_new_tokens=40))
+        model.generate(PROMPTS, SamplingParams(max_new_tokens=90))
     assert len(model.generate(PROMPTS[0], SamplingParams(max_new_tokens=8))[0].token_ids) == 8
 
 
