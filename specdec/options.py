@@ -56,6 +56,7 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Share of the GPU's memory that model, cache and graphs may take together.",
     ),
+    click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (FlashInfer only)."),
     click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
@@ -84,6 +85,7 @@ def load_model(
     kv_cache_dtype: str,
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
+    cuda_graphs: bool,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading import has_builtin_head
@@ -104,4 +106,5 @@ def load_model(
         kv_cache_dtype=kv_cache_dtype,
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
+        cuda_graphs=cuda_graphs,
     )
