@@ -18,7 +18,9 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 CAPTURABLE = "specdec"
 MOST_PAIRS = 1024
-"""Up to so many (token, expert) pairs the paired form is the faster one."""
+"""Up to so many (token, expert) pairs the paired form is the faster one. DeepSeek-V2-Lite's experts in bfloat16 on an
+H200, µs a layer at 1, 4, 8, 32 and 128 tokens of 6 experts: paired 32, 98, 156, 256, 374 (its two products); grouped
+87, 187, 270, 432, 445; batched 88, 317, 609, 2331, not measured; each chosen expert read once 24, 87, 146, 250, 261."""
 
 
 def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
