@@ -120,24 +120,3 @@ def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
         raise InvalidInputError(f"draft_vocab_size is {draft_vocab_size}, allowed are 1 to {len(counts)}")
     order = torch.sort(counts, descending=True, stable=True).indices
     return offsets_of(order[:draft_vocab_size].sort().values)
-
-
-def coverage(counts: torch.Tensor, d2t: torch.Tensor) -> float:
-    """Share of the counted tokens ([V] integers) that a map (d2t [Vd]) knows; 1.0 when nothing was counted."""
-    total = int(counts.sum())
-    return int(counts[ids_of(d2t)].sum()) / total if total else 1.0
-
-
-def scatter(probabilities: torch.Tensor, target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
-    """Spread draft probabilities over the target's vocabulary; unknown tokens get probability zero.
-
-    Args:
-        probabilities: [..., Vd] floating.
-        target_ids: [Vd] int64, `head.to_target_ids(arange(Vd))`.
-        target_vocab_size: V.
-
-    Returns:
-        [..., V], dtype of `probabilities`.
-    """
-    spread = probabilities.new_zeros(*probabilities.shape[:-1], target_vocab_size)
-    return spread.index_copy_(-1, target_ids, probabilities)

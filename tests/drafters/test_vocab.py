@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.errors import InvalidInputError
-from drafters.vocab import check_map, coverage, ids_of, mask_of, most_frequent, offsets_of, scatter
+from drafters.vocab import check_map, ids_of, mask_of, most_frequent, offsets_of, scatter
 
 counts_and_size = st.lists(st.integers(0, 5), min_size=1, max_size=60).flatmap(
     lambda counts: st.tuples(st.just(counts), st.integers(1, len(counts)))
@@ -80,8 +80,3 @@ def test_scatter_keeps_the_mass_where_it_belongs() -> None:
     assert spread.shape == (2, 3, 8)
     assert torch.equal(spread[..., [1, 2, 5, 7]], probabilities)
     assert spread[..., [0, 3, 4, 6]].count_nonzero() == 0
-
-
-def test_coverage() -> None:
-    assert coverage(torch.tensor([1, 3, 0, 4]), offsets_of(torch.tensor([1, 3]))) == 7 / 8
-    assert coverage(torch.zeros(4), offsets_of(torch.tensor([1]))) == 1.0
