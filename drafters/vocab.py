@@ -120,3 +120,18 @@ def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:
         raise InvalidInputError(f"draft_vocab_size is {draft_vocab_size}, allowed are 1 to {len(counts)}")
     order = torch.sort(counts, descending=True, stable=True).indices
     return offsets_of(order[:draft_vocab_size].sort().values)
+
+
+def scatter(probabilities: torch.Tensor, target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+    """Spread draft probabilities over the target's vocabulary; unknown tokens get probability zero.
+
+    Args:
+        probabilities: [..., Vd] floating.
+        target_ids: [Vd] int64, `head.to_target_ids(arange(Vd))`.
+        target_vocab_size: V.
+
+    Returns:
+        [..., V], dtype of `probabilities`.
+    """
+    spread = probabilities.new_zeros(*probabilities.shape[:-1], target_vocab_size)
+    return spread.index_copy_(-1, target_ids, probabilities)
