@@ -43,6 +43,7 @@ def test_generate_prints_the_answer_and_nothing_else(expected: Any) -> None:
     assert result.exit_code == 0
     assert result.stdout == expected.text + "\n"
     assert "acceptance length" in result.stderr and "Loading" not in result.stderr
+    assert "attention of the target" in result.stderr and "torch reference" in result.stderr
 
 
 def test_generate_reads_standard_input_and_prints_json(expected: Any) -> None:
