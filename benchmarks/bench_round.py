@@ -2,8 +2,9 @@
 
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
 
-Acceptance is synthetic: 0.8 a position, conditional, drawn per row. The real argmax and acceptance kernels run; what
-the host read is overridden after. A step is the wall time between two completed device-to-host reads of a full batch.
+Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is the token after it. The real argmax and
+acceptance kernels run; what the host read is overridden after. A step is the wall time between two completed
+device-to-host reads of a full batch.
 """
 
 from __future__ import annotations
@@ -42,9 +43,14 @@ from specdec.verify import unpack_outcome
 
 @dataclass
 class SyntheticRead:
-    """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before."""
+    """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before.
+
+    The token after the accepted ones is drawn from the vocabulary: random weights left to themselves soon repeat one
+    token, and a mixture's routers would send all of them to the same few experts.
+    """
 
     rate: float
+    vocab: int
     rng: np.random.Generator
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
@@ -56,7 +62,7 @@ class SyntheticRead:
         drawn = (self.rng.random(real.drafts.shape) < self.rate).cumprod(1).sum(1)
         accepted = np.minimum(drawn, num_drafts)
         tokens = np.concatenate([real.drafts, np.zeros((len(rows), 1), np.int64)], 1)
-        tokens[rows, accepted] = real.tokens[rows, real.num_accepted]
+        tokens[rows, accepted] = self.rng.integers(0, self.vocab, len(rows))
         self.moments.append((now, len(rows), int(accepted.sum()) + len(rows)))
         return Outcome(accepted, tokens, real.drafts)
 
@@ -237,7 +243,7 @@ def main(
     pages = max(batches) * -(-length // 16) + 1
     tokens = max(8192, max(batches) * (drafts + 1))
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
-    read = SyntheticRead(acceptance, np.random.default_rng(0))
+    read = SyntheticRead(acceptance, pair.target.config.vocab_size, np.random.default_rng(0))
     model = engine(pair, config, read, plan_from)
     start_s = time.perf_counter() - started
     if hold is not None:

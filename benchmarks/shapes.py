@@ -140,8 +140,16 @@ def random_pair(shape: str, dtype: torch.dtype, device: torch.device) -> Pair:
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
+        if isinstance(config, DeepseekV2Config):
+            _spread_tokens(target)
         head = _mtp_head(target) if isinstance(config, DeepseekV2Config) else _eagle_head(target, config)
     return Pair(target, head.eval().requires_grad_(False))
+
+
+def _spread_tokens(target: PreTrainedModel) -> None:
+    """Embeddings of unit variance. With those of 0.02 that transformers draws, what a row's tokens get from attention
+    outweighs what tells them apart, and routers send them all to the same experts."""
+    torch.nn.init.normal_(target.get_input_embeddings().weight)  # type: ignore[arg-type]
 
 
 def _mtp_head(target: PreTrainedModel) -> MtpHead:
