@@ -158,6 +158,16 @@ def test_what_8_bits_change_is_their_rounding() -> None:
     assert 5e-3 < relative_error(out, exact.expected(metadata, states)) <= ROUNDING
 
 
+def test_values_beyond_the_range_are_cut_off_alike() -> None:
+    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8))
+    batch = host_batch(*VERIFY, 16)
+    metadata, (query, key, value) = metadata_of(batch), pair.states(batch.num_tokens)
+    pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, query, key * 1000, value * 1000)
+    pair.expected(metadata, [query, key * 1000, value * 1000])
+    pair.assert_same_caches()
+    assert pair.flashinfer.layers[0].keys.float().abs().max() == 448
+
+
 def test_a_forgotten_scale_shows() -> None:
     pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8, ((0.7, 1.3),)))
     pair.flashinfer.layers = tuple(replace(layer, key_scale=1.0) for layer in pair.flashinfer.layers)
