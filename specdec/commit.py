@@ -85,4 +85,4 @@ def commit(
         at_limit=length + count >= limit,
         drafts=outcome.drafts,
     )
-    return committed, Verified(target.batch.query_start_loc, schedule.rows, schedule.num_drafts, accepted)
+    return committed, Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted)

@@ -179,7 +179,7 @@ class Engine:
         device = self._executor.send(draft, target, sampling)
         self._table.mark_batch(schedule.rows)
         transfers = self._executor.transfers - transfers
-        self._count(rounds=1, target_tokens=target.batch.num_tokens, host_to_device=transfers)
+        self._count(rounds=1, target_tokens=target.num_tokens, host_to_device=transfers)
         if draft is not None and last is not None:
             drafted = self._executor.draft(device, last.tapped)
         # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.

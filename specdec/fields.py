@@ -74,10 +74,9 @@ def round_fields() -> list[Field]:
 
 def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
     """The bucket of a round: rows and tokens rounded up to powers of two."""
-    pages = target.batch.block_table.shape[1]
-    drafts = target.logit_index.shape[1] - 1
+    pages = target.block_table.shape[1]
     first = (0, 0) if draft is None else (draft.first.num_reqs, draft.first.num_tokens)
-    return _bucket((target.batch.num_reqs, target.batch.num_tokens), first, pages, drafts)
+    return _bucket((len(target.start), target.num_tokens), first, pages, target.max_drafts)
 
 
 def graph_bucket(config: EngineConfig, rows: int) -> Bucket:

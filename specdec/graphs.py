@@ -147,13 +147,12 @@ class GraphExecutor:
 
     def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> GraphRound:
         """See `Executor.send`."""
-        num_rows, num_drafts = target.logit_index.shape[0], target.logit_index.shape[1] - 1
         rows = self._bucket_of(target)
         eager = rows is None or draft is not None or sampling is not None
         device = self._eager.send(draft, target, sampling) if eager else None
         if rows is not None:
             self._send_verification(rows, target)
-        return GraphRound(rows, num_rows, num_drafts, device, sampling is not None)
+        return GraphRound(rows, len(target.judged), target.max_drafts, device, sampling is not None)
 
     def draft(self, round_: GraphRound, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
@@ -210,10 +209,9 @@ class GraphExecutor:
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
-        only_roots = len(target.judged) == target.batch.num_reqs
-        if not only_roots or not (target.batch.query_lens == target.num_drafts + 1).all():
+        if not target.only_roots:
             return None
-        return min((rows for rows in self._buckets if rows >= target.batch.num_reqs), default=None)
+        return min((rows for rows in self._buckets if rows >= len(target.start)), default=None)
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""

@@ -14,44 +14,35 @@ from dataclasses import replace
 import numpy as np
 
 from attention.batch import HostBatch, slots_of
-from drafters.inputs import rows_batch
-from specdec.round import StepArrays, TargetArrays, Verified
+from specdec.round import StepArrays, TargetArrays, TargetInputs, Verified
 
 
-def uniform_batch(batch: HostBatch, block_table: np.ndarray, rows: int, query_len: int) -> HostBatch:
-    """A batch of at most `rows` rows with at most `query_len` tokens each -> exactly that many.
+def uniform_batch(
+    start: np.ndarray, lens: np.ndarray, block_table: np.ndarray, page_size: int, shape: tuple[int, int]
+) -> HostBatch:
+    """Rows that read lens[i] tokens from position start[i] on, in the shape (rows, query_len).
 
-    Rows that are added read the null page only. block_table: [B, P] the rows' pages, of the group that will attend.
+    Rows that are added read the null page only. start, lens: [B], at most query_len; block_table: [B, P] the rows'
+    pages, of the group that will attend.
     """
-    count, offsets = batch.num_reqs, np.arange(query_len)
-    start = np.zeros(rows, np.int64)
-    start[:count] = batch.num_computed_tokens
+    (rows, query_len), count = shape, len(start)
+    offsets, first = np.arange(query_len), np.zeros(rows, np.int64)
+    first[:count] = start
     own = np.zeros((rows, query_len), bool)
-    own[:count] = offsets < batch.query_lens[:, None]
-    positions = np.where(own, start[:, None] + offsets, 0)
-    seq_lens = (start + query_len).astype(np.int32)
-    table = _larger(block_table, rows, -(-int(seq_lens.max()) // batch.page_size))
-    slots = np.where(own, slots_of(table, np.arange(rows)[:, None], positions, batch.page_size), 0)
+    own[:count] = offsets < lens[:, None]
+    positions = np.where(own, first[:, None] + offsets, 0)
+    seq_lens = (first + query_len).astype(np.int32)
+    table = _larger(block_table, rows, -(-int(seq_lens.max()) // page_size))
+    slots = np.where(own, slots_of(table, np.arange(rows)[:, None], positions, page_size), 0)
     return HostBatch(
         query_start_loc=np.arange(0, rows * query_len + 1, query_len, dtype=np.int32),
         seq_lens=seq_lens,
-        num_computed_tokens=start.astype(np.int32),
+        num_computed_tokens=first.astype(np.int32),
         block_table=table,
         slot_mapping=slots.reshape(-1),
         positions=positions.reshape(-1),
-        page_size=batch.page_size,
+        page_size=page_size,
     )
-
-
-def spread(values: np.ndarray, lens: np.ndarray, rows: int, query_len: int) -> np.ndarray:
-    """Ragged token values of rows with `lens` tokens -> [rows·query_len], zeros behind each row's own.
-
-    >>> spread(np.array([1, 2, 3]), np.array([2, 1]), 3, 2).tolist()
-    [1, 2, 3, 0, 0, 0]
-    """
-    out = np.zeros((rows, query_len), values.dtype)
-    out[: len(lens)][np.arange(query_len) < lens[:, None]] = values
-    return out.reshape(-1)
 
 
 def _larger(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
@@ -61,15 +52,17 @@ def _larger(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
     return large
 
 
-def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetArrays:
-    """A verification whose every row is judged, in the fixed shape."""
+def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetInputs:
+    """A verification whose every row reads a root and its drafts, in the fixed shape."""
+    count = len(target.start)
     places = np.arange(rows * query_len, dtype=np.int64).reshape(rows, query_len)
+    token_ids = np.zeros((rows, query_len), np.int64)
+    token_ids[:count, 0] = target.tokens[:, 0]
     num_drafts = np.zeros(rows, np.int64)
-    num_drafts[: len(target.num_drafts)] = target.num_drafts
-    return replace(
-        target,
-        batch=uniform_batch(target.batch, target.batch.block_table, rows, query_len),
-        token_ids=spread(target.token_ids, target.batch.query_lens, rows, query_len),
+    num_drafts[:count] = target.drafts
+    return TargetInputs(
+        batch=uniform_batch(target.start, target.lens, target.block_table, target.page_size, (rows, query_len)),
+        token_ids=token_ids.reshape(-1),
         draft_places=places[:, 1:].reshape(-1),
         draft_sources=np.arange(rows * (query_len - 1), dtype=np.int64),
         judged_rows=places.reshape(-1),
@@ -81,7 +74,7 @@ def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetArr
 def uniform_head(target: TargetArrays, rows: int, query_len: int) -> HostBatch:
     """The same token rows on the head's pages: its first pass before anybody knows what was accepted."""
     assert target.head_table is not None
-    return uniform_batch(target.batch, target.head_table, rows, query_len)
+    return uniform_batch(target.start, target.lens, target.head_table, target.page_size, (rows, query_len))
 
 
 def uniform_verified(verified: Verified, query_len: int) -> Verified:
@@ -106,6 +99,6 @@ def uniform_steps(draft: StepArrays, rows: int, num_steps: int) -> StepArrays:
 def empty_round(page_size: int) -> tuple[StepArrays, TargetArrays]:
     """A round without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
-    batch = rows_batch(np.zeros(1, np.int32), none, table, page_size)
-    target = TargetArrays(batch, none, none, none, none, none, np.zeros((0, 1), np.int64), none, table)
+    tokens = np.zeros((0, 1), np.int32)
+    target = TargetArrays(none, none, none, 0, tokens, none, table, table, page_size)
     return StepArrays(none, none, 0, none, table, page_size), target

@@ -85,28 +85,105 @@ class DraftArrays:
 
 
 @dataclass(frozen=True)
-class TargetArrays:
-    """Host arrays of one target forward and its verdict.
+class TargetInputs:
+    """What one target forward and its verdict read.
 
     Attributes:
         batch: its attention. token_ids: [T] int64, 0 where a draft comes.
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
-        judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         judged_rows: [R'] int64 token rows whose logits are wanted; logit_index: [J, n+1] int64 into them.
         num_drafts: [J].
-        head_table: [B, P] the rows' pages of the head's group; None without a head.
     """
 
     batch: HostBatch
     token_ids: np.ndarray
     draft_places: np.ndarray
     draft_sources: np.ndarray
-    judged: np.ndarray
     judged_rows: np.ndarray
     logit_index: np.ndarray
     num_drafts: np.ndarray
+
+
+@dataclass(frozen=True)
+class TargetArrays:
+    """Who is in the next verification, and what each row reads: committed tokens, then drafts.
+
+    Attributes:
+        start: [B] first position. num_new: [B] committed tokens. drafts: [B] n_i, some in the first num_drafting rows.
+        tokens: [B, W] int32 the committed tokens, from column 0 on.
+        judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
+        block_table, head_table: [B, P] the rows' pages of the target's group and of the head's (None without a head).
+    """
+
+    start: np.ndarray
+    num_new: np.ndarray
+    drafts: np.ndarray
+    num_drafting: int
+    tokens: np.ndarray
+    judged: np.ndarray
+    block_table: np.ndarray
     head_table: np.ndarray | None
+    page_size: int
+
+    @cached_property
+    def lens(self) -> np.ndarray:
+        """[B] tokens of each row."""
+        return self.num_new + self.drafts
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.lens.sum())
+
+    @property
+    def only_roots(self) -> bool:
+        """Whether every row reads one committed token and is judged."""
+        return len(self.judged) == len(self.start) and bool((self.num_new == 1).all())
+
+    @cached_property
+    def query_start_loc(self) -> np.ndarray:
+        """[B+1]."""
+        return np.concatenate([[0], np.cumsum(self.lens)])
+
+    @cached_property
+    def num_drafts(self) -> np.ndarray:
+        """[J] drafts of the judged rows."""
+        return self.drafts[self.judged]
+
+    @cached_property
+    def max_drafts(self) -> int:
+        """n, the most drafts of a row."""
+        return int(self.drafts.max(initial=0))
+
+    @cached_property
+    def inputs(self) -> TargetInputs:
+        """The ragged layout, row after row."""
+        lens, starts = self.lens, self.query_start_loc
+        owner = np.repeat(np.arange(len(lens)), lens)
+        drafted = np.arange(starts[-1]) - starts[owner] >= self.num_new[owner]
+        token_ids = np.zeros(starts[-1], np.int64)
+        token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
+        judged_rows, logit_index = self._judged_rows()
+        width = np.arange(1, self.max_drafts + 1)
+        return TargetInputs(
+            batch=rows_batch(starts, self.start, self.block_table, self.page_size),
+            token_ids=token_ids,
+            draft_places=np.flatnonzero(drafted),
+            draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
+            judged_rows=judged_rows,
+            logit_index=logit_index,
+            num_drafts=self.num_drafts,
+        )
+
+    def _judged_rows(self) -> tuple[np.ndarray, np.ndarray]:
+        """judged_rows and logit_index, see TargetInputs."""
+        counts = self.num_drafts + 1
+        ends = np.cumsum(counts)
+        roots = self.query_start_loc[self.judged] + self.num_new[self.judged] - 1
+        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
+        logit_index = (ends - counts)[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
+        return (np.repeat(roots, counts) + within).astype(np.int64), logit_index.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -164,33 +241,19 @@ def target_arrays(
     head_table: np.ndarray | None = None,
 ) -> TargetArrays:
     """The next verification. block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row."""
-    rows, n = schedule.rows, schedule.num_drafts
-    lens = schedule.num_new + n
-    query_start_loc = np.concatenate([[0], np.cumsum(lens)])
-    start = table.computed[rows]
-    batch = rows_batch(query_start_loc, start, block_table[rows], page_size)
-    owner = np.repeat(rows, lens)
-    known = batch.positions < table.length[owner]
-    token_ids = np.where(known, table.tokens[owner, np.minimum(batch.positions, table.tokens.shape[1] - 1)], 0)
-    judged = np.flatnonzero(start + schedule.num_new == table.length[rows])
-    num_judged = n[judged] + 1
-    ends = np.cumsum(num_judged)
-    width = np.arange(int(n.max(initial=0)) + 1)
-    first_judged = query_start_loc[judged] + schedule.num_new[judged] - 1
-    logit_index = (ends - num_judged)[:, None] + np.minimum(width, n[judged][:, None])
-    within = np.arange(int(ends[-1]) if len(ends) else 0) - np.repeat(ends - num_judged, num_judged)
-    judged_rows = np.repeat(first_judged, num_judged) + within
-    drafting = width[1:] <= n[: schedule.num_drafting, None]  # [R, n]
+    rows, start = schedule.rows, table.computed[schedule.rows]
+    width = np.arange(int(schedule.num_new.max(initial=0)))
+    places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
     return TargetArrays(
-        batch=batch,
-        token_ids=token_ids.astype(np.int64),
-        draft_places=np.flatnonzero(~known),
-        draft_sources=np.flatnonzero(drafting),
-        judged=judged,
-        judged_rows=judged_rows.astype(np.int64),
-        logit_index=logit_index.astype(np.int64),
-        num_drafts=n[judged],
+        start=start,
+        num_new=schedule.num_new,
+        drafts=schedule.num_drafts,
+        num_drafting=schedule.num_drafting,
+        tokens=table.tokens[rows[:, None], places],
+        judged=np.flatnonzero(start + schedule.num_new == table.length[rows]),
+        block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
+        page_size=page_size,
     )
 
 
@@ -204,7 +267,7 @@ def sampling_round(target: TargetArrays, schedule: Schedule, table: RowTable) ->
     if not arrays.any_sampled:
         return None
     keys = table.key[rows][:, None]
-    positions = table.length[rows][:, None] + np.arange(target.logit_index.shape[1])
+    positions = table.length[rows][:, None] + np.arange(target.max_drafts + 1)
     return SamplingRound(
         arrays=arrays,
         draft_uniform=uniforms(keys[: schedule.num_drafting], positions[: schedule.num_drafting, :-1], Role.DRAFT),
@@ -229,7 +292,7 @@ class DeviceRound:
 
     Attributes:
         first, steps: the draft loop (None, () when nobody drafts and no prompt goes on).
-        metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetArrays.
+        metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetInputs.
         sampling: None when all rows are greedy.
     """
 
@@ -256,13 +319,13 @@ def send_round(
     bucket: Bucket,
 ) -> DeviceRound:
     """Send everything in one host-to-device copy and wrap the views. `bucket` says where each array lies."""
-    arrays = target_values(target)
+    arrays = target_values(target.inputs)
     if draft is not None:
         arrays |= draft_values(draft)
     if sampling is not None:
         arrays |= _sampling_fields(sampling)
     staged = arena.send(bucket, arrays)
-    device = target_views(target, staged)
+    device = target_views(target.inputs, staged)
     return replace(
         device,
         first=None if draft is None else first_pass_views(draft, staged),
@@ -271,13 +334,13 @@ def send_round(
     )
 
 
-def target_views(target: TargetArrays, staged: Staged) -> DeviceRound:
+def target_views(target: TargetInputs, staged: Staged) -> DeviceRound:
     """A verification's device side: greedy, without a draft loop."""
     views = {name: staged[f"target.{name}"] for name in _TARGET_FIELDS}
     return DeviceRound(None, (), from_staged("target", target.batch, staged), **views, sampling=None)
 
 
-def target_values(target: TargetArrays) -> dict[str, np.ndarray]:
+def target_values(target: TargetInputs) -> dict[str, np.ndarray]:
     """A verification's arrays under their arena names."""
     return batch_arrays("target", target.batch) | {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
 

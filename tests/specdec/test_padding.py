@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch import slots_of
-from drafters.inputs import rows_batch
-from specdec.padding import spread, uniform_batch, uniform_steps
+from specdec.padding import uniform_batch, uniform_steps
 from specdec.round import StepArrays
 
 
@@ -23,8 +22,7 @@ def test_real_tokens_keep_their_places_and_padding_stands_on_the_null_page(
     start, lens = (np.array(column) for column in zip(*rows, strict=True))
     width = -(-44 // page_size)
     table = np.arange(1, len(rows) * width + 1, dtype=np.int32).reshape(len(rows), width)
-    batch = rows_batch(np.concatenate([[0], np.cumsum(lens)]), start, table, page_size)
-    fixed = uniform_batch(batch, table, len(rows) + more, 4)
+    fixed = uniform_batch(start, lens, table, page_size, (len(rows) + more, 4))
     fixed.validate()
     slots = fixed.slot_mapping.reshape(-1, 4)
     positions = fixed.positions.reshape(-1, 4)
@@ -38,11 +36,9 @@ def test_real_tokens_keep_their_places_and_padding_stands_on_the_null_page(
 
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
-    batch = rows_batch(np.array([0, 2]), np.array([20]), np.array([[7, 9]], np.int32), 16)
-    fixed = uniform_batch(batch, batch.block_table, 1, 4)
+    fixed = uniform_batch(np.array([20]), np.array([2]), np.array([[7, 9]], np.int32), 16, (1, 4))
     assert fixed.slot_mapping.tolist() == [148, 149, 0, 0]
     assert fixed.seq_lens.tolist() == [24] and fixed.page_counts.tolist() == [2]
-    assert spread(np.array([1, 2, 3]), np.array([2, 1]), 3, 2).tolist() == [1, 2, 3, 0, 0, 0]
 
 
 def test_added_rows_of_draft_steps_stand_on_the_null_page() -> None:
