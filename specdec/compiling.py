@@ -153,8 +153,13 @@ def store_angles(model: nn.Module) -> int:
 
 @contextmanager
 def compiler_settings() -> Iterator[None]:
-    """Inductor's settings while our code is compiled (compilation happens at the first call)."""
-    with torch._inductor.config.patch(post_grad_custom_pre_pass=LeaveOneProduct()):
+    """The compiler's settings while our code is compiled (compilation happens at the first call).
+
+    Floats such as an epsilon are constants: taken as inputs, they make the compiler start over once it has found out
+    that they are not, which doubles the time of tracing.
+    """
+    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=LeaveOneProduct())
+    with inductor, torch._dynamo.config.patch(specialize_float=True):
         yield
 
 
