@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.options import DEFAULT_MODEL
+from specdec.options import CUDA_GRAPHS, DEFAULT_MODEL, KV_CACHE_DTYPE, MTP_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -57,6 +57,9 @@ model_options = _stacked(
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
     click.option("--device", default=None, help="cpu, cuda, cuda:1, ...; default CUDA where there is one."),
     click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),
+    KV_CACHE_DTYPE,
+    CUDA_GRAPHS,
+    *MTP_OPTIONS,
 )
 
 draft_option = click.option(
@@ -154,6 +157,10 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
         device=options["device"],
         max_num_seqs=max([options["batch_size"], *options.get("predict_batch_sizes", ())]),
         max_model_len=options["max_model_len"],
+        kv_cache_dtype=options["kv_cache_dtype"],
+        cuda_graphs=options["cuda_graphs"],
+        mtp_concat=options["mtp_concat"],
+        mtp_feedback=options["mtp_feedback"],
         seed=options["seed"],
     )
 

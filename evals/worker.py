@@ -25,6 +25,10 @@ class ModelSpec:
     device: str | None = None
     max_num_seqs: int = 1
     max_model_len: int | None = None
+    kv_cache_dtype: str = "auto"
+    cuda_graphs: bool = False
+    mtp_concat: str = "auto"
+    mtp_feedback: str = "post_norm"
     seed: int = 0
 
     def load(self) -> Any:

@@ -31,6 +31,16 @@ MTP_OPTIONS = (
         help="What such a module's next step gets.",
     ),
 )
+KV_CACHE_DTYPE = click.option(
+    "--kv-cache-dtype",
+    type=click.Choice(["auto", "fp8"]),
+    default="auto",
+    show_default=True,
+    help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
+)
+CUDA_GRAPHS = click.option(
+    "--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (FlashInfer only)."
+)
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
@@ -41,13 +51,7 @@ _MODEL_OPTIONS = (
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),
-    click.option(
-        "--kv-cache-dtype",
-        type=click.Choice(["auto", "fp8"]),
-        default="auto",
-        show_default=True,
-        help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
-    ),
+    KV_CACHE_DTYPE,
     click.option("--kv-cache-tokens", type=click.IntRange(1), help="Size of the KV cache (default: what fits)."),
     click.option(
         "--gpu-memory-utilization",
@@ -56,7 +60,7 @@ _MODEL_OPTIONS = (
         show_default=True,
         help="Share of the GPU's memory that model, cache and graphs may take together.",
     ),
-    click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (FlashInfer only)."),
+    CUDA_GRAPHS,
     click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
