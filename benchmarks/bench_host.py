@@ -20,10 +20,11 @@ from attention.pages import BlockTables
 from attention.staging import StagingArena
 from specdec.config import EngineConfig
 from specdec.fields import largest_bucket, round_bucket, round_fields
-from specdec.round import Verified, draft_arrays, sampling_round, send_round, target_arrays
+from specdec.round import Verified, draft_arrays, sampling_round, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule
+from specdec.transfer import send_round
 
 PAGE_SIZE = 16
 CONTEXT = 1024

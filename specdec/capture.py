@@ -18,7 +18,7 @@ from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
 from specdec.compiling import HeadPasses, MtpPasses
 from specdec.executor import Drafter, EagerExecutor
-from specdec.round import DeviceRound
+from specdec.transfer import DeviceRound
 from specdec.verify import fill_drafts
 
 T = TypeVar("T")

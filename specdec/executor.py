@@ -15,8 +15,9 @@ from drafters.chain import Draft, draft_chain
 from specdec.config import EngineConfig
 from specdec.fields import largest_bucket, round_bucket, round_fields
 from specdec.readback import HostReads, Readback
-from specdec.round import DeviceRound, DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified, send_round
+from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified
 from specdec.target import Target
+from specdec.transfer import DeviceRound, send_round
 from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge
 
 

@@ -27,19 +27,9 @@ from specdec.executor import Drafter, EagerExecutor, Verification
 from specdec.experts import using_capturable_experts
 from specdec.fields import graph_bucket, head_fields, step_fields, target_fields
 from specdec.padding import empty_round, uniform_head, uniform_steps, uniform_target, uniform_verified
-from specdec.round import (
-    DeviceRound,
-    DraftArrays,
-    SamplingRound,
-    StepArrays,
-    TargetArrays,
-    Verified,
-    step_values,
-    step_views,
-    target_values,
-    target_views,
-)
+from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified
 from specdec.target import Target
+from specdec.transfer import DeviceRound, step_values, step_views, target_values, target_views
 
 log = logging.getLogger("specdec")
 

@@ -23,8 +23,9 @@ from drafters.mtp_modules import ModulePass, MtpStack, draft_modules, first_pass
 from specdec.config import EngineConfig
 from specdec.executor import Drafter, EagerExecutor, Verification
 from specdec.fields import most_pages, power_of_two
-from specdec.round import DeviceRound, DraftArrays, SamplingRound, TargetArrays, Verified
+from specdec.round import DraftArrays, SamplingRound, TargetArrays, Verified
 from specdec.target import Target
+from specdec.transfer import DeviceRound
 from specdec.verify import choose_greedy, choose_sampled
 
 

@@ -11,8 +11,8 @@ from drafters.chain import Choose, Draft
 from drafters.vocab import scatter
 from specdec.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
 from specdec.commit import Outcome
-from specdec.round import DeviceRound, DeviceSampling
 from specdec.sampling import draw, target_probs
+from specdec.transfer import DeviceRound, DeviceSampling
 
 
 @dataclass(frozen=True)
