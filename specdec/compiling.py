@@ -156,10 +156,11 @@ def compiler_settings() -> Iterator[None]:
     """The compiler's settings while our code is compiled (compilation happens at the first call).
 
     Floats such as an epsilon are constants: taken as inputs, they make the compiler start over once it has found out
-    that they are not, which doubles the time of tracing.
+    that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
+    `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
     """
     inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=LeaveOneProduct())
-    with inductor, torch._dynamo.config.patch(specialize_float=True):
+    with inductor, torch._dynamo.config.patch(specialize_float=True, recompile_limit=256):
         yield
 
 

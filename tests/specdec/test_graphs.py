@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import VOCAB, eagle3_head, enlarge, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import specdec.capture
 import specdec.graphs
@@ -20,6 +21,10 @@ from attention.batch import HostBatch
 from attention.checking import check_mode
 from attention.metadata import CommonAttentionMetadata
 from attention.torch_backend import TorchBackend
+from drafters.mtp import MtpHead
+from drafters.mtp_spec import MtpSpec, mtp_target
+from specdec.compiling import compiler_settings
+from specdec.experts import CAPTURABLE, using_capturable_experts
 from specdec.graphs import GraphExecutor, graph_rows
 from specdec.sampling import SamplingParams
 
@@ -97,8 +102,8 @@ def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPat
     return recorded_on_cpu
 
 
-def with_graphs(head: Any, **options: Any) -> Any:
-    wrapped = wrap(tiny_llama(), head, **options)
+def with_graphs(head: Any, target: Any = None, **options: Any) -> Any:
+    wrapped = wrap(tiny_llama() if target is None else target, head, **options)
     backend = FixedPlaceBackend(torch.device("cpu"))
     wrapped.target.runner._backend = backend
     if wrapped.executor.drafter is not None:
@@ -173,3 +178,72 @@ def test_buckets() -> None:
     assert graph_rows(12, 6) == (12, 8, 4, 2, 1)
     assert graph_rows(1, 1) == (2,)
     assert graph_rows(128, 6)[:2] == (128, 64)
+
+
+def latent_mixture_pair() -> tuple[Any, MtpHead]:
+    """A tiny target with latent attention and experts, and a multi-token-prediction module of its kind."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    head = MtpHead(MtpSpec(), mtp_target(target)).eval().requires_grad_(False)
+    for module in (target, head):
+        enlarge(module)
+    return target, head
+
+
+def check_latent_mixture(drafts: int, rows: int = 4) -> None:
+    sizes = {"num_speculative_tokens": drafts, "max_num_seqs": rows}
+    params = SamplingParams(max_new_tokens=16, return_drafts=True)
+    target, head = latent_mixture_pair()
+    eager = wrap(target, head, **sizes).generate(PROMPTS, params)
+    target, head = latent_mixture_pair()
+    graphed = with_graphs(head, target, **sizes)
+    with compiler_settings(), using_capturable_experts(target, head):  # a real replay compiles nothing anew
+        completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in eager]
+    assert [c.drafts for c in completions] == [c.drafts for c in eager]
+    assert target.config._experts_implementation != CAPTURABLE  # the model's own form is back
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_latent_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
+    check_latent_mixture(drafts)
+    assert sum(g.replays for g in graphs_on_cpu) > 20
+
+
+@pytest.mark.slow
+def test_a_latent_mixture_is_one_compiled_graph(
+    recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and module traced without a break; what they compute is that of the eager road."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": "aot_eager"}))
+    plain = specdec.capture.record
+
+    def record(launch: Callable[[], Any], pool: Any) -> Any:
+        launch()
+        return plain(launch, pool)
+
+    monkeypatch.setattr(specdec.capture, "record", record)
+    check_latent_mixture(2, rows=1)
+    assert sum(g.replays for g in recorded_on_cpu) > 20
