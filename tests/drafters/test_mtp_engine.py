@@ -57,7 +57,13 @@ def rounds(wrapped: SpeculativeModel, prompt: list[int], completion: Any) -> lis
 
 
 @pytest.mark.parametrize(
-    ("name", "modules", "drafts"), [("deepseek_v3", 2, 2), ("deepseek_v3", 2, 5), ("deepseek_v3", 3, 4), ("mimo", 2, 3)]
+    ("name", "modules", "drafts"),
+    [
+        ("deepseek_v3", 2, 2),
+        pytest.param("deepseek_v3", 2, 5, marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", 3, 4, marks=pytest.mark.slow),
+        pytest.param("mimo", 2, 3, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize(
     "options",

@@ -107,6 +107,7 @@ def test_wrong_readings_of_several_modules_are_refused(pair: Any, text: Any, cha
         check_reading(MtpStack(heads), *text, 3)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_it(tmp_path: Path) -> None:
     folder = copy_with(tmp_path / "swapped", swap_halves)
     with pytest.raises(HeadLoadError, match=r"Give mtp_concat='hidden_first'"):

@@ -29,6 +29,8 @@ from specdec.sampling import SamplingParams
 from specdec.stats import pool_requests
 from specdec.train_commands import train
 
+pytestmark = pytest.mark.slow
+
 SHORT: dict[str, Any] = {
     "batch_size": 8,
     "ttt_steps": 3,

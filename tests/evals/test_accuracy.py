@@ -214,7 +214,7 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)\n"
         (GOOD.replace("+ 1", "+ 2"), False),
         ("import sys\nsys.exit(0)\n", False),
         ("import os\nos._exit(0)\n", False),
-        ("while True:\n    pass\n", False),
+        pytest.param("while True:\n    pass\n", False, marks=pytest.mark.slow),
         ("x = [0] * (1 << 33)\n" + GOOD, False),
         ("def f(x:\n", False),
     ],

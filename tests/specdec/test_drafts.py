@@ -45,7 +45,7 @@ def head_of(kind: str) -> Head:
     "options",
     [
         {},
-        {"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
+        pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 18, "page_size": 1}, marks=pytest.mark.slow),
         pytest.param({"kv_cache_tokens": 104}, marks=pytest.mark.slow),
         {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
@@ -85,7 +85,7 @@ def zero_slot(wrapped: Any, position: int) -> None:
     layer.values[page, offset] = 0
 
 
-@pytest.mark.parametrize("kind", ["table", "eagle3"])
+@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     head = head_of(kind)

@@ -115,7 +115,15 @@ def with_graphs(head: Any, target: Any = None, **options: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["table", "eagle3"])
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 88}, {"page_size": 1}, {"max_model_len": 70}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_tokens": 88},
+        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_and_drafts_are_those_of_the_eager_road(
     graphs_on_cpu: list[Replayed], kind: str, options: dict[str, int]
 ) -> None:
