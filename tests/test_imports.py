@@ -82,6 +82,7 @@ def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_attention_alone_pulls_in_nothing_else() -> None:
     code = (
         "import sys, attention, attention.pages, attention.torch_backend, attention.metadata\n"

@@ -133,6 +133,7 @@ def test_the_command_line_passes_the_reading_on() -> None:
     assert isinstance(result.exception, HeadLoadError) and "mtp_feedback='post_norm'" in str(result.exception)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("std", [0.02, 0.5, 1.5])
 def test_random_weights_are_never_refused(name: str, std: float, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:

@@ -52,6 +52,7 @@ def test_generate_reads_standard_input_and_prints_json(expected: Any) -> None:
     assert record["prompt_token_ids"] == expected.prompt_token_ids and record["tau"] > 1
 
 
+@pytest.mark.slow
 def test_generate_reads_every_kind_of_line(expected: Any, tmp_path: Path) -> None:
     lines = [{"question": QUESTION}, {"prompt": QUESTION}, {"messages": [{"role": "user", "content": QUESTION}]}]
     file = tmp_path / "prompts.jsonl"

@@ -153,6 +153,7 @@ def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInp
     return accept_sampled(drafts, n, replace(inputs, next_uniform=shared))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
     [resample_from_p, *(pytest.param(r, marks=pytest.mark.slow) for r in (accept_over_half, same_uniform_twice))],

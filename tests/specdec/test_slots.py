@@ -71,6 +71,7 @@ class Watch:
         self.batches[name] += 1
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
