@@ -28,7 +28,7 @@ from attention.flashinfer_backend import FlashInferBackend
 from attention.kv_cache import CacheGroup
 from attention.metadata import single_batch_arena, stage
 from attention.runner import GroupRunner
-from benchmarks.bench_round import provenance
+from benchmarks.document import provenance
 from benchmarks.shapes import COPY_BYTES_PER_S
 from drafters.inputs import rows_batch
 from specdec.experts import CAPTURABLE

@@ -9,11 +9,7 @@ device-to-host reads of a full batch.
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import platform
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,12 +19,12 @@ from typing import Any
 import click
 import numpy as np
 import torch
-import transformers
 
 from attention.backend import GraphBackend, PlanKey
 from attention.batch import HostBatch
 from attention.kv_cache import CacheGroup
 from attention.metadata import CommonAttentionMetadata
+from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
@@ -186,23 +182,6 @@ def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[in
 def _more(read: SyntheticRead, rounds: int) -> Callable[[], bool]:
     start = len(read.moments)
     return lambda: len(read.moments) >= start + rounds
-
-
-def provenance() -> dict[str, Any]:
-    """Versions, device and commit (SPECDEC_COMMIT where the tree is no git checkout)."""
-    import flashinfer  # type: ignore[import-not-found]
-
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True)
-    commit = os.environ.get("SPECDEC_COMMIT") or git.stdout.strip()
-    return {
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "flashinfer": flashinfer.__version__,
-        "python": platform.python_version(),
-        "device": torch.cuda.get_device_name(),
-        "commit": commit,
-        "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
 
 
 def wait_for(file: Path) -> None:

@@ -22,6 +22,7 @@ from typing import Any
 
 import click
 import torch
+from check_pair import test_chats
 from document import provenance
 
 from evals.replay import Replay
@@ -31,12 +32,6 @@ from specdec.stats import pool_requests
 MAX_NEW_TOKENS = 320
 TIE_ERRORS = 4.0
 TAU_SHARE = 0.01
-
-
-def test_chats(data: Path, questions: int) -> list[Any]:
-    """GSM8K's first test questions as chats."""
-    lines = (data / "gsm8k" / "test.jsonl").read_text(encoding="utf-8").split("\n")[:questions]
-    return [[{"role": "user", "content": json.loads(line)["question"]}] for line in lines]
 
 
 @torch.inference_mode()
@@ -111,7 +106,7 @@ def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, tau_flo
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(target: str, k: int, questions: int, dtypes: str, graphs: str, backend: str, device: str, out: Path) -> None:
     """Check every dtype with and without graphs."""
-    chats = test_chats(Path(os.environ["SPECDEC_DATA"]), questions)
+    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[:questions]
 
     def load(dtype: str, drafts: int, cuda_graphs: bool) -> SpeculativeModel:
         return SpeculativeModel.from_pretrained(
