@@ -3,9 +3,9 @@
     SPECDEC_DATA=… python benchmarks/check_pair.py --out benchmarks/results/check_pair.json
     SPECDEC_DATA=… python benchmarks/check_pair.py --shard 0/2 …     # half of the questions, for two processes
 
-Float32, greedy, GSM8K test questions, batch 1 and batch 16. A divergence is replayed in float64; it is allowed only if
-the top-2 gap there is below 1e-4, and is listed. The draft oracle must also fail once one slot of the head's cache is
-zeroed. Exit code 1 when anything is not as it must be.
+Float32, torch backend, greedy, GSM8K test questions, batch 1 and batch 16. A divergence is replayed in float64; it is
+allowed only if the top-2 gap there is below 1e-4, and is listed. The draft oracle must also fail once one slot of the
+head's cache is zeroed. Exit code 1 when anything is not as it must be.
 """
 
 from __future__ import annotations
@@ -141,22 +141,39 @@ def passed(result: dict[str, Any]) -> bool:
 @click.option("--draft", default="auto", show_default=True)
 @click.option("-k", default=5, show_default=True)
 @click.option("--shard", default="0/1", show_default=True, help="I/N: every N-th question from the I-th on.")
+@click.option("--questions", type=int, help="Only the first so many.")
 @click.option("--oracle-questions", default=50, show_default=True)
 @click.option("--reference-batch", default=1, show_default=True, help="Questions a call of transformers' generate.")
+@click.option("--device", default="cpu", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path))
 def main(
-    target: str, draft: str, k: int, shard: str, oracle_questions: int, reference_batch: int, out: Path | None
+    target: str,
+    draft: str,
+    k: int,
+    shard: str,
+    questions: int | None,
+    oracle_questions: int,
+    reference_batch: int,
+    device: str,
+    out: Path | None,
 ) -> None:
     """Check the pair; ends in one JSON line."""
     index, count = (int(part) for part in shard.split("/"))
-    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[index::count]
+    chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[:questions][index::count]
     model = SpeculativeModel.from_pretrained(
-        target, draft=draft, num_speculative_tokens=k, dtype="float32", device="cpu", max_num_seqs=BATCHED
+        target,
+        draft=draft,
+        num_speculative_tokens=k,
+        dtype="float32",
+        device=device,
+        backend="torch",
+        max_num_seqs=BATCHED,
     )
     result = {
         "benchmark": "check_pair",
         "target": target,
         "shard": shard,
+        "device": device,
         "reference_batch": reference_batch,
         **check(model, chats, oracle_questions, reference_batch),
         "dtype": "float32",

@@ -19,7 +19,7 @@ from drafters.mtp import MtpHead
 from specdec.compiling import HeadPasses, MtpPasses
 from specdec.executor import Drafter, EagerExecutor
 from specdec.transfer import DeviceRound
-from specdec.verify import fill_drafts
+from specdec.verify import fill_drafts, in_order
 
 T = TypeVar("T")
 
@@ -193,9 +193,10 @@ def capture_bucket(
     rows, query_len = round_.target.logit_index.shape
     planner = eager.target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(round_.target.metadata)
-    drafted = None if drafts is None else Draft(drafts.buffers.drafts[:rows], None)
+    all_drafts = None if drafts is None else Draft(drafts.buffers.drafts, None)
 
     def verify() -> tuple[torch.Tensor, torch.Tensor]:
+        drafted = in_order(all_drafts, round_.target)
         token_ids = fill_drafts(round_.target, drafted)
         logits = eager.target.forward(token_ids, planned, None, model).logits
         return logits, eager.judge(logits, round_.target, drafted)

@@ -18,6 +18,7 @@ from torch import nn
 from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
 from drafters.mtp import MtpHead
+from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
@@ -91,11 +92,16 @@ def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
         start += layer.out_features
 
 
-class LeaveOneProduct(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
+class Products(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Equal products become one, and products with a weight go through `few_tokens_linear`."""
 
     def __call__(self, graph: torch.fx.Graph) -> None:
-        """Replace every later node that computes what an earlier one did."""
+        """Rewrite the compiler's graph."""
+        self.leave_one(graph)
+        self.read_weights_once(graph)
+
+    def leave_one(self, graph: torch.fx.Graph) -> None:
+        """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
         seen: dict[Any, torch.fx.Node] = {}
         for node in list(graph.nodes):
             packet = getattr(node.target, "overloadpacket", None)
@@ -107,9 +113,30 @@ class LeaveOneProduct(torch._inductor.custom_graph_pass.CustomGraphPass):
                 node.replace_all_uses_with(first)
                 graph.erase_node(node)
 
+    def read_weights_once(self, graph: torch.fx.Graph) -> None:
+        """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph."""
+        for node in list(graph.nodes):
+            if node.target is not torch.ops.aten.mm.default or not (weight := _transposed_input(node.args[1])):
+                continue
+            with graph.inserting_before(node):
+                linear = graph.call_function(torch.ops.specdec.few_tokens_linear.default, (node.args[0], weight))
+            linear.meta.update(node.meta)
+            node.replace_all_uses_with(linear)
+            graph.erase_node(node)
+
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return "specdec-leave-one-product-1"
+        return "specdec-products-2"
+
+
+def _transposed_input(node: Any) -> torch.fx.Node | None:
+    """The graph's input [O, I] that `node` transposes; None when it is something else."""
+    if node.target is torch.ops.aten.t.default or (
+        node.target is torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
+    ):
+        source = node.args[0]
+        return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
+    return None
 
 
 def _frozen(value: Any) -> Any:
@@ -159,7 +186,7 @@ def compiler_settings() -> Iterator[None]:
     that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
     """
-    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=LeaveOneProduct())
+    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=Products())
     with inductor, torch._dynamo.config.patch(specialize_float=True, recompile_limit=256):
         yield
 

@@ -17,7 +17,7 @@ class EngineConfig:
         max_num_seqs: most requests in one batch (B).
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
         page_size: tokens a page.
-        num_pages: pages of the target's pool, the null page included; the head's pool has as many.
+        num_pages: pages of the target's pool, the null page included.
         seed: randomness of requests without a seed of their own.
     """
 
@@ -42,6 +42,11 @@ class EngineConfig:
                 f"max_num_batched_tokens={self.max_num_batched_tokens}: {self.max_num_seqs} requests with "
                 f"{self.num_speculative_tokens} drafts each need at least {needed}; lower max_num_seqs or raise it"
             )
+
+    @property
+    def num_head_pages(self) -> int:
+        """Pages of the head's pool: what fits the target's fits here, with K more tokens a row."""
+        return self.num_pages + self.max_num_seqs * -(-self.num_speculative_tokens // self.page_size)
 
     @property
     def pages_per_row(self) -> int:

@@ -18,7 +18,7 @@ from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
-from specdec.round import DraftArrays, TargetArrays, Verified, draft_arrays, sampling_round, step_arrays, target_arrays
+from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
@@ -81,9 +81,12 @@ class Engine:
         self._tokenizer = tokenizer
         self._eos = np.array(sorted(set(eos_token_ids)), np.int64)
         self._table = RowTable(config.max_num_seqs, config.max_model_len)
-        self._scheduler = Scheduler(config, self._table, self._pages(), self._pages() if drafter else None)
+        head_pages = None if drafter is None else self._pages(config.num_head_pages)
+        self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages)
         self._executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self._transfers = self._executor.transfers
         self._read = read
+        self._steps_ahead = config.num_speculative_tokens if drafter else 0
         self._launch_ahead = target.hf_model.device.type == "cuda"
         self._requests: dict[int, Request] = {}
         self._next_id = 0
@@ -151,10 +154,12 @@ class Engine:
         verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
         self._count(device_to_host=1)
         outcome = self._read(verification.packed.wait(), inflight.target.num_drafts)
+        drafted = None if verification.draft_on is None else verification.draft_on(outcome.num_accepted)
         owners = self._owners()
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
-        self._inflight = self._launch(self._executor.verified(verified, inflight.device), verification)
+        verified = self._executor.verified(verified, inflight.device)
+        self._inflight = self._launch(verified, verification, drafted)
         return self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -165,39 +170,31 @@ class Engine:
                 self._scheduler.remove(request)
         self._settle()
 
-    def _launch(self, verified: Verified | None, last: Verification | None = None) -> _Inflight | None:
-        """Schedule, pages, the draft loop, and the next verification's arrays."""
+    def _launch(
+        self, verified: Verified | None, last: Verification | None = None, drafted: Draft | None = None
+    ) -> _Inflight | None:
+        """Schedule, pages, the draft loop where it is not `drafted` already, and the next verification's arrays."""
         preempted = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
         self._count(preemptions=self._scheduler.num_preemptions - preempted)
         if schedule is None:
             return None
-        transfers, tables = self._executor.transfers, self._block_tables(schedule)
-        draft, drafted = self._draft(schedule, tables, verified, last)
-        target = target_arrays(schedule, self._table, tables.target, self.config.page_size, tables.head)
+        tables = self._block_tables(schedule)
+        page_size, ahead = self.config.page_size, drafted is not None
+        draft = None
+        if not ahead and verified is not None and tables.head is not None:
+            draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
+        target = target_arrays(schedule, self._table, tables.target, page_size, tables.head, ahead)
         sampling = sampling_round(target, schedule, self._table)
         device = self._executor.send(draft, target, sampling)
         self._table.mark_batch(schedule.rows)
-        transfers = self._executor.transfers - transfers
+        transfers, self._transfers = self._executor.transfers - self._transfers, self._executor.transfers
         self._count(rounds=1, target_tokens=target.num_tokens, host_to_device=transfers)
         if draft is not None and last is not None:
             drafted = self._executor.draft(device, last.tapped)
         # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None
         return _Inflight(schedule, target, device, drafted, verification)
-
-    def _draft(
-        self, schedule: Schedule, tables: _Tables, verified: Verified | None, last: Verification | None
-    ) -> tuple[DraftArrays | None, Draft | None]:
-        """The draft loop: launched already where its first pass ran behind the verification, else its arrays."""
-        if verified is None or last is None or tables.head is None:
-            return None, None
-        page_size = self.config.page_size
-        if last.draft_on is None:
-            return draft_arrays(verified, schedule, self._table, tables.head, page_size), None
-        if not schedule.num_drafting:
-            return None, None
-        return None, last.draft_on(step_arrays(schedule, self._table, tables.head, page_size))
 
     def _owners(self) -> list[Request | None]:
         """The request of each judged row; None for one that was aborted or stopped meanwhile."""
@@ -236,7 +233,7 @@ class Engine:
 
     def _block_tables(self, schedule: Schedule) -> _Tables:
         """Both block tables, as wide as the longest row of this round needs (a power of two of pages)."""
-        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max())
+        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + self._steps_ahead
         pages = self._scheduler.target_pages
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
         head = self._scheduler.head_pages
@@ -245,9 +242,9 @@ class Engine:
     def _count(self, **increments: int) -> None:
         self.stats = replace(self.stats, **{k: getattr(self.stats, k) + n for k, n in increments.items()})
 
-    def _pages(self) -> BlockTables:
+    def _pages(self, num_pages: int) -> BlockTables:
         c = self.config
-        return BlockTables(c.num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
+        return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
 
     def _check_prompt(self, prompt: np.ndarray) -> None:
         if prompt.ndim != 1 or not len(prompt):

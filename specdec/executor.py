@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from attention.runner import GroupRunner
@@ -15,10 +16,10 @@ from drafters.chain import Draft, draft_chain
 from specdec.config import EngineConfig
 from specdec.fields import largest_bucket, round_bucket, round_fields
 from specdec.readback import HostReads, Readback
-from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified
+from specdec.round import DraftArrays, SamplingRound, TargetArrays, Verified
 from specdec.target import Target
 from specdec.transfer import DeviceRound, send_round
-from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, judge
+from specdec.verify import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
 
 
 @dataclass(frozen=True)
@@ -36,13 +37,13 @@ class Verification:
     Attributes:
         packed: [J, 2n+2] int64 on its way to the host, see `specdec.verify.judge`.
         tapped: [T, A·Ht] on the device, valid until the next forward.
-        draft_on: where the head's first pass runs behind the verification already: launches the further draft steps.
-            None where the draft loop starts from `tapped`.
+        draft_on: where the head's first pass runs behind the verification already: launches the further draft steps
+            of all its rows, given num_accepted [J]. None where the draft loop starts from `tapped`.
     """
 
     packed: Readback
     tapped: torch.Tensor
-    draft_on: Callable[[StepArrays], Draft] | None = None
+    draft_on: Callable[[np.ndarray], Draft] | None = None
 
 
 class Executor(Protocol):
@@ -99,6 +100,7 @@ class EagerExecutor:
     def verify(self, round_: DeviceRound, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""
         planned = self.target.runner.plan(round_.metadata)
+        draft = in_order(draft, round_)
         output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
         return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
 

@@ -47,6 +47,7 @@ def target_fields() -> list[Field]:
         *(Field(f"target.{name}", np.int64, ("target.tokens",)) for name in per_token),
         Field("target.logit_index", np.int64, ("target.rows", "drafts_plus_1")),
         Field("target.num_drafts", np.int64, ("target.rows",)),
+        Field("target.sources", np.int64, ("target.rows",)),
     ]
 
 

@@ -27,9 +27,10 @@ from specdec.executor import Drafter, EagerExecutor, Verification
 from specdec.experts import using_capturable_experts
 from specdec.fields import graph_bucket, head_fields, step_fields, target_fields
 from specdec.padding import empty_round, uniform_head, uniform_steps, uniform_target, uniform_verified
-from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified
+from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified, steps_after
 from specdec.target import Target
 from specdec.transfer import DeviceRound, step_values, step_views, target_values, target_views
+from specdec.verify import in_order
 
 log = logging.getLogger("specdec")
 
@@ -57,14 +58,15 @@ class GraphRound:
     Attributes:
         rows: the bucket, None when the round runs eagerly.
         num_rows, num_drafts: J and n of the round itself.
-        device: the round in its own shape, where something of it runs eagerly (it fits no bucket, drafts from tapped
-            states, or has sampled rows).
+        target: its host arrays. device: the round in its own shape, where something of it runs eagerly (it fits no
+            bucket, drafts from tapped states, or has sampled rows).
         sampled: whether rows are sampled: the graph gives the logits, and the verdict is made apart.
     """
 
     rows: int | None
     num_rows: int
     num_drafts: int
+    target: TargetArrays
     device: DeviceRound | None
     sampled: bool
 
@@ -142,7 +144,7 @@ class GraphExecutor:
         device = self._eager.send(draft, target, sampling) if eager else None
         if rows is not None:
             self._send_verification(rows, target)
-        return GraphRound(rows, len(target.judged), target.max_drafts, device, sampling is not None)
+        return GraphRound(rows, len(target.judged), target.max_drafts, target, device, sampling is not None)
 
     def draft(self, round_: GraphRound, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
@@ -164,15 +166,17 @@ class GraphExecutor:
         if bucket.draft is None:
             return Verification(read, tapped)
         bucket.draft.first.replay()
-        return Verification(read, tapped, self._draft_on)
+        return Verification(read, tapped, partial(self._draft_on, round_.target))
 
     def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
         assert round_.device is not None
         index = bucket.logit_index[: round_.num_rows, : round_.num_drafts + 1]
-        return self._eager.judge(bucket.logits, replace(round_.device, logit_index=index), draft)
+        device = replace(round_.device, logit_index=index)
+        return self._eager.judge(bucket.logits, device, in_order(draft, device))
 
-    def _draft_on(self, draft: StepArrays) -> Draft:
+    def _draft_on(self, target: TargetArrays, num_accepted: np.ndarray) -> Draft:
         """Launch the steps behind a first pass; each is planned while the one before runs."""
+        draft = steps_after(target, num_accepted)
         num_rows = len(draft.sources)
         rows = min(n for n in self._buckets if n >= num_rows)
         padded = uniform_steps(draft, rows, self._query_len - 2)

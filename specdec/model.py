@@ -92,14 +92,17 @@ class SpeculativeModel:
         self.config = config
         self.backend_name = backend.name
         taps = () if head is None else tuple(head.taps)
-        runner = _runner(backend, "target", tuple(c.plan_key for c in probed.calls), config, probed.model, format)
+        dtype, device = probed.model.dtype, probed.model.device
+        plan_keys = tuple(c.plan_key for c in probed.calls)
+        group = CacheGroup("target", plan_keys, config.num_pages, config.page_size, format=format)
+        runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
         log.info("self-test")
         self.self_test_error = self_test(self.target)
         drafter = None
         if head is not None:
-            head_runner = _runner(backend, "head", tuple(head.plan_keys), config, probed.model, MODEL_FORMAT)
-            drafter = Drafter(head, head_runner)
+            group = CacheGroup("head", tuple(head.plan_keys), config.num_head_pages, config.page_size)
+            drafter = Drafter(head, GroupRunner(backend, group, dtype, device))
         self.runners = (runner,) if drafter is None else (runner, drafter.runner)
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
@@ -284,18 +287,6 @@ class SpeculativeModel:
             self._engine.abort(list(index))
             for request_id in index:
                 del self._inboxes[request_id]
-
-
-def _runner(
-    backend: AttentionBackend,
-    name: str,
-    plan_keys: tuple[Any, ...],
-    config: EngineConfig,
-    model: PreTrainedModel,
-    format: KVFormat,
-) -> GroupRunner:
-    group = CacheGroup(name, plan_keys, config.num_pages, config.page_size, format=format)
-    return GroupRunner(backend, group, model.dtype, model.device)
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:

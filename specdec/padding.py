@@ -60,6 +60,9 @@ def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetInp
     token_ids[:count, 0] = target.tokens[:, 0]
     num_drafts = np.zeros(rows, np.int64)
     num_drafts[:count] = target.drafts
+    sources = np.arange(rows)
+    if target.sources is not None:
+        sources[: target.num_drafting] = target.sources
     return TargetInputs(
         batch=uniform_batch(target.start, target.lens, target.block_table, target.page_size, (rows, query_len)),
         token_ids=token_ids.reshape(-1),
@@ -68,6 +71,7 @@ def uniform_target(target: TargetArrays, rows: int, query_len: int) -> TargetInp
         judged_rows=places.reshape(-1),
         logit_index=places,
         num_drafts=num_drafts,
+        sources=sources,
     )
 
 
@@ -100,5 +104,5 @@ def empty_round(page_size: int) -> tuple[StepArrays, TargetArrays]:
     """A round without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    target = TargetArrays(none, none, none, 0, tokens, none, table, table, page_size)
+    target = TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, page_size)
     return StepArrays(none, none, 0, none, table, page_size), target

@@ -88,7 +88,7 @@ class TargetInputs:
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
         judged_rows: [R'] int64 token rows whose logits are wanted; logit_index: [J, n+1] int64 into them.
-        num_drafts: [J].
+        num_drafts: [J]. sources: [R] int64, see TargetArrays.
     """
 
     batch: HostBatch
@@ -98,6 +98,7 @@ class TargetInputs:
     judged_rows: np.ndarray
     logit_index: np.ndarray
     num_drafts: np.ndarray
+    sources: np.ndarray | None
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,9 @@ class TargetArrays:
         tokens: [B, W] int32 the committed tokens, from column 0 on.
         judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         block_table, head_table: [B, P] the rows' pages of the target's group and of the head's (None without a head).
+        wanted: [B] K of each row's request; room: [B] drafts that its limits would allow after this round if none of
+            its drafts were accepted.
+        sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
     """
 
     start: np.ndarray
@@ -119,7 +123,10 @@ class TargetArrays:
     judged: np.ndarray
     block_table: np.ndarray
     head_table: np.ndarray | None
+    wanted: np.ndarray
+    room: np.ndarray
     page_size: int
+    sources: np.ndarray | None = None
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -169,6 +176,7 @@ class TargetArrays:
             judged_rows=judged_rows,
             logit_index=logit_index,
             num_drafts=self.num_drafts,
+            sources=self.sources,
         )
 
     def _judged_rows(self) -> tuple[np.ndarray, np.ndarray]:
@@ -228,14 +236,37 @@ def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, pa
     )
 
 
+def steps_after(target: TargetArrays, num_accepted: np.ndarray) -> StepArrays:
+    """The draft steps of every row of a verification of roots, from num_accepted [B] alone: before its commit.
+
+    A row that the commit will end drafts in vain.
+    """
+    num_drafts = np.clip(target.room - num_accepted, 0, target.wanted)
+    assert target.head_table is not None
+    return StepArrays(
+        committed_lens=target.start + target.num_new + num_accepted,
+        num_drafts=num_drafts,
+        num_steps=int(num_drafts.max(initial=1)) - 1,
+        sources=np.arange(len(num_drafts)),
+        block_table=target.head_table,
+        page_size=target.page_size,
+    )
+
+
 def target_arrays(
     schedule: Schedule,
     table: RowTable,
     block_table: np.ndarray,
     page_size: int,
     head_table: np.ndarray | None = None,
+    ahead: bool = False,
 ) -> TargetArrays:
-    """The next verification. block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row."""
+    """The next verification.
+
+    Args:
+        block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
+        ahead: its drafts were made by `steps_after`, in the order of the last verification.
+    """
     rows, start = schedule.rows, table.computed[schedule.rows]
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
@@ -248,7 +279,10 @@ def target_arrays(
         judged=np.flatnonzero(start + schedule.num_new == table.length[rows]),
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
+        wanted=table.drafts[rows],
+        room=np.minimum(table.max_model_len - 1, table.limit[rows] - 2) - start - schedule.num_new,
         page_size=page_size,
+        sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
     )
 
 

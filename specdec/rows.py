@@ -20,6 +20,7 @@ class RowTable:
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)

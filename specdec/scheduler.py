@@ -111,11 +111,12 @@ class Scheduler:
         return growth <= self.target_pages.allocator.num_free
 
     def _reserve(self, rows: np.ndarray, tokens: list[int]) -> None:
-        """Pages for `tokens` of each row, in both groups; the head's pool is as large."""
+        """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit."""
         self.target_pages.resize(rows.tolist(), tokens)
         if self.head_pages is not None:
             drafts = self._table.drafts[rows].tolist()
-            wanted = [(row, n) for row, n, k in zip(rows.tolist(), tokens, drafts, strict=True) if k]
+            most = self._config.max_model_len
+            wanted = [(row, min(n + k, most)) for row, n, k in zip(rows.tolist(), tokens, drafts, strict=True) if k]
             self.head_pages.resize([row for row, _ in wanted], [n for _, n in wanted])
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:

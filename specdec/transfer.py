@@ -33,6 +33,7 @@ class DeviceRound:
     Attributes:
         first, steps: the draft loop (None, () when nobody drafts and no prompt goes on).
         metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetInputs.
+        sources: [R] int64 rows of the drafts, see TargetArrays; None where they are in order.
         sampling: None when all rows are greedy.
     """
 
@@ -45,6 +46,7 @@ class DeviceRound:
     judged_rows: torch.Tensor
     logit_index: torch.Tensor
     num_drafts: torch.Tensor
+    sources: torch.Tensor | None
     sampling: DeviceSampling | None
 
 
@@ -77,12 +79,14 @@ def send_round(
 def target_views(target: TargetInputs, staged: Staged) -> DeviceRound:
     """A verification's device side: greedy, without a draft loop."""
     views = {name: staged[f"target.{name}"] for name in _TARGET_FIELDS}
-    return DeviceRound(None, (), from_staged("target", target.batch, staged), **views, sampling=None)
+    sources = None if target.sources is None else staged["target.sources"]
+    return DeviceRound(None, (), from_staged("target", target.batch, staged), **views, sources=sources, sampling=None)
 
 
 def target_values(target: TargetInputs) -> dict[str, np.ndarray]:
     """A verification's arrays under their arena names."""
-    return batch_arrays("target", target.batch) | {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
+    arrays = batch_arrays("target", target.batch) | {f"target.{name}": getattr(target, name) for name in _TARGET_FIELDS}
+    return arrays if target.sources is None else arrays | {"target.sources": target.sources}
 
 
 def draft_values(draft: DraftArrays) -> dict[str, np.ndarray]:

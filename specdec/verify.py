@@ -44,6 +44,14 @@ def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
     return choose
 
 
+def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
+    """Drafts whose row i belongs to row i of the round."""
+    if draft is None or round_.sources is None:
+        return draft
+    width = round_.logit_index.shape[1] - 1
+    return Draft(draft.token_ids.index_select(0, round_.sources)[:, :width].contiguous(), None)
+
+
 def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     """Token ids [T] of the next target forward with the drafts in their places, on the device."""
     if draft is None or not draft.token_ids.numel():
