@@ -98,9 +98,19 @@ class GraphBackend(AttentionBackend, Protocol):
     """A backend whose launches a CUDA graph can hold while the plan changes from replay to replay."""
 
     def fixed_builder(
-        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
+        self,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: FixedMetadataBuilder | None = None,
     ) -> FixedMetadataBuilder:
         """A builder for batches of exactly `rows` rows with `query_len` tokens each.
+
+        Args:
+            beside: a builder of the same shape that is always planned just before, for batches of the same lengths:
+                where the two plans would be equal, the new builder may share its.
 
         Raises:
             UnsupportedAttentionError: the variant is not offered.

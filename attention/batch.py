@@ -15,7 +15,7 @@ class HostBatch:
     """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
 
     Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block
-    table 0. Padding tokens behind a row's own (see specdec/padding.py) write to slot 0.
+    table 0. Padding tokens behind a row's own (see specdec/fixed.py) write to slot 0.
 
     Attributes:
         query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.

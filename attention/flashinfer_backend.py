@@ -13,7 +13,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 
 from attention.backend import PlanKey
@@ -159,14 +158,19 @@ def _name(dtype: torch.dtype) -> str:
 class FixedBuilder:
     """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
 
-    A captured graph that holds the launches of one plan attends whatever was planned last.
+    A captured graph that holds the launches of one plan attends whatever was planned last. Two builders may share a
+    kernel: its launches find pages and lengths where they were at the capture, and the plan divides the work only.
     """
 
-    def __init__(
-        self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
-    ) -> None:
-        self._kernel = Kernel(workspace, group, key, dtype, "fa2", (rows, query_len))
+    def __init__(self, kernel: Kernel, geometry: tuple[object, ...]) -> None:
+        """geometry: all that a plan depends on beside the page counts."""
+        self._kernel = kernel
+        self.geometry = geometry
         self._part: Part | None = None
+
+    def sharing(self) -> FixedBuilder:
+        """Another builder over the same kernel."""
+        return FixedBuilder(self._kernel, self.geometry)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays."""
@@ -181,15 +185,16 @@ class FixedBuilder:
         csrc/batch_prefill.cu: kv_len_arr is not read), so a plan for the same counts is kept.
         """
         assert self._part is not None
-        if np.array_equal(host.page_indptr, self._part.page_indptr):
+        if (host.page_indptr == self._kernel.planned).all():
             return
-        self._part = replace(
-            self._part,
-            query_start_loc=host.query_start_loc,
-            page_indptr=host.page_indptr,
-            seq_lens=host.seq_lens,
+        self._kernel.plan(
+            replace(
+                self._part,
+                query_start_loc=host.query_start_loc,
+                page_indptr=host.page_indptr,
+                seq_lens=host.seq_lens,
+            )
         )
-        self._kernel.plan(self._part)
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
@@ -268,13 +273,22 @@ class FlashInferBackend:
         return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}"
 
     def fixed_builder(
-        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
+        self,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: object | None = None,
     ) -> FixedBuilder | FixedLatentBuilder:
         """A builder for CUDA graphs; see `attention.backend.GraphBackend`."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return FixedLatentBuilder(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
-        return FixedBuilder(self._workspace, group, key, dtype, rows, query_len)
+        geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
+        if isinstance(beside, FixedBuilder) and beside.geometry == geometry:
+            return beside.sharing()
+        return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
     def run(
         self,

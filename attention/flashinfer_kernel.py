@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from attention.backend import PlanKey
-from attention.checking import require
+from attention.checking import checking, require
 from attention.kv_cache import CacheGroup, LayerKV
 
 Route = Literal["fa2", "fa3"]
@@ -36,7 +36,7 @@ class Part:
 
 
 class Kernel:
-    """One FlashInfer wrapper: holds one plan at a time.
+    """One FlashInfer wrapper: holds one plan at a time; `planned` is its page_indptr [B+1].
 
     Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
     """
@@ -55,6 +55,7 @@ class Kernel:
 
         self.route = route
         self.generation = 0
+        self.planned = np.zeros(0, np.int32)
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)
         ones = torch.arange(rows + 1, dtype=torch.int32)
@@ -124,9 +125,10 @@ class Kernel:
             len(part.seq_lens),
             *self._plan_tail,
         )
-        if self._tokens is not None:
+        if self._tokens is not None and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
+        self.planned = part.page_indptr.copy()  # a batch's own memory may be written anew in a later round
         self.generation += 1
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -60,7 +61,7 @@ class BlockTables:
         self.page_size = page_size
         self.allocator = PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
-        self._counts = [0] * max_rows
+        self._counts = np.zeros(max_rows, np.int64)
 
     @property
     def capacity_tokens(self) -> int:
@@ -75,7 +76,7 @@ class BlockTables:
         """Return all pages of a row."""
         self.resize([row], [0])
 
-    def resize(self, rows: list[int], num_tokens: list[int]) -> None:
+    def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
         """Give each row exactly the pages that num_tokens[i] tokens need; what lies beyond is returned.
 
         All or nothing: pages that lie beyond count as free for the other rows of the same call.
@@ -84,8 +85,8 @@ class BlockTables:
             OutOfPagesError: too few pages; nothing was changed.
             InvalidInputError: a row would be longer than the block table is wide; nothing was changed.
         """
-        wanted = [self.pages_for(n) for n in num_tokens]
-        changed = [(row, n) for row, n in zip(rows, wanted, strict=True) if n != self._counts[row]]
+        wanted, have = self._wanted(rows, num_tokens)
+        changed = [(int(rows[i]), int(wanted[i])) for i in np.flatnonzero(wanted != have).tolist()]
         self._check_fits([row for row, _ in changed], [n for _, n in changed])
         for row, count in changed:
             self._shrink(row, count)
@@ -93,10 +94,6 @@ class BlockTables:
             self._grow(row, count)
         if checking():
             self.validate()
-
-    def growth(self, rows: list[int], num_tokens: list[int]) -> int:
-        """Pages that `resize` with the same arguments would take from the free list (negative: give back)."""
-        return sum(self.pages_for(n) - self._counts[r] for r, n in zip(rows, num_tokens, strict=True))
 
     def validate(self) -> None:
         """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
@@ -111,6 +108,13 @@ class BlockTables:
         require(len(seen) == self.allocator.num_pages - 1, f"{self.allocator.num_pages - 1 - len(seen)} pages are lost")
         tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
         require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
+
+    def _wanted(
+        self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Pages that each row needs, and has."""
+        wanted = (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
+        return wanted, self._counts[np.asarray(rows, np.int64)]
 
     def _check_fits(self, rows: list[int], wanted: list[int]) -> None:
         width = self.table.shape[1]

@@ -32,6 +32,10 @@ class FixedPlanner:
         """Plan a batch of the fixed shape."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
+    def beside(self, key: PlanKey) -> FixedMetadataBuilder | None:
+        """The builder of a key, if there is one."""
+        return self._builders.get(key)
+
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
         for builder in self._builders.values():
@@ -58,8 +62,10 @@ class GroupRunner:
         """Plan a batch for every distinct PlanKey. No device synchronisation."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
-    def fixed_planner(self, rows: int, query_len: int) -> FixedPlanner:
+    def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
+
+        `beside`: another group's planner of this shape, always planned just before for rows of the same lengths.
 
         Raises:
             UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
@@ -67,8 +73,13 @@ class GroupRunner:
         backend = self._backend
         if not isinstance(backend, GraphBackend):
             raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
-        keys = dict.fromkeys(self.group.plan_keys)
-        return FixedPlanner({k: backend.fixed_builder(self.group, k, self._dtype, rows, query_len) for k in keys})
+        args = (self._dtype, rows, query_len)
+        return FixedPlanner(
+            {
+                key: backend.fixed_builder(self.group, key, *args, None if beside is None else beside.beside(key))
+                for key in dict.fromkeys(self.group.plan_keys)
+            }
+        )
 
     def attend(
         self,

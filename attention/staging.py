@@ -109,6 +109,10 @@ class StagingArena:
         """Sends after which a view shows other data: 1 on CUDA (one device buffer), 2 on CPU (the ring)."""
         return 1 if self._on_cuda else _RING
 
+    def hosts(self, bucket: Bucket) -> list[Mapping[str, np.ndarray]]:
+        """Every host buffer's fields, whole, in the order in which the sends use them (from generation 0 on)."""
+        return [self._windows_of(bucket, slot).host for slot in range(_RING)]
+
     def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
         """Copy the arrays to the device in one transfer.
 
@@ -119,20 +123,37 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        slot = self.generation % _RING
-        if self._on_cuda:
-            _wait(self._events[slot])
-        windows = self._windows_of(bucket, slot)
+        windows = self._next_windows(bucket)
         device_views = {}
         for name, array in arrays.items():
             host, device_views[name] = windows.get(name, array.shape)
             host[...] = array
+        return Staged(device_views, self._transfer(bucket), self)
+
+    def begin(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
+        """The host side of every field, whole, to be written in place; `end` sends it. It is the buffer
+        `hosts(bucket)[generation % len]`."""
+        return self._next_windows(bucket).host
+
+    def end(self, bucket: Bucket) -> Staged:
+        """Send what was written since `begin`, in one transfer."""
+        views = self._windows[bucket, self.generation % _RING].remote
+        return Staged(views, self._transfer(bucket), self)
+
+    def _next_windows(self, bucket: Bucket) -> _Windows:
+        slot = self.generation % _RING
+        if self._on_cuda:
+            _wait(self._events[slot])
+        return self._windows_of(bucket, slot)
+
+    def _transfer(self, bucket: Bucket) -> int:
+        slot = self.generation % _RING
         if self._remote is not None:
             remote, host_bytes = self._ranges[bucket, slot]
             remote.copy_(host_bytes, non_blocking=True)
             self._events[slot].record()
         self.generation += 1
-        return Staged(device_views, self.generation, self)
+        return self.generation
 
     def _windows_of(self, bucket: Bucket, slot: int) -> _Windows:
         if (bucket, slot) not in self._windows:
@@ -163,6 +184,8 @@ class _Windows:
 
     def __init__(self, whole: Mapping[str, tuple[np.ndarray, torch.Tensor]]) -> None:
         self._whole = whole
+        self.host = {name: host for name, (host, _) in whole.items()}
+        self.remote = {name: remote for name, (_, remote) in whole.items()}
         self._made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, torch.Tensor]] = {}
 
     def get(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:

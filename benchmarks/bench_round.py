@@ -109,9 +109,9 @@ class DevicePlannedBackend:
         return DevicePlanned(self._backend.builder(group, key, dtype))
 
     def fixed_builder(
-        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int
+        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, beside: object = None
     ) -> DevicePlanned:
-        """See GraphBackend."""
+        """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
         return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
 
 

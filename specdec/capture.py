@@ -137,11 +137,14 @@ class DraftCapture:
         """The first pass, not compiled and not captured."""
         self._first(self._passes.plain.first, packed, self._runner.plan(metadata))
 
-    def capture(self, packed: torch.Tensor, round_: EmptyRound) -> DraftGraphs:
-        """Capture the first pass behind the verification that writes `packed` [rows, 2K+2], and the steps."""
+    def capture(self, packed: torch.Tensor, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
+        """Capture the first pass behind the verification that writes `packed` [rows, 2K+2], and the steps.
+
+        target: the verification's planner.
+        """
         assert round_.first is not None
         rows, query_len = len(packed), packed.shape[1] // 2
-        planner = self._runner.fixed_planner(rows, query_len)
+        planner = self._runner.fixed_planner(rows, query_len, target)
         planned = planner.plan(round_.first)
         first, _ = record(lambda: self._first(self._passes.first, packed, planned), self._pool)
         return DraftGraphs(planner, first, self._capture_steps(rows, round_))
@@ -202,7 +205,7 @@ def capture_bucket(
         return logits, eager.judge(logits, round_.target, drafted)
 
     graph, (logits, packed) = record(verify, pool)
-    draft = None if drafts is None else drafts.capture(packed, round_)
+    draft = None if drafts is None else drafts.capture(packed, round_, planner)
     return Bucket(planner, graph, round_.target.logit_index, logits, packed, draft)
 
 

@@ -65,12 +65,14 @@ def commit(
     width = np.arange(outcome.tokens.shape[1])
     length, limit = table.length[rows], table.limit[rows]
     count = np.minimum(outcome.num_accepted + 1, limit - length)
-    is_eos = (outcome.tokens[:, :, None] == eos_ids).any(2) & table.eos[rows][:, None] & (width < count[:, None])
-    at_eos = is_eos.any(1)
-    count = np.where(at_eos, is_eos.argmax(1) + 1, count)
     kept = width < count[:, None]
-    places = (length[:, None] + width)[kept]
-    table.tokens[np.repeat(rows, count), places] = outcome.tokens[kept]
+    is_eos = (outcome.tokens[:, :, None] == eos_ids).any(2) & kept & table.eos[rows][:, None]
+    at_eos = is_eos.any(1)
+    if at_eos.any():
+        count = np.where(at_eos, is_eos.argmax(1) + 1, count)
+        kept = width < count[:, None]
+    j, column = np.nonzero(kept)
+    table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.judged] = outcome.num_accepted

@@ -30,12 +30,12 @@ def step_fields() -> list[Field]:
         Field("step.sources", np.int64, ("first.rows",)),
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
         Field("step.block_table", np.int32, ("first.rows", "first.pages")),
-        Field("step.page_indices", np.int32, ("drafts", "first.rows_times_pages")),
-        Field("step.page_indptr", np.int32, ("drafts", "first.rows_plus_1")),
-        Field("step.last_page_len", np.int32, ("drafts", "first.rows")),
-        Field("step.seq_lens", np.int32, ("drafts", "first.rows")),
-        Field("step.slot_mapping", np.int64, ("drafts", "first.rows")),
-        Field("step.positions", np.int64, ("drafts", "first.rows")),
+        Field("step.page_indices", np.int32, ("steps", "first.rows_times_pages")),
+        Field("step.page_indptr", np.int32, ("steps", "first.rows_plus_1")),
+        Field("step.last_page_len", np.int32, ("steps", "first.rows")),
+        Field("step.seq_lens", np.int32, ("steps", "first.rows")),
+        Field("step.slot_mapping", np.int64, ("steps", "first.rows")),
+        Field("step.positions", np.int64, ("steps", "first.rows")),
     ]
 
 
@@ -82,8 +82,9 @@ def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
 
 def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
     """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
-    size = (rows, rows * (config.num_speculative_tokens + 1))
-    return _bucket(size, size, most_pages(config), config.num_speculative_tokens)
+    drafts, pages = config.num_speculative_tokens, most_pages(config)
+    target, first = (batch_sizes(name, rows, rows * (drafts + 1), pages) for name in ("target", "first"))
+    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **target, **first)
 
 
 def largest_bucket(config: EngineConfig) -> Bucket:
@@ -100,7 +101,7 @@ def most_pages(config: EngineConfig) -> int:
 def _bucket(target: tuple[int, int], first: tuple[int, int], pages: int, drafts: int) -> Bucket:
     sizes = batch_sizes("target", power_of_two(target[0]), power_of_two(target[1]), pages)
     sizes |= batch_sizes("first", power_of_two(first[0]), power_of_two(first[1]), pages)
-    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, **sizes)
+    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **sizes)
 
 
 def power_of_two(n: int) -> int:

@@ -17,19 +17,16 @@ from functools import partial
 import numpy as np
 import torch
 
-from attention.batch import HostBatch
-from attention.staging import StagingArena
 from drafters.chain import Draft
 from specdec.capture import Bucket, DraftBuffers, DraftCapture, EmptyRound, capture_bucket, head_metadata
 from specdec.compiling import compiled_model, compiler_settings, fuse_siblings, store_angles
 from specdec.config import EngineConfig
 from specdec.executor import Drafter, EagerExecutor, Verification
 from specdec.experts import using_capturable_experts
-from specdec.fields import graph_bucket, head_fields, step_fields, target_fields
-from specdec.padding import empty_round, uniform_head, uniform_steps, uniform_target, uniform_verified
-from specdec.round import DraftArrays, SamplingRound, StepArrays, TargetArrays, Verified, steps_after
+from specdec.fixed import FixedRound, empty_round, fixed_shape, uniform_verified
+from specdec.round import DraftArrays, SamplingRound, TargetArrays, Verified, steps_after
 from specdec.target import Target
-from specdec.transfer import DeviceRound, step_values, step_views, target_values, target_views
+from specdec.transfer import DeviceRound, fixed_views, step_views
 from specdec.verify import in_order
 
 log = logging.getLogger("specdec")
@@ -103,16 +100,14 @@ class GraphExecutor:
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
-        self._layouts = {n: graph_bucket(config, n) for n in rows}
-        device = target.hf_model.device
-        self._step_arena = StagingArena(step_fields(), self._layouts[rows[0]], device)
-        self._target_arena = StagingArena(target_fields() + head_fields(), self._layouts[rows[0]], device)
+        drafting = drafter is not None and self._query_len > 1
+        self._fixed = {n: FixedRound(fixed_shape(config, n), drafting, target.hf_model.device) for n in rows}
         head = None if drafter is None else drafter.head
         modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
         with torch.no_grad(), compiler_settings(), using_capturable_experts(*modules):
             pool = torch.cuda.graph_pool_handle()
             drafts = None
-            if drafter is not None and self._query_len > 1:
+            if drafter is not None and drafting:
                 tapped = target.tapped(config.max_num_batched_tokens)
                 drafts = DraftCapture(drafter, tapped, rows[0], self._query_len - 1, pool)
             self._drafts: DraftBuffers | None = None if drafts is None else drafts.buffers
@@ -131,7 +126,7 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._eager.transfers + self._step_arena.generation + self._target_arena.generation
+        return self._eager.transfers + sum(fixed.transfers for fixed in self._fixed.values())
 
     def verified(self, verified: Verified, round_: GraphRound) -> Verified:
         """Token rows of a graph's batch stand K+1 apart."""
@@ -166,7 +161,7 @@ class GraphExecutor:
         if bucket.draft is None:
             return Verification(read, tapped)
         bucket.draft.first.replay()
-        return Verification(read, tapped, partial(self._draft_on, round_.target))
+        return Verification(read, tapped, partial(self._draft_on, round_))
 
     def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
         assert round_.device is not None
@@ -174,30 +169,26 @@ class GraphExecutor:
         device = replace(round_.device, logit_index=index)
         return self._eager.judge(bucket.logits, device, in_order(draft, device))
 
-    def _draft_on(self, target: TargetArrays, num_accepted: np.ndarray) -> Draft:
+    def _draft_on(self, round_: GraphRound, num_accepted: np.ndarray) -> Draft:
         """Launch the steps behind a first pass; each is planned while the one before runs."""
-        draft = steps_after(target, num_accepted)
-        num_rows = len(draft.sources)
-        rows = min(n for n in self._buckets if n >= num_rows)
-        padded = uniform_steps(draft, rows, self._query_len - 2)
-        self._step_arena.send(self._layouts[rows], _step_values(padded))
-        graphs = self._buckets[rows].draft
-        assert graphs is not None and self._drafts is not None
-        if not padded.batches:
+        assert round_.rows is not None and self._drafts is not None
+        draft = steps_after(round_.target, num_accepted)
+        batches, _ = self._fixed[round_.rows].steps.send(draft)
+        graphs = self._buckets[round_.rows].draft
+        assert graphs is not None
+        if not batches:
             graphs.steps[0].graph.replay()
-        for step, host in zip(graphs.steps, padded.batches, strict=False):
+        for step, host in zip(graphs.steps, batches, strict=False):
             assert step.planner is not None
             step.planner.replan(host)
             step.graph.replay()
-        return Draft(self._drafts.drafts[:num_rows, : draft.num_steps + 1], None)
+        return Draft(self._drafts.drafts[: round_.num_rows, : draft.num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the first pass behind it."""
         bucket = self._buckets[rows]
-        padded = uniform_target(target, rows, self._query_len)
-        head = None if bucket.draft is None else uniform_head(target, rows, self._query_len)
-        self._target_arena.send(self._layouts[rows], target_values(padded) | _head_values(head))
-        bucket.planner.replan(padded.batch)
+        batch, head, _ = self._fixed[rows].target.send(target)
+        bucket.planner.replan(batch)
         if bucket.draft is not None and head is not None:
             bucket.draft.first_planner.replan(head)
 
@@ -210,16 +201,14 @@ class GraphExecutor:
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
         draft, target = empty_round(self._page_size)
-        padded = uniform_target(target, rows, self._query_len)
-        head = None if self._drafts is None else uniform_head(target, rows, self._query_len)
-        staged = self._target_arena.send(self._layouts[rows], target_values(padded) | _head_values(head))
-        device = target_views(padded, staged)
+        fixed = self._fixed[rows]
+        batch, head, staged = fixed.target.send(target)
+        device = fixed_views(batch, staged, rows * (self._query_len - 1))
         if head is None:
             return EmptyRound(device, None, (), None)
-        steps = uniform_steps(draft, rows, self._query_len - 2)
-        step_staged = self._step_arena.send(self._layouts[rows], _step_values(steps))
+        batches, step_staged = fixed.steps.send(draft)
         first = head_metadata(device.metadata, staged, head)
-        return EmptyRound(device, first, step_views(steps, step_staged), step_staged["step.sources"])
+        return EmptyRound(device, first, step_views(batches, step_staged), step_staged["step.sources"])
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")
@@ -229,14 +218,3 @@ class GraphExecutor:
             return count
         packed = torch.zeros(rows, 2 * self._query_len, dtype=torch.int64, device=self._target.hf_model.device)
         return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, packed, round_.first))
-
-
-def _step_values(draft: StepArrays) -> dict[str, np.ndarray]:
-    return step_values(draft) | {"step.sources": draft.sources}
-
-
-def _head_values(head: HostBatch | None) -> dict[str, np.ndarray]:
-    if head is None:
-        return {}
-    names = ("block_table", "slot_mapping", "page_indices")
-    return {f"head.{name}": getattr(head, name) for name in names}

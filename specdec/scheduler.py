@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from attention.errors import OutOfPagesError
 from attention.pages import BlockTables
 from drafters.inputs import num_drafts_allowed
 from specdec.config import EngineConfig
@@ -66,14 +67,12 @@ class Scheduler:
         round in which that happens.
         """
         schedule = self._running_rows()
-        if self._fits(schedule):
-            self._reserve(schedule.rows, self._target_tokens(schedule))
+        if self._reserved(schedule):
             schedule = self._with_admitted(schedule)
         else:
-            while not self._fits(schedule):
+            while not self._reserved(schedule):
                 self._preempt(self.running[-1])
                 schedule = self._running_rows()
-            self._reserve(schedule.rows, self._target_tokens(schedule))
         return schedule if len(schedule.rows) else None
 
     def remove(self, request: Request) -> None:
@@ -99,25 +98,28 @@ class Scheduler:
         for i in np.flatnonzero(pending > 1):
             pending[i] = min(int(pending[i]), budget)
             budget -= int(pending[i])
+        if drafts.all() and (pending > 0).all():
+            return Schedule(rows, pending, drafts)
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
 
-    def _target_tokens(self, schedule: Schedule) -> list[int]:
-        return (self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts).tolist()
+    def _reserved(self, schedule: Schedule) -> bool:
+        """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
+        tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
+        try:
+            self._reserve(schedule.rows, tokens)
+        except OutOfPagesError:
+            return False
+        return True
 
-    def _fits(self, schedule: Schedule) -> bool:
-        growth = self.target_pages.growth(schedule.rows.tolist(), self._target_tokens(schedule))
-        return growth <= self.target_pages.allocator.num_free
-
-    def _reserve(self, rows: np.ndarray, tokens: list[int]) -> None:
+    def _reserve(self, rows: np.ndarray, tokens: np.ndarray) -> None:
         """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit."""
-        self.target_pages.resize(rows.tolist(), tokens)
+        self.target_pages.resize(rows, tokens)
         if self.head_pages is not None:
-            drafts = self._table.drafts[rows].tolist()
-            most = self._config.max_model_len
-            wanted = [(row, min(n + k, most)) for row, n, k in zip(rows.tolist(), tokens, drafts, strict=True) if k]
-            self.head_pages.resize([row for row, _ in wanted], [n for _, n in wanted])
+            drafts = self._table.drafts[rows]
+            wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
+            self.head_pages.resize(rows, wanted)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -134,7 +136,7 @@ class Scheduler:
             rows.append(request.row)
             chunks.append(min(len(request.committed), budget))
             budget -= chunks[-1]
-        self._reserve(np.array(rows, np.int64), chunks)
+        self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64))
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
             np.concatenate([schedule.rows, np.array(rows, np.int64)]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,7 +72,7 @@ def send_round(
     return replace(
         device,
         first=None if draft is None else first_pass_views(draft, staged),
-        steps=() if draft is None else step_views(draft.steps, staged),
+        steps=() if draft is None else step_views(draft.steps.batches, staged),
         sampling=None if sampling is None else _device_sampling(sampling, staged),
     )
 
@@ -81,6 +82,15 @@ def target_views(target: TargetInputs, staged: Staged) -> DeviceRound:
     views = {name: staged[f"target.{name}"] for name in _TARGET_FIELDS}
     sources = None if target.sources is None else staged["target.sources"]
     return DeviceRound(None, (), from_staged("target", target.batch, staged), **views, sources=sources, sampling=None)
+
+
+def fixed_views(batch: HostBatch, staged: Staged, num_drafts: int) -> DeviceRound:
+    """A verification's device side where the arena's fields have the very shape; num_drafts: places for drafts."""
+    views = {name: staged[f"target.{name}"] for name in _TARGET_FIELDS}
+    for name in ("draft_places", "draft_sources"):
+        views[name] = views[name][:num_drafts]
+    metadata = from_staged("target", batch, staged)
+    return DeviceRound(None, (), metadata, **views, sources=staged["target.sources"], sampling=None)
 
 
 def target_values(target: TargetInputs) -> dict[str, np.ndarray]:
@@ -143,14 +153,14 @@ def first_pass_views(draft: DraftArrays, staged: Staged) -> FirstPass:
     )
 
 
-def step_views(draft: StepArrays, staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+def step_views(batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
     """Metadata of every draft step; what does not change from step to step is one view."""
-    if not draft.batches:
+    if not batches:
         return ()
     names = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
     per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in names), strict=True)
     shared = (staged["step.query_start_loc"], staged["step.block_table"])
-    return tuple(_step(host, staged, shared, views) for host, views in zip(draft.batches, per_step, strict=True))
+    return tuple(_step(host, staged, shared, views) for host, views in zip(batches, per_step, strict=True))
 
 
 def _step(

@@ -40,7 +40,9 @@ class Box:
 class FixedPlaceBackend(TorchBackend):
     """The torch reference, with plans that stay where they are."""
 
-    def fixed_builder(self, group: Any, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int) -> Any:
+    def fixed_builder(
+        self, group: Any, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
+    ) -> Any:
         return FixedPlaceBuilder(self.builder(group, key, dtype), rows, query_len)
 
     def run(self, plan: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
