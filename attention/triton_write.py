@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.dependent import dependent_launches
 from attention.kv_cache import FP8, FP8_MAX, LayerKV
 
 
@@ -34,7 +35,11 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     at = tl.arange(0, BLOCK)
@@ -58,7 +63,7 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
     """
     tokens, heads, dim = key.shape
     slot, head = (1, 2) if layer.layout == "NHD" else (2, 1)
-    pages = layer.keys
+    pages, dependent = layer.keys, dependent_launches(key.device)
     _write_kernel[(tokens,)](
         key,
         value,
@@ -80,4 +85,6 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
         HEADS=heads,
         DIM=dim,
         BLOCK=triton.next_power_of_2(heads * dim),
+        DEPENDENT=dependent,
+        launch_pdl=dependent,
     )

@@ -31,6 +31,7 @@ from benchmarks.trace import traced
 from specdec.backends import make_backend
 from specdec.commit import Outcome
 from specdec.config import EngineConfig
+from specdec.experts import mixtures
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 from specdec.target import probe_target
@@ -42,18 +43,23 @@ class SyntheticRead:
     """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before.
 
     The token after the accepted ones is drawn from the vocabulary: random weights left to themselves soon repeat one
-    token, and a mixture's routers would send all of them to the same few experts.
+    token, and a mixture's routers would send all of them to the same few experts. Rounds without drafts of a model
+    without experts keep the device's own token: then the engine may launch the next round before it reads this one.
     """
 
     rate: float
     vocab: int
     rng: np.random.Generator
+    alters_tokens: bool
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __call__(self, packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
         """packed [J, 2n+2], num_drafts [J] -> the verdict with drawn acceptance."""
         real = unpack_outcome(packed, num_drafts)
         now = time.perf_counter()
+        if not self.alters_tokens:
+            self.moments.append((now, len(num_drafts), len(num_drafts)))
+            return real
         rows = np.arange(len(num_drafts))
         drawn = (self.rng.random(real.drafts.shape) < self.rate).cumprod(1).sum(1)
         accepted = np.minimum(drawn, num_drafts)
@@ -222,7 +228,8 @@ def main(
     pages = max(batches) * -(-length // 16) + 1
     tokens = max(8192, max(batches) * (drafts + 1))
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
-    read = SyntheticRead(acceptance, pair.target.config.vocab_size, np.random.default_rng(0))
+    alters_tokens = drafts > 0 or bool(mixtures(pair.target))
+    read = SyntheticRead(acceptance, pair.target.config.vocab_size, np.random.default_rng(0), alters_tokens)
     model = engine(pair, config, read, plan_from)
     start_s = time.perf_counter() - started
     if hold is not None:

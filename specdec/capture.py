@@ -63,11 +63,13 @@ class DraftBuffers:
 class Bucket:
     """The graphs of one number of rows.
 
-    logits [rows·(K+1), V] and packed [rows, 2K+2] are what the verification writes; logit_index: [rows, K+1].
+    token_ids [rows·(K+1)] is what the verification reads, logits [rows·(K+1), V] and packed [rows, 2K+2] what it
+    writes; logit_index: [rows, K+1].
     """
 
     planner: FixedPlanner
     verify: torch.cuda.CUDAGraph
+    token_ids: torch.Tensor
     logit_index: torch.Tensor
     logits: torch.Tensor
     packed: torch.Tensor
@@ -206,7 +208,7 @@ def capture_bucket(
 
     graph, (logits, packed) = record(verify, pool)
     draft = None if drafts is None else drafts.capture(packed, round_, planner)
-    return Bucket(planner, graph, round_.target.logit_index, logits, packed, draft)
+    return Bucket(planner, graph, round_.target.token_ids, round_.target.logit_index, logits, packed, draft)
 
 
 def _same(x: torch.Tensor) -> torch.Tensor:

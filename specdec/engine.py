@@ -18,7 +18,7 @@ from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
-from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_arrays
+from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_after, target_arrays
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
@@ -72,7 +72,8 @@ class Engine:
 
         Args:
             executor: how rounds run on the device; default operator by operator.
-            read: what the round's device-to-host read says, (packed verdict, num_drafts [J]) -> Outcome.
+            read: what the round's device-to-host read says, (packed verdict, num_drafts [J]) -> Outcome. One with a
+                true attribute `alters_tokens` says other tokens than the device has.
         """
         self.config = config
         self.stats = EngineStats()
@@ -84,6 +85,7 @@ class Engine:
         head_pages = None if drafter is None else self._pages(config.num_head_pages)
         self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages)
         self._executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self._foresees = not getattr(read, "alters_tokens", False)
         self._transfers = self._executor.transfers
         self._read = read
         self._steps_ahead = config.num_speculative_tokens if drafter else 0
@@ -151,6 +153,7 @@ class Engine:
         if self._inflight is None:
             return []
         inflight = self._inflight
+        follower = self._follow(inflight)
         verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
         self._count(device_to_host=1)
         outcome = self._read(verification.packed.wait(), inflight.target.num_drafts)
@@ -159,7 +162,7 @@ class Engine:
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
         verified = self._executor.verified(verified, inflight.device)
-        self._inflight = self._launch(verified, verification, drafted)
+        self._inflight = follower or self._launch(verified, verification, drafted)
         return self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -179,7 +182,7 @@ class Engine:
         self._count(preemptions=self._scheduler.num_preemptions - preempted)
         if schedule is None:
             return None
-        tables = self._block_tables(schedule)
+        tables = self._block_tables(schedule, self._steps_ahead)
         page_size, ahead = self.config.page_size, drafted is not None
         draft = None
         if not ahead and verified is not None and tables.head is not None:
@@ -188,13 +191,27 @@ class Engine:
         sampling = sampling_round(target, schedule, self._table)
         device = self._executor.send(draft, target, sampling)
         self._table.mark_batch(schedule.rows)
-        transfers, self._transfers = self._executor.transfers - self._transfers, self._executor.transfers
-        self._count(rounds=1, target_tokens=target.num_tokens, host_to_device=transfers)
+        self._count_round(target)
         if draft is not None and last is not None:
             drafted = self._executor.draft(device, last.tapped)
         # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None
         return _Inflight(schedule, target, device, drafted, verification)
+
+    def _follow(self, inflight: _Inflight) -> _Inflight | None:
+        """The round behind a launched one, launched before that is read: where only its tokens are open.
+
+        A row that the read ends is in that round in vain. Its pages are handed out again after it.
+        """
+        if inflight.verification is None or not self._foresees or not self._executor.can_follow(inflight.device):
+            return None
+        schedule = inflight.schedule
+        if not self._scheduler.follow(schedule):
+            return None
+        target = target_after(inflight.target, self._block_tables(schedule, 1).target[schedule.rows])
+        device, verification = self._executor.follow(inflight.device, target)
+        self._count_round(target)
+        return _Inflight(schedule, target, device, None, verification)
 
     def _owners(self) -> list[Request | None]:
         """The request of each judged row; None for one that was aborted or stopped meanwhile."""
@@ -231,13 +248,17 @@ class Engine:
         if not self._scheduler.running:
             self._inflight = None
 
-    def _block_tables(self, schedule: Schedule) -> _Tables:
-        """Both block tables, as wide as the longest row of this round needs (a power of two of pages)."""
-        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + self._steps_ahead
+    def _block_tables(self, schedule: Schedule, more: int) -> _Tables:
+        """Both block tables, as wide as the longest row with `more` tokens needs (a power of two of pages)."""
+        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more
         pages = self._scheduler.target_pages
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
         head = self._scheduler.head_pages
         return _Tables(pages.table[:, :width], None if head is None else head.table[:, :width])
+
+    def _count_round(self, target: TargetArrays) -> None:
+        transfers, self._transfers = self._executor.transfers - self._transfers, self._executor.transfers
+        self._count(rounds=1, target_tokens=target.num_tokens, host_to_device=transfers)
 
     def _count(self, **increments: int) -> None:
         self.stats = replace(self.stats, **{k: getattr(self.stats, k) + n for k, n in increments.items()})

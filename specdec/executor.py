@@ -65,6 +65,12 @@ class Executor(Protocol):
     def verify(self, round_: Any, draft: Draft | None) -> Verification:
         """Launch the target forward and the verdict, and start reading it."""
 
+    def can_follow(self, round_: Any) -> bool:
+        """Whether `follow` works behind this round."""
+
+    def follow(self, round_: Any, target: TargetArrays) -> tuple[Any, Verification]:
+        """Launch a verification whose roots are the tokens that `round_` decides, before the host has read them."""
+
 
 class EagerExecutor:
     """Launches one operator after the other."""
@@ -103,6 +109,14 @@ class EagerExecutor:
         draft = in_order(draft, round_)
         output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
         return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
+
+    def can_follow(self, round_: DeviceRound) -> bool:
+        """Operator by operator the launches would not be ready earlier."""
+        return False
+
+    def follow(self, round_: DeviceRound, target: TargetArrays) -> tuple[DeviceRound, Verification]:
+        """Raises NotImplementedError."""
+        raise NotImplementedError
 
     def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
         """logits [R', V] of the judged rows -> the packed verdict."""

@@ -163,6 +163,19 @@ class GraphExecutor:
         bucket.draft.first.replay()
         return Verification(read, tapped, partial(self._draft_on, round_))
 
+    def can_follow(self, round_: GraphRound) -> bool:
+        """Greedy rounds without drafts."""
+        return round_.rows is not None and self._query_len == 1 and not round_.sampled
+
+    def follow(self, round_: GraphRound, target: TargetArrays) -> tuple[GraphRound, Verification]:
+        """See `Executor.follow`."""
+        assert round_.rows is not None
+        bucket = self._buckets[round_.rows]
+        self._send_verification(round_.rows, target)
+        bucket.token_ids.copy_(bucket.packed[:, 1])
+        after = replace(round_, target=target, device=None)
+        return after, self.verify(after, None)
+
     def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
         assert round_.device is not None
         index = bucket.logit_index[: round_.num_rows, : round_.num_drafts + 1]

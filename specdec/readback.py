@@ -38,7 +38,7 @@ class HostReads:
     def start(self, packed: torch.Tensor) -> Readback:
         """packed: int64, any shape. Queues the copy behind what was launched so far."""
         if not self._on_cuda:
-            return Readback(packed, None)
+            return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING
         self._started += 1
         host = self._pinned[slot][: packed.numel()].view(packed.shape)

@@ -5,7 +5,7 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -283,6 +283,20 @@ def target_arrays(
         room=np.minimum(table.max_model_len - 1, table.limit[rows] - 2) - start - schedule.num_new,
         page_size=page_size,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
+    )
+
+
+def target_after(target: TargetArrays, block_table: np.ndarray) -> TargetArrays:
+    """The verification behind one of roots without drafts, of the same rows; its tokens are on the device only.
+
+    block_table: [B, P] of the target's pages.
+    """
+    return replace(
+        target,
+        start=target.start + 1,
+        tokens=np.zeros_like(target.tokens),
+        block_table=block_table,
+        room=target.room - 1,
     )
 
 

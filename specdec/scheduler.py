@@ -75,6 +75,20 @@ class Scheduler:
                 schedule = self._running_rows()
         return schedule if len(schedule.rows) else None
 
+    def follow(self, schedule: Schedule) -> bool:
+        """Reserve the next token of every row of a launched round of roots, before anybody knows its verdict.
+
+        Returns:
+            False, and nothing is changed, where the rows after it may be others: a row is gone, has come to its limit,
+            somebody could join, or pages are missing.
+        """
+        rows, table = schedule.rows, self._table
+        if len(self.running) != len(rows) or (self.waiting and table.num_free):
+            return False
+        if (table.length[rows] + 1 >= table.limit[rows]).any():
+            return False
+        return self._reserved(Schedule(rows, schedule.num_new + 1, schedule.num_drafts))
+
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Twice is once.
 

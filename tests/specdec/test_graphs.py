@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import VOCAB, eagle3_head, enlarge, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
@@ -257,3 +258,54 @@ def test_a_latent_mixture_is_one_compiled_graph(
     monkeypatch.setattr(specdec.capture, "record", record)
     check_latent_mixture(2, rows=1)
     assert sum(g.replays for g in recorded_on_cpu) > 20
+
+
+def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than rows, limits, an eos id and a stop string: tokens are the target's own, nothing is lost."""
+    graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
+    plain = wrap(tiny_llama(), None, num_speculative_tokens=0, max_num_seqs=3)
+    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+    eos = first[1].token_ids[7]
+    for model in (plain, graphed):
+        model._engine._eos = np.array([eos])
+    params = [SamplingParams(max_new_tokens=n) for n in (24, 24, 3, 17, 24, 9)]
+    expected = plain.generate(PROMPTS, params)
+    completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert [c.finish_reason for c in completions] == [c.finish_reason for c in expected]
+    assert "eos" in [c.finish_reason for c in completions]
+    assert len(followed) > 20
+    assert free_everywhere(graphed)
+
+
+def test_nothing_is_launched_ahead_when_somebody_could_join(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
+    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    engine = graphed._engine
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    for _ in range(4):
+        engine.step()
+    before = len(followed)
+    assert before
+    engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=20))
+    engine.step()
+    assert len(followed) == before, "the waiting request has to be let in first"
+    engine.step()
+    assert len(engine._inflight.schedule.rows) == 2
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
+    """What the method was called with, from now on."""
+    plain, calls = getattr(owner, name), []
+
+    def counting(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        return plain(self, *args)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
