@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.utils import run_and_get_code
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec
+from specdec.compiling import compiler_settings
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 
@@ -94,6 +96,33 @@ def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
         assert agreement(flat, [[t for round_ in c.drafts or () for t in round_] for c in eager]) >= 0.97
 
 
+def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = model(0, True)
+    go_on = steady(wrapped, 6)
+    executor: Any = wrapped.executor
+    followed = []
+    plain = strict(executor.follow)
+    monkeypatch.setattr(executor, "follow", lambda *args: (followed.append(1), plain(*args))[1])
+    go_on()
+    assert len(followed) == 6
+
+
+def test_compiled_kernels_wait_before_anything_else() -> None:
+    """Launched while the one before runs, each must; also one that reads nothing."""
+    with compiler_settings(), torch.no_grad():
+        compiled = torch.compile(lambda x: (x.cos().softmax(-1), torch.zeros_like(x)), dynamic=True)
+        x = torch.randn(64, 5000, device=CUDA)
+        (_, zeros), sources = run_and_get_code(compiled, x)
+    assert not zeros.any()
+    kernels = [part for source in sources for part in source.split("@triton.jit")[1:]]
+    assert kernels
+    for kernel in kernels:
+        body = kernel.split("):", 1)[1].strip().splitlines()
+        assert body[0].strip() == "tl.extra.cuda.gdc_wait()"
+        assert kernel.count("gdc_wait()") == 1
+    assert "'launch_pdl': True" in sources[0]
+
+
 def steady(wrapped: SpeculativeModel, rounds: int) -> Callable[[], int]:
     """Brings one request past its prompt; returns what runs `rounds` further rounds."""
     updates = wrapped.stream([PROMPTS[1]], SamplingParams(max_new_tokens=200))
@@ -149,10 +178,10 @@ def test_the_draft_loop_is_launched_in_a_millisecond_behind_a_slow_kernel(monkey
     executor: Any = wrapped.executor
     plain, seconds = executor._draft_on, []
 
-    def behind_a_slow_kernel(draft: Any) -> Any:
+    def behind_a_slow_kernel(*args: Any) -> Any:
         torch.cuda._sleep(int(20e-3 * torch.cuda.get_device_properties(CUDA).clock_rate * 1e3))
         started = time.perf_counter()
-        drafted = plain(draft)
+        drafted = plain(*args)
         seconds.append(time.perf_counter() - started)
         return drafted
 
@@ -170,9 +199,9 @@ def test_plans_made_behind_a_slow_kernel_draft_the_same(monkeypatch: pytest.Monk
     executor: Any = wrapped.executor
     draft_on = executor._draft_on
 
-    def behind_a_slow_kernel(draft: Any) -> Any:
+    def behind_a_slow_kernel(*args: Any) -> Any:
         torch.cuda._sleep(10_000_000)
-        return draft_on(draft)
+        return draft_on(*args)
 
     monkeypatch.setattr(executor, "_draft_on", behind_a_slow_kernel)
     slow = wrapped.generate(PROMPTS, params)
