@@ -85,15 +85,12 @@ class BlockTables:
             OutOfPagesError: too few pages; nothing was changed.
             InvalidInputError: a row would be longer than the block table is wide; nothing was changed.
         """
-        wanted, have = self._wanted(rows, num_tokens)
-        changed = [(int(rows[i]), int(wanted[i])) for i in np.flatnonzero(wanted != have).tolist()]
-        self._check_fits([row for row, _ in changed], [n for _, n in changed])
-        for row, count in changed:
-            self._shrink(row, count)
-        for row, count in changed:
-            self._grow(row, count)
-        if checking():
-            self.validate()
+        self._set(np.asarray(rows, np.int64), self._pages_of(num_tokens))
+
+    def extend(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
+        """As `resize`, but what a row has beyond stays with it."""
+        owners = np.asarray(rows, np.int64)
+        self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
 
     def validate(self) -> None:
         """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
@@ -109,32 +106,37 @@ class BlockTables:
         tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
         require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
 
-    def _wanted(
-        self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Pages that each row needs, and has."""
-        wanted = (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
-        return wanted, self._counts[np.asarray(rows, np.int64)]
+    def _pages_of(self, num_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        return (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
 
-    def _check_fits(self, rows: list[int], wanted: list[int]) -> None:
-        width = self.table.shape[1]
-        if max(wanted, default=0) > width:
-            raise InvalidInputError(
-                f"a row of {max(wanted)} pages was asked for; the block table is {width} pages wide"
-            )
-        short = sum(w - self._counts[r] for r, w in zip(rows, wanted, strict=True)) - self.allocator.num_free
-        if short > 0:
-            raise OutOfPagesError(f"{short} pages are missing for {len(rows)} rows; {self.allocator.num_free} are free")
+    def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:
+        """Give row rows[i] exactly wanted[i] pages."""
+        more = wanted - self._counts[rows]
+        if more.any():
+            self._check_fits(wanted, int(more.sum()))
+            fewer, greater = more < 0, more > 0
+            for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
+                self._shrink(row, count)
+            self._grow(rows[greater], more[greater])
+        if checking():
+            self.validate()
+
+    def _check_fits(self, wanted: np.ndarray, growth: int) -> None:
+        width, free = self.table.shape[1], self.allocator.num_free
+        if wanted.max() > width:
+            raise InvalidInputError(f"a row of {wanted.max()} pages were asked for; the table is {width} pages wide")
+        if growth > free:
+            raise OutOfPagesError(f"{growth - free} pages are missing for {len(wanted)} rows; {free} are free")
 
     def _shrink(self, row: int, count: int) -> None:
         have = self._counts[row]
-        if count < have:
-            self.allocator.release(self.table[row, count:have].tolist())
-            self.table[row, count:have] = NULL_PAGE
-            self._counts[row] = count
+        self.allocator.release(self.table[row, count:have].tolist())
+        self.table[row, count:have] = NULL_PAGE
+        self._counts[row] = count
 
-    def _grow(self, row: int, count: int) -> None:
-        have = self._counts[row]
-        if count > have:
-            self.table[row, have:count] = self.allocator.allocate(count - have)
-            self._counts[row] = count
+    def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:
+        """more: [len(rows)] pages that each row gets behind its own."""
+        ends = np.cumsum(more)
+        columns = np.arange(more.sum()) + np.repeat(self._counts[rows] - ends + more, more)
+        self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
+        self._counts[rows] += more

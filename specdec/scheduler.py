@@ -121,19 +121,28 @@ class Scheduler:
     def _reserved(self, schedule: Schedule) -> bool:
         """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
         tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
-        try:
-            self._reserve(schedule.rows, tokens)
-        except OutOfPagesError:
-            return False
-        return True
+        for exactly in (False, True):
+            try:
+                self._reserve(schedule.rows, tokens, exactly)
+            except OutOfPagesError:
+                continue
+            return True
+        return False
 
-    def _reserve(self, rows: np.ndarray, tokens: np.ndarray) -> None:
-        """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit."""
-        self.target_pages.resize(rows, tokens)
+    def _reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
+        """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit.
+
+        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`.
+        """
+        self._size(self.target_pages, rows, tokens, exactly)
         if self.head_pages is not None:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
-            self.head_pages.resize(rows, wanted)
+            self._size(self.head_pages, rows, wanted, exactly)
+
+    @staticmethod
+    def _size(pages: BlockTables, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
+        (pages.resize if exactly else pages.extend)(rows, tokens)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -150,7 +159,7 @@ class Scheduler:
             rows.append(request.row)
             chunks.append(min(len(request.committed), budget))
             budget -= chunks[-1]
-        self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64))
+        self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64), False)
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
             np.concatenate([schedule.rows, np.array(rows, np.int64)]),

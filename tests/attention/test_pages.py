@@ -42,6 +42,22 @@ class PagesMachine(RuleBasedStateMachine):
             assert self.tables.table[row, :kept].tolist() == table[row, :kept].tolist(), "kept pages never move"
         self.lengths = wanted
 
+    @rule(asked=st.dictionaries(st.integers(0, ROWS - 1), st.integers(0, MOST), min_size=1))
+    def extend(self, asked: dict[int, int]) -> None:
+        """Rows only get longer."""
+        before, table = snapshot(self.tables), self.tables.table.copy()
+        wanted = [max(asked.get(row, 0), length) for row, length in enumerate(self.lengths)]
+        if sum(-(-n // PAGE_SIZE) for n in wanted) > NUM_PAGES - 1:
+            with pytest.raises(OutOfPagesError):
+                self.tables.extend(list(asked), list(asked.values()))
+            assert snapshot(self.tables) == before
+            return
+        self.tables.extend(list(asked), list(asked.values()))
+        for row, length in enumerate(self.lengths):
+            kept = -(-length // PAGE_SIZE)
+            assert self.tables.table[row, :kept].tolist() == table[row, :kept].tolist(), "kept pages never move"
+        self.lengths = wanted
+
     @rule(row=st.integers(0, ROWS - 1))
     def release(self, row: int) -> None:
         self.tables.release(row)
