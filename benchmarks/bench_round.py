@@ -138,17 +138,23 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
 
 
 def measure(
-    model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int
+    model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int, repeats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Generate once; steps and throughput of the rounds in which every row decodes, and the generated sequences."""
+    """Generate `repeats` times; steps and throughput of the rounds in which every row decodes, and the last sequences."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
-    read.moments.clear()
-    sequences = [c.prompt_token_ids + c.token_ids for c in model.generate(ids, params)]
-    full = [i for i in range(1, len(read.moments)) if read.moments[i][1] == read.moments[i - 1][1] == len(ids)]
-    steps = np.array([read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]])
-    emitted = sum(read.moments[i][2] for i in full[2:])
+    times: list[float] = []
+    emitted = 0
+    for _ in range(repeats):
+        read.moments.clear()
+        sequences = [c.prompt_token_ids + c.token_ids for c in model.generate(ids, params)]
+        full = [i for i in range(1, len(read.moments)) if read.moments[i][1] == read.moments[i - 1][1] == len(ids)]
+        times += [read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]]
+        emitted += sum(read.moments[i][2] for i in full[2:])
+    steps = np.array(times)
     result = {
+        "repeats": repeats,
         "rounds": len(steps),
+        "tokens_a_round": emitted / len(steps),
         "step_ms_median": float(np.median(steps) * 1e3),
         "step_ms_mean": float(steps.mean() * 1e3),
         "step_ms_p90": float(np.quantile(steps, 0.9) * 1e3),
@@ -203,6 +209,7 @@ def wait_for(file: Path) -> None:
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
 @click.option("--new-tokens", type=int, default=256, show_default=True)
+@click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
@@ -214,6 +221,7 @@ def main(
     rows: str,
     prompt: tuple[int, int],
     new_tokens: int,
+    repeats: int,
     acceptance: float,
     plan_from: str,
     trace: str,
@@ -240,7 +248,7 @@ def main(
     for batch in batches:
         ids = prompts(batch, prompt, pair.target.config.vocab_size)
         model.generate(ids, SamplingParams(max_new_tokens=min(new_tokens, 48), ignore_eos=True))  # warm-up
-        result, sequences = measure(model, read, ids, new_tokens)
+        result, sequences = measure(model, read, ids, new_tokens, repeats)
         result |= {"rows": batch} | floor(pair, sequences, drafts, new_tokens)
         result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
         if str(batch) in trace.split(","):

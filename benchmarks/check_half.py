@@ -1,14 +1,14 @@
-"""A pair in half precision: do drafts change the answers, and are they accepted as often as in float32?
+"""A pair in half precision: do drafts change the answers, and are the drafts those of a head without cache?
 
-    SPECDEC_DATA=… python benchmarks/check_half.py --target gsm-deepseek -k 3 --questions 48 --out half.jsonl
+    SPECDEC_DATA=… python benchmarks/check_half.py --target gsm-deepseek -k 3 --questions 200 --out half.jsonl
 
 Greedy, GSM8K test questions. Each dtype's answers with drafts are compared with its own answers without. Where two
-differ, the model is replayed at that position in its dtype and in float32: the difference is allowed where the top-2
-gap in float32 is at most four times the rms error of the dtype's logits there. That error is measured with the prefix
-read at once, and also as the two arms read it, the answer token by token and K+1 at a time; the largest counts. (In a
-mixture of experts a token that rounding sends to another expert changes all that follows, in one of the arms only.)
-The acceptance length must be within 1 % of the float32 reference's. One JSON line a dtype; exit code 1 when anything is
-not as it must be.
+differ, the difference is allowed if the top-2 gap in float32 is at most four times the rms error of the logits by which
+one of the two arms decided that token: the engine's own logits, against those of a float32 copy.
+
+The draft oracle: after every round of some answers, a head without cache drafts from the target's states in the same
+dtype. Both drafts are held against the answer; the two acceptance lengths must agree within 1 %. One JSON line a dtype;
+exit code 1 when anything is not as it must be.
 """
 
 from __future__ import annotations
@@ -17,14 +17,18 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
+from arm_logits import recorded_logits
 from check_pair import test_chats
 from document import provenance
 
+from drafters.oracle import oracle_drafts
 from evals.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.stats import pool_requests
@@ -34,77 +38,128 @@ TIE_ERRORS = 4.0
 TAU_SHARE = 0.01
 
 
-@torch.inference_mode()
-def last_logits(hf_model: Any, prompt: list[int], answer: list[int], width: int) -> torch.Tensor:
-    """Logits [V] after prompt and answer in the model's dtype, the answer read `width` tokens at a time."""
-    cache, logits = None, None
-    parts = [prompt, *(answer[start : start + width] for start in range(0, len(answer), width))]
-    for part in parts:
-        ids = torch.tensor([part], device=hf_model.device)
-        out = hf_model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        cache, logits = out.past_key_values, out.logits[0, -1]
-    assert logits is not None
-    return logits.float().cpu()
+@dataclass(frozen=True)
+class Arm:
+    """Answers, and the logits by which they were chosen."""
+
+    completions: Sequence[Completion]
+    logits: list[list[torch.Tensor]]
 
 
-def near_tie(hf_model: Any, exact: Replay, prompt: list[int], answer: list[int], k: int) -> dict[str, Any]:
-    """Top-2 gap in float32 and the rms errors of the model's own logits, of the token after prompt and answer."""
-    right = exact.logits(prompt + answer)
-    top = right.topk(2).values
-    gap = float(top[0] - top[1])
-    at_once = last_logits(hf_model, prompt + answer, [], 1)
-    errors = {"rms_error": float((at_once - right).pow(2).mean().sqrt())}
-    if gap > TIE_ERRORS * errors["rms_error"]:
-        for width in (1, k + 1):
-            stepwise = last_logits(hf_model, prompt, answer, width)
-            errors[f"rms_error_by_{width}"] = float((stepwise - right).pow(2).mean().sqrt())
-    return {"gap_float32": gap, **errors, "near_tie": gap <= TIE_ERRORS * max(errors.values())}
+def run(model: SpeculativeModel, chats: list[Any]) -> Arm:
+    """Generate once, greedily."""
+    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, return_drafts=True)
+    first_id = model._engine._next_id
+    with recorded_logits(model) as found:
+        completions = model.generate(chats, params)
+    logits = [
+        [found[first_id + i, len(c.prompt_token_ids) + at] for at in range(len(c.token_ids))]
+        for i, c in enumerate(completions)
+    ]
+    return Arm(completions, logits)
 
 
-def divergences(
-    model: SpeculativeModel, own: Sequence[Completion], got: Sequence[Completion], k: int
-) -> list[dict[str, Any]]:
+def rms(error: torch.Tensor) -> float:
+    """Root of the mean square."""
+    return float(error.float().pow(2).mean().sqrt())
+
+
+def divergences(exact: Replay, own: Arm, got: Arm) -> list[dict[str, Any]]:
     """First difference of every answer that differs."""
-    exact, found = Replay(model.hf_model), []
-    for question, (a, b) in enumerate(zip(own, got, strict=True)):
+    found = []
+    for question, (a, b) in enumerate(zip(own.completions, got.completions, strict=True)):
         pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
         at = next((i for i, (x, y) in pairs if x != y), None)
         if at is not None:
-            tie = near_tie(model.hf_model, exact, a.prompt_token_ids, a.token_ids[:at], k)
-            found.append({"question": question, "position": at, **tie})
+            right = exact.logits(a.prompt_token_ids + a.token_ids[:at])
+            top = right.topk(2).values
+            gap = float(top[0] - top[1])
+            errors = [rms(arm.logits[question][at] - right) for arm in (own, got)]
+            row = {"question": question, "position": at, "gap_float32": gap, "rms_errors": errors}
+            found.append(row | {"near_tie": gap <= TIE_ERRORS * max(errors)})
     return found
 
 
-def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, tau_float32: float) -> dict[str, Any]:
+def usual_error(exact: Replay, arm: Arm, questions: int) -> float:
+    """Median rms error of the logits of some answers."""
+    errors = []
+    for c, logits in zip(arm.completions[:questions], arm.logits, strict=False):
+        right = exact.all_logits(c.prompt_token_ids + c.token_ids[:-1])[len(c.prompt_token_ids) - 1 :]
+        errors += [rms(row - r) for row, r in zip(logits, right, strict=True)]
+    return float(np.median(errors))
+
+
+@torch.inference_mode()
+def acceptance_lengths(model: SpeculativeModel, completions: Sequence[Completion]) -> dict[str, Any]:
+    """Tokens a round that the answers allow to the engine's drafts and to those of a head without cache."""
+    head = model.head
+    assert head is not None
+    engine = oracle = rounds = equal = 0
+    for c in completions:
+        ids = torch.tensor(c.prompt_token_ids + c.token_ids, device=model.device)
+        states = model.hf_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
+        root = len(c.prompt_token_ids)
+        for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
+            if drafts:
+                other = oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts))
+                text = ids[root + 1 :].tolist()
+                rounds += 1
+                equal += other == list(drafts)
+                engine += 1 + matching(list(drafts), text)
+                oracle += 1 + matching(other, text)
+            root += record.emitted
+    return {"rounds": rounds, "equal_rounds": equal, "tau_engine": engine / rounds, "tau_oracle": oracle / rounds}
+
+
+def matching(drafts: list[int], text: list[int]) -> int:
+    """Length of the common beginning."""
+    pairs = zip(drafts, text, strict=False)
+    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(drafts), len(text)))
+
+
+def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_questions: int) -> dict[str, Any]:
     """One dtype."""
-    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    own = load(dtype, 0, graphs).generate(chats, params)
+    own = run(load(dtype, 0, graphs), chats)
     model = load(dtype, k, graphs)
-    got = model.generate(chats, params)
-    found = divergences(model, own, got, k)
-    tau = pool_requests([c.stats for c in got]).tau
+    got = run(model, chats)
+    exact = Replay(model.hf_model)
+    found = divergences(exact, own, got)
+    lengths = acceptance_lengths(model, got.completions[:oracle_questions])
     return {
         "dtype": dtype,
         "cuda_graphs": graphs,
-        "identical": sum(a.token_ids == b.token_ids for a, b in zip(own, got, strict=True)),
+        "identical": sum(a.token_ids == b.token_ids for a, b in zip(own.completions, got.completions, strict=True)),
         "divergences": found,
-        "tau": tau,
-        "tau_float32": tau_float32,
-        "tau_within_1_percent": abs(tau / tau_float32 - 1) <= TAU_SHARE,
         "divergences_are_near_ties": all(row["near_tie"] for row in found),
+        "usual_rms_errors": [usual_error(exact, arm, oracle_questions) for arm in (own, got)],
+        "tau": pool_requests([c.stats for c in got.completions]).tau,
+        "draft_oracle": lengths,
+        "tau_within_1_percent": abs(lengths["tau_engine"] / lengths["tau_oracle"] - 1) <= TAU_SHARE,
     }
 
 
 @click.command(help=__doc__)
 @click.option("--target", default="gsm-deepseek", show_default=True)
 @click.option("-k", default=3, show_default=True)
-@click.option("--questions", default=48, show_default=True)
+@click.option("--questions", default=200, show_default=True)
+@click.option("--oracle-questions", default=50, show_default=True)
 @click.option("--dtypes", default="float16,bfloat16", show_default=True)
 @click.option("--graphs", default="no,yes", show_default=True, help="Without and with CUDA graphs.")
 @click.option("--backend", default="flashinfer", show_default=True)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
-def main(target: str, k: int, questions: int, dtypes: str, graphs: str, backend: str, device: str, out: Path) -> None:
+def main(
+    target: str,
+    k: int,
+    questions: int,
+    oracle_questions: int,
+    dtypes: str,
+    graphs: str,
+    backend: str,
+    device: str,
+    out: Path,
+) -> None:
     """Check every dtype with and without graphs."""
     chats = test_chats(Path(os.environ["SPECDEC_DATA"]))[:questions]
 
@@ -120,12 +175,10 @@ def main(target: str, k: int, questions: int, dtypes: str, graphs: str, backend:
             cuda_graphs=cuda_graphs,
         )
 
-    params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
-    tau = pool_requests([c.stats for c in load("float32", k, False).generate(chats, params)]).tau
     passed = True
     for cuda_graphs in graphs.split(","):
         for dtype in dtypes.split(","):
-            result = check(load, dtype, cuda_graphs == "yes", chats, k, tau)
+            result = check(load, dtype, cuda_graphs == "yes", chats, k, oracle_questions)
             passed &= result["tau_within_1_percent"] and result["divergences_are_near_ties"]
             facts = {"benchmark": "check_half", "target": target, "k": k, "questions": questions, "backend": backend}
             line = json.dumps(facts | result | provenance())
