@@ -182,10 +182,11 @@ class FixedBuilder:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did.
 
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
-        csrc/batch_prefill.cu: kv_len_arr is not read), so a plan for the same counts is kept.
+        csrc/batch_prefill.cu: kv_len_arr is not read), so a plan for the same counts is kept. One that divides no
+        keys is the same for all.
         """
         assert self._part is not None
-        if (host.page_indptr == self._kernel.planned).all():
+        if not self._kernel.splits or (host.page_indptr == self._kernel.planned).all():
             return
         self._kernel.plan(
             replace(

@@ -18,6 +18,8 @@ from attention.kv_cache import CacheGroup, LayerKV
 
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
+_SPLIT_SHARE = 0.9
+"""Rows, as a share of `most_tiles`, from which on there is next to nothing left to divide."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,19 @@ class Part:
     stop: int
 
 
+def most_tiles(key: PlanKey, device: torch.device) -> int:
+    """Tiles of queries up to which FlashInfer's fa2 planner divides keys: two blocks a multiprocessor in all.
+
+    Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
+    """
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
+
+
 class Kernel:
     """One FlashInfer wrapper: holds one plan at a time; `planned` is its page_indptr [B+1].
+
+    `splits`: whether a plan divides the keys of a row over the card, and so depends on lengths. A fixed batch with so
+    many rows that the planner would not divide them gets a kernel without the parts and their merging, planned once.
 
     Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
     """
@@ -58,6 +71,7 @@ class Kernel:
         self.planned = np.zeros(0, np.int32)
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)
+        self.splits = fixed is None or route != "fa2" or rows < _SPLIT_SHARE * most_tiles(key, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
         buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
@@ -84,12 +98,13 @@ class Kernel:
             q_data_type=dtype,
             kv_data_type=group.format.dtype_for(dtype),
             uniform_q_len=query_len if fixed else None,
+            disable_split_kv=not self.splits,
         )
         self._tokens = rows * query_len if fixed else None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
         if route == "fa2":
-            self._plan_tail += (-1, False, 0, query_len if fixed else 0)
+            self._plan_tail += (-1, not self.splits, 0, query_len if fixed else 0)
         self._copied = torch.cuda.Event()
         self._copied.record()
 

@@ -140,7 +140,7 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
 def measure(
     model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int, repeats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Generate `repeats` times; steps and throughput of the rounds in which every row decodes, and the last sequences."""
+    """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     times: list[float] = []
     emitted = 0

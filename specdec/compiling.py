@@ -10,10 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
-import torch._inductor.codegen.triton
 import torch.nn.functional as F
 from torch import nn
 
@@ -128,7 +126,7 @@ class Products(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return "specdec-products-3"
+        return "specdec-products-4"
 
 
 def _transposed_input(node: Any) -> torch.fx.Node | None:
@@ -189,31 +187,7 @@ def compiler_settings() -> Iterator[None]:
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
     """
     inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=Products())
-    dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=256)
-    with inductor, dynamo, waiting_kernels():
-        yield
-
-
-@contextmanager
-def waiting_kernels() -> Iterator[None]:
-    """Programmatic dependent launch in compiled code, where every kernel waits before anything else.
-
-    The compiler itself lets a kernel wait only before it reads what the last node of its graph wrote, which is not
-    enough behind operators with several results and behind kernels of ours. See `attention.dependent`.
-    """
-    kernel = torch._inductor.codegen.triton.TritonKernel
-    plain = getattr(kernel, "_filter_pdl", None)
-    if plain is None:  # this version of the compiler has other means, or none
-        yield
-        return
-
-    def wait_first(self: Any, code: Any) -> None:
-        plain(self, code)
-        if self._enable_pdl_codegen():
-            rest = [line for line in code._lines if not (isinstance(line, str) and self.GDC_WAIT in line)]
-            code._lines[:] = [self.GDC_WAIT, *rest]
-
-    with torch._inductor.config.patch({"triton.enable_pdl": True}), patch.object(kernel, "_filter_pdl", wait_first):
+    with inductor, torch._dynamo.config.patch(specialize_float=True, recompile_limit=256):
         yield
 
 
