@@ -33,14 +33,14 @@ class Eagle3Attention(nn.Module):
         self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
-    def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
-        """y [T, input size] -> [T, H]."""
+    def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
+        """y [T, input size] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
         query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
         key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
         value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
         rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
         query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(attend(self.index, query, key, value).flatten(1))
+        return self.o_proj(_only(rows, attend(self.index, query, key, value).flatten(1)))
 
 
 class Eagle3MLP(nn.Module):
@@ -72,12 +72,19 @@ class Eagle3Layer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.mlp = Eagle3MLP(spec)
 
-    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
-        """embedded, hidden [T, H] -> block output [T, H]."""
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        cos_sin: CosSin,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the rows [R] int64 that are wanted."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
-        x = residual + self.self_attn(y, cos_sin, attend)
+        x = _only(rows, residual) + self.self_attn(y, cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -91,9 +98,11 @@ class PlainLayer(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
         self.mlp = Eagle3MLP(spec)
 
-    def forward(self, x: torch.Tensor, cos_sin: CosSin, attend: Attend) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        x = x + self.self_attn(self.input_layernorm(x), cos_sin, attend)
+    def forward(
+        self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        x = _only(rows, x) + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -195,7 +204,12 @@ class Eagle3Head(nn.Module):
         return self.fc(tapped)
 
     def forward(
-        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """One pass over T rows.
 
@@ -204,16 +218,18 @@ class Eagle3Head(nn.Module):
             hidden: [T, H], `fuse`d taps at step 1, `feedback` afterwards.
             positions: [T] integers, p.
             attend: remembers K and V and attends.
+            rows: [R] int64, those whose output is wanted, all by default. The others end at the last attention.
 
         Returns:
-            The block output [T, H], before the final norm.
+            The block output [T, H] or [R, H], before the final norm.
         """
         table = self.target_embedding if self.target_embedding is not None else self.embed_tokens.weight
         embedded = F.embedding(token_ids, table).to(hidden.dtype)  # [T, H]
         cos_sin = self.rotary(positions)
-        x = self.midlayer(embedded, hidden, cos_sin, attend)
-        for layer in self.layers.values():
-            x = layer(x, cos_sin, attend)
+        further = list(self.layers.values())
+        x = self.midlayer(embedded, hidden, cos_sin, attend, None if further else rows)
+        for layer in further:
+            x = layer(x, cos_sin, attend, rows if layer is further[-1] else None)
         return x
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
@@ -228,6 +244,10 @@ class Eagle3Head(nn.Module):
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
         return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
+
+
+def _only(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if rows is None else x.index_select(0, rows)
 
 
 def _check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:

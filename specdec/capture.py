@@ -16,7 +16,7 @@ from attention.staging import Staged
 from drafters.chain import Draft, paged_attend
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
-from specdec.compiling import HeadPasses, MtpPasses
+from specdec.compiling import EaglePasses, HeadPasses, MtpPasses
 from specdec.executor import Drafter, EagerExecutor
 from specdec.transfer import DeviceRound
 from specdec.verify import fill_drafts, in_order
@@ -112,8 +112,13 @@ class Passes:
     @classmethod
     def of(cls, drafter: Drafter) -> Passes:
         """EAGLE heads and modules of transformers layers are compiled; any other head runs as it is."""
-        plain = MtpPasses(drafter.head) if isinstance(drafter.head, MtpHead) else HeadPasses(drafter.head)
-        if not isinstance(drafter.head, (Eagle3Head, MtpHead)):
+        plain: HeadPasses
+        if isinstance(drafter.head, MtpHead):
+            plain = MtpPasses(drafter.head)
+        elif isinstance(drafter.head, Eagle3Head):
+            plain = EaglePasses(drafter.head)
+        else:
+            plain = HeadPasses(drafter.head)
             return cls(plain.first, plain.step, plain)
         options: dict[str, Any] = {"fullgraph": True, "dynamic": True}
         return cls(torch.compile(plain.first, **options), torch.compile(plain.step, **options), plain)

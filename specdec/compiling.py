@@ -17,6 +17,7 @@ from torch import nn
 
 from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
+from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
 from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
 
@@ -212,22 +213,39 @@ class HeadPasses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tapped [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
         x = self._forward(token_ids, self.head.fuse(tapped), positions)
-        return self._choose(x.index_select(0, last_row))
+        return self.choose(x.index_select(0, last_row))
 
     def step(
         self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
-        return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
+        return self.choose(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """x [R, H] -> (x, target ids [R])."""
         return x, self.head.to_target_ids(self.head.logits(x).argmax(-1))
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
+
+
+class EaglePasses(HeadPasses):
+    """The same for a head that can leave out what nobody reads."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        super().__init__(head)
+        self._eagle = head
+
+    def first(
+        self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `HeadPasses.first`. Only the keys and values of the other rows are needed."""
+        return self.choose(
+            self._eagle.forward(token_ids, self._eagle.fuse(tapped), positions, self._attend, rows=last_row)
+        )
 
 
 class MtpPasses(HeadPasses):

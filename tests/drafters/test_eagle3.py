@@ -282,3 +282,20 @@ def test_refusals() -> None:
         RopeSpec(kind="dynamic").frequencies(8)
     assert default_taps(32) == (2, 16, 29)
     assert default_taps(8) == (2, 4, 5)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_that_nobody_wants_are_left_out_and_change_nothing(name: str) -> None:
+    """Their keys and values are made all the same."""
+    head = make_head(VARIANTS[name])
+    ids, tapped = inputs(head, 7)
+    hidden, positions, plain, keys = head.fuse(tapped), torch.arange(7), causal_attend(head), []
+
+    def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        keys.append(len(k))
+        return plain(layer, q, k, v)
+
+    wanted = torch.tensor([6, 2])
+    some = head(ids, hidden, positions, attend, rows=wanted)
+    assert torch.allclose(some, head(ids, hidden, positions, plain)[wanted], atol=1e-6)
+    assert keys == [7] * head.spec.num_layers
