@@ -22,6 +22,7 @@ from attention.errors import UnsupportedAttentionError
 from attention.flashinfer_kernel import Kernel, Part, Route
 from attention.flashinfer_mla import (
     FixedLatentBuilder,
+    FixedLatentPlans,
     LatentBuilder,
     LatentKernel,
     LatentPlan,
@@ -284,11 +285,12 @@ class FlashInferBackend:
     ) -> FixedBuilder | FixedLatentBuilder:
         """A builder for CUDA graphs; see `attention.backend.GraphBackend`."""
         check_supported(group, key, dtype)
-        if key.value_in_key:
-            return FixedLatentBuilder(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
-        if isinstance(beside, FixedBuilder) and beside.geometry == geometry:
+        if isinstance(beside, (FixedBuilder, FixedLatentBuilder)) and beside.geometry == geometry:
             return beside.sharing()
+        if key.value_in_key:
+            plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
+            return FixedLatentBuilder(plans, geometry)
         return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
     def run(

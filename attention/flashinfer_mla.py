@@ -271,26 +271,49 @@ class LatentBuilder:
 class FixedLatentBuilder:
     """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same work list.
 
-    The grid depends on the shape alone, so one layout serves all plans.
+    Two builders may share one: plans say where in the list of pages a row begins, not which pages they are.
     """
+
+    def __init__(self, plans: FixedLatentPlans, geometry: tuple[object, ...]) -> None:
+        """geometry: all that a plan depends on beside the lengths."""
+        self._plans = plans
+        self.geometry = geometry
+
+    def sharing(self) -> FixedLatentBuilder:
+        """Another builder over the same work list."""
+        return FixedLatentBuilder(self._plans, self.geometry)
+
+    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
+        """Plan one batch from its host arrays."""
+        return self._plans.plan(metadata.host, metadata.page_indices)
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        self._plans.replan(host)
+
+
+class FixedLatentPlans:
+    """The plans of one shape, one at a time. The grid depends on the shape alone, so one layout serves all."""
 
     def __init__(self, kernel: LatentKernel, rows: int, query_len: int) -> None:
         self._kernel = kernel
         self._items = work_items([query_len] * rows, kernel.num_heads, kernel.sms)
         self._work = kernel.work_list(self._items)
         self._layout: Layout | None = None
+        self._planned = np.zeros(rows, np.int32)
 
-    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
-        """Plan one batch from its host arrays."""
+    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> LatentPlan:
+        """Plan one batch over these pages."""
         if self._layout is None:
-            answer = self._kernel.schedule(metadata.host)
-            self._layout = self._kernel.lay_out(answer, self._work, self._items)
-        self.replan(metadata.host)
-        return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, metadata.page_indices)
+            self._layout = self._kernel.lay_out(self._kernel.schedule(host), self._work, self._items)
+        self.replan(host)
+        return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        """Plan rows of other lengths; for the same lengths the plan is kept."""
         assert self._layout is not None
+        if (host.seq_lens == self._planned).all():
+            return
         answer = self._kernel.schedule(host)
         if checking():
             same = tuple(int(n) for n in answer) == self._layout.answer
@@ -298,6 +321,7 @@ class FixedLatentBuilder:
         self._work.wait()
         self._layout.move()
         self._work.send(self._layout.nbytes)
+        self._planned = host.seq_lens.copy()
 
 
 def run_latent(

@@ -9,6 +9,7 @@ device-to-host reads of a full batch.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable
@@ -31,7 +32,6 @@ from benchmarks.trace import traced
 from specdec.backends import make_backend
 from specdec.commit import Outcome
 from specdec.config import EngineConfig
-from specdec.experts import mixtures
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 from specdec.target import probe_target
@@ -43,8 +43,8 @@ class SyntheticRead:
     """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before.
 
     The token after the accepted ones is drawn from the vocabulary: random weights left to themselves soon repeat one
-    token, and a mixture's routers would send all of them to the same few experts. Rounds without drafts of a model
-    without experts keep the device's own token: then the engine may launch the next round before it reads this one.
+    token, and a mixture's routers would send all of them to the same few experts. Rounds without drafts keep the
+    device's own token, as the engine launches the next round before it reads this one: see `draw_on_device`.
     """
 
     rate: float
@@ -67,6 +67,20 @@ class SyntheticRead:
         tokens[rows, accepted] = self.rng.integers(0, self.vocab, len(rows))
         self.moments.append((now, len(rows), int(accepted.sum()) + len(rows)))
         return Outcome(accepted, tokens, real.drafts)
+
+
+def draw_on_device(model: SpeculativeModel, vocab: int, rng: np.random.Generator) -> None:
+    """Replace the token that a round without drafts decides by a drawn one before anybody reads it."""
+    reads: Any = model.executor._eager.reads  # type: ignore[attr-defined]
+    start = reads.start
+    pool = torch.from_numpy(rng.integers(0, vocab, (512, 256))).to(model.device)
+    rounds = itertools.count()
+
+    def drawn(packed: torch.Tensor) -> Any:
+        packed[:, 1] = pool[next(rounds) % len(pool), : len(packed)]
+        return start(packed)
+
+    reads.start = drawn
 
 
 class Tokenizer:
@@ -236,9 +250,11 @@ def main(
     pages = max(batches) * -(-length // 16) + 1
     tokens = max(8192, max(batches) * (drafts + 1))
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
-    alters_tokens = drafts > 0 or bool(mixtures(pair.target))
-    read = SyntheticRead(acceptance, pair.target.config.vocab_size, np.random.default_rng(0), alters_tokens)
+    vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
+    read = SyntheticRead(acceptance, vocab, rng, alters_tokens=drafts > 0)
     model = engine(pair, config, read, plan_from)
+    if not drafts:
+        draw_on_device(model, vocab, rng)
     start_s = time.perf_counter() - started
     if hold is not None:
         wait_for(hold)

@@ -178,6 +178,31 @@ def test_graph_replays_with_other_lengths_equal_eager(pair: Pair, rows: int, que
         assert relative_error(got, pair.expected(metadata, static)) <= LIMIT
 
 
+def test_two_groups_of_pages_share_a_plan(pair: Pair) -> None:
+    """Same lengths on other pages, as the head's first pass has them: planned once, attended twice."""
+    first = pair.flashinfer.fixed_planner(4, 4)
+    second = pair.flashinfer.fixed_planner(4, 4, first)
+    arenas = [single_batch_arena(4, 16, 64, CUDA) for _ in range(2)]
+    states = pair.states(16)
+    seeds = (1, 2)
+    batches = [host_batch([4] * 4, [0, 0, 0, 0], seed=seed) for seed in seeds]
+    metadata = [stage(batch, *arena) for batch, arena in zip(batches, arenas, strict=True)]
+    graphs, outs = [], []
+    for planner, each in zip((first, second), metadata, strict=True):
+        plan = planner.plan(each)
+        pair.flashinfer.attend(plan, 0, *states)
+        torch.cuda.synchronize()
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            outs.append(pair.flashinfer.attend(plan, 0, *states))
+    for computed in ([100, 7, 300, 33], [16, 15, 500, 0]):
+        metadata = [stage(host_batch([4] * 4, computed, seed=s), *a) for s, a in zip(seeds, arenas, strict=True)]
+        for planner, each, graph, out in zip((first, second), metadata, graphs, outs, strict=True):
+            planner.replan(each.host)
+            graph.replay()
+            assert torch.equal(out, pair.attend(each, states))
+
+
 def test_replanning_behind_a_slow_kernel() -> None:
     """Plans made while the stream is far behind must not disturb each other."""
     pair = Pair()
