@@ -26,12 +26,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One draft step after the first pass; `planner` is None for K=1, where draft 1 is only put in its place.
+    """One draft step after the first pass. x [rows, H] is its output, which the next step's graph reads."""
 
-    x [rows, H] is the step's output, which the next step's graph reads.
-    """
-
-    planner: FixedPlanner | None
+    planner: FixedPlanner
     graph: torch.cuda.CUDAGraph
     x: torch.Tensor
 
@@ -50,12 +47,10 @@ class DraftBuffers:
     """What the graphs of all buckets hand on, for the most rows R there can be.
 
     Attributes:
-        hidden: [R, H] outputs of the first pass by row of the verification; token_ids: [R] int64 its draft 1.
-        drafts: [R, K] int64 by row of the draft loop.
+        hidden: [R, H] outputs of the first pass; drafts: [R, K] int64. Both by row of the last verification.
     """
 
     hidden: torch.Tensor
-    token_ids: torch.Tensor
     drafts: torch.Tensor
 
 
@@ -80,14 +75,12 @@ class Bucket:
 class EmptyRound:
     """A round without rows in a bucket's shape, at the addresses that its graphs will read.
 
-    first: the head's attention behind the verification; steps: that of the draft steps; sources: [rows] int64 rows of
-    the first pass. None and () without a head.
+    first: the head's attention behind the verification; steps: that of the draft steps. None and () without a head.
     """
 
     target: DeviceRound
     first: CommonAttentionMetadata | None
     steps: tuple[CommonAttentionMetadata, ...]
-    sources: torch.Tensor | None
 
 
 def head_metadata(target: CommonAttentionMetadata, staged: Staged, host: Any) -> CommonAttentionMetadata:
@@ -136,7 +129,6 @@ class DraftCapture:
         hidden = drafter.head.fuse(tapped[:2])
         self.buffers = DraftBuffers(
             hidden.new_zeros(max_rows, hidden.shape[1]),
-            torch.zeros(max_rows, dtype=torch.int64, device=tapped.device),
             torch.zeros(max_rows, num_drafts, dtype=torch.int64, device=tapped.device),
         )
 
@@ -164,28 +156,23 @@ class DraftCapture:
         with self._attending(planned):
             x, ids = run(tapped, token_ids, planned.metadata.positions, last)
         self.buffers.hidden[:rows].copy_(x)
-        self.buffers.token_ids[:rows].copy_(ids)
+        self.buffers.drafts[:rows, 0].copy_(ids)
 
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
-        drafts, sources = self.buffers.drafts, round_.sources
-        assert sources is not None
-
-        def take() -> torch.Tensor:
-            drafts[:rows, 0].copy_(self.buffers.token_ids.index_select(0, sources))
-            return self.buffers.hidden.index_select(0, sources)
-
-        if not round_.steps:
-            return (StepGraph(None, *record(take, self._pool)),)
+        drafts = self.buffers.drafts
         steps: list[StepGraph] = []
         for metadata in round_.steps:
             planner = self._runner.fixed_planner(rows, 1)
-            before = partial(_same, steps[-1].x) if steps else take
+            before = partial(_same, steps[-1].x) if steps else self.buffers.hidden[:rows].clone
             launch = partial(self._step, planner.plan(metadata), before, drafts[:rows, len(steps) :])
             steps.append(StepGraph(planner, *record(launch, self._pool)))
         return tuple(steps)
 
     def _step(self, planned: PlannedBatch, before: Callable[[], torch.Tensor], drafts: torch.Tensor) -> torch.Tensor:
-        """One step from x [rows, H] of the step before; drafts [rows, …]: its draft, and the place of the next."""
+        """One step from x [rows, H] of the step before; drafts [rows, …]: its draft, and the place of the next.
+
+        A view of a larger buffer would be compiled once more than a tensor of its own.
+        """
         x = before()
         with self._attending(planned):
             x, ids = self._passes.step(x, drafts[:, 0], planned.metadata.positions)

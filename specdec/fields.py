@@ -27,7 +27,6 @@ def draft_fields() -> list[Field]:
 def step_fields() -> list[Field]:
     """The arrays of the draft steps after the first pass."""
     return [
-        Field("step.sources", np.int64, ("first.rows",)),
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
         Field("step.block_table", np.int32, ("first.rows", "first.pages")),
         Field("step.page_indices", np.int32, ("steps", "first.rows_times_pages")),

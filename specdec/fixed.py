@@ -182,10 +182,10 @@ class _StepsPlace:
     """One host buffer of the draft steps."""
 
     def __init__(self, host: Host, shape: FixedShape) -> None:
-        names = ("positions", "seq_lens", "slot_mapping", "page_indptr", "last_page_len", "page_indices", "sources")
+        names = ("positions", "seq_lens", "slot_mapping", "page_indptr", "last_page_len", "page_indices")
         arrays = {name: host[f"step.{name}"] for name in names}
         self.positions, self.seq_lens, self.slots = (arrays[name] for name in names[:3])
-        self.page_indptr, self.last_page_len, self.page_indices, self.sources = (arrays[name] for name in names[3:])
+        self.page_indptr, self.last_page_len, self.page_indices = (arrays[name] for name in names[3:])
         self.table = host["step.block_table"]
         host["step.query_start_loc"][:] = np.arange(shape.rows + 1)
         self.batches = tuple(
@@ -219,11 +219,10 @@ class FixedSteps:
         """Lay out and send all steps; the attention of each, in the arena's memory as those of `FixedTarget.send`."""
         self.arena.begin(self._shape.bucket)
         place = self._places[self.arena.generation % len(self._places)]
-        count = len(draft.sources)
+        count = len(draft.num_drafts)
         if count < len(self._lens):
             self._lens[count:] = self._num_drafts[count:] = 0
         self._lens[:count], self._num_drafts[:count] = draft.committed_lens, draft.num_drafts
-        place.sources[:count] = draft.sources
         active = self._num_drafts >= self._numbers  # [K-1, rows]
         np.add(self._lens, self._numbers - 2, out=place.positions)
         place.positions *= active
@@ -286,4 +285,4 @@ def empty_round(page_size: int) -> tuple[StepArrays, TargetArrays]:
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
     target = TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, page_size)
-    return StepArrays(none, none, 0, none, table, page_size), target
+    return StepArrays(none, none, 0, table, page_size), target

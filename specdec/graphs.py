@@ -185,17 +185,17 @@ class GraphExecutor:
     def _draft_on(self, round_: GraphRound, num_accepted: np.ndarray) -> Draft:
         """Launch the steps behind a first pass; each is planned while the one before runs."""
         assert round_.rows is not None and self._drafts is not None
-        draft = steps_after(round_.target, num_accepted)
-        batches, _ = self._fixed[round_.rows].steps.send(draft)
         graphs = self._buckets[round_.rows].draft
         assert graphs is not None
-        if not batches:
-            graphs.steps[0].graph.replay()
-        for step, host in zip(graphs.steps, batches, strict=False):
-            assert step.planner is not None
-            step.planner.replan(host)
-            step.graph.replay()
-        return Draft(self._drafts.drafts[: round_.num_rows, : draft.num_steps + 1], None)
+        num_steps = 0
+        if graphs.steps:
+            draft = steps_after(round_.target, num_accepted)
+            batches, _ = self._fixed[round_.rows].steps.send(draft)
+            for step, host in zip(graphs.steps, batches, strict=True):
+                step.planner.replan(host)
+                step.graph.replay()
+            num_steps = draft.num_steps
+        return Draft(self._drafts.drafts[: round_.num_rows, : num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the first pass behind it."""
@@ -218,10 +218,10 @@ class GraphExecutor:
         batch, head, staged = fixed.target.send(target)
         device = fixed_views(batch, staged, rows * (self._query_len - 1))
         if head is None:
-            return EmptyRound(device, None, (), None)
+            return EmptyRound(device, None, ())
         batches, step_staged = fixed.steps.send(draft)
         first = head_metadata(device.metadata, staged, head)
-        return EmptyRound(device, first, step_views(batches, step_staged), step_staged["step.sources"])
+        return EmptyRound(device, first, step_views(batches, step_staged))
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")

@@ -39,13 +39,12 @@ class StepArrays:
 
     Attributes:
         committed_lens: [R] of the drafting rows. num_drafts: [R] n_i. num_steps: steps made, at least max n_i - 1.
-        sources: [R] int64 rows of the last verification. block_table: [R, P] of the head's pages.
+        block_table: [R, P] of the head's pages.
     """
 
     committed_lens: np.ndarray
     num_drafts: np.ndarray
     num_steps: int
-    sources: np.ndarray
     block_table: np.ndarray
     page_size: int
 
@@ -76,7 +75,7 @@ class DraftArrays:
     @property
     def num_drafting(self) -> int:
         """R."""
-        return len(self.steps.sources)
+        return len(self.steps.num_drafts)
 
 
 @dataclass(frozen=True)
@@ -230,7 +229,6 @@ def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, pa
         committed_lens=table.computed[drafting],
         num_drafts=num_drafts,
         num_steps=num_steps,
-        sources=table.previous[drafting],
         block_table=block_table[drafting],
         page_size=page_size,
     )
@@ -247,7 +245,6 @@ def steps_after(target: TargetArrays, num_accepted: np.ndarray) -> StepArrays:
         committed_lens=target.start + target.num_new + num_accepted,
         num_drafts=num_drafts,
         num_steps=int(num_drafts.max(initial=1)) - 1,
-        sources=np.arange(len(num_drafts)),
         block_table=target.head_table,
         page_size=target.page_size,
     )

@@ -253,7 +253,7 @@ def check_mode_on():  # type: ignore[no-untyped-def]
     [(1, 1, None), (1, 6, None), (8, 6, None), (32, 1, None), (40, 6, None), (8, 4, None), (8, 6, FP8), (1, 1, FP8)],
 )
 def test_graph_equals_eager(rows: int, query_len: int, cache: torch.dtype | None) -> None:
-    """One captured launch, planned anew for other lengths, gives what an eager plan gives. (40 rows are planned once.)"""
+    """One captured launch, planned anew for other lengths, gives what an eager plan gives. 40 rows are planned once."""
     pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(cache))
     planner = pair.flashinfer.fixed_planner(rows, query_len)
     rng = np.random.default_rng(rows)

@@ -107,9 +107,8 @@ def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_s
     for rows in rounds:
         lens, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
         pages = table(len(rows), page_size, 1)
-        draft = StepArrays(lens, drafts, DRAFTS - 1, np.arange(len(rows))[::-1], pages, page_size)
+        draft = StepArrays(lens, drafts, DRAFTS - 1, pages, page_size)
         batches, staged = fixed.send(draft)
-        assert staged["step.sources"][: len(rows)].tolist() == list(range(len(rows)))[::-1]
         for step, batch in enumerate(batches):
             batch.validate()
             active = [n >= step + 2 for n in drafts]
@@ -131,6 +130,6 @@ def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_s
 def test_worked_example_of_draft_steps() -> None:
     fixed = FixedSteps(fixed_shape(config(16), ROWS), CPU)
     pages = np.array([[7, 9], [3, 4]], np.int32)
-    batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, np.array([1, 0]), pages, 16))
+    batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, pages, 16))
     assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
     assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
