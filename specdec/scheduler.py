@@ -108,12 +108,12 @@ class Scheduler:
         )
         # Only a row that was in the last batch and now stands at a root of its own has states to draft from.
         drafts = np.where(~table.reading(rows) & (table.previous[rows] >= 0), allowed, 0)
+        if drafts.all() and (pending == 1).all():
+            return Schedule(rows, pending, drafts)
         budget = self._config.max_num_batched_tokens - int((pending == 1).sum() + drafts.sum())
         for i in np.flatnonzero(pending > 1):
             pending[i] = min(int(pending[i]), budget)
             budget -= int(pending[i])
-        if drafts.all() and (pending > 0).all():
-            return Schedule(rows, pending, drafts)
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
