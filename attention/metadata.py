@@ -32,7 +32,8 @@ class CommonAttentionMetadata:
 
     Attributes:
         host: the numpy side.
-        query_start_loc: [B+1] int32; seq_lens: [B] int32; block_table: [B, P] int32.
+        query_start_loc: [B+1] int32; seq_lens: [B] int32; block_table: [B, P] int32, None in rounds of a fixed shape
+            (kernels read the flat list of pages; tables as wide as the longest row there can be would only be sent).
         slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
         page_indptr: [B+1] int32; last_page_len: [B] int32.
         staged: the transfer they came with (for the staleness check).
@@ -42,7 +43,7 @@ class CommonAttentionMetadata:
     host: HostBatch
     query_start_loc: torch.Tensor
     seq_lens: torch.Tensor
-    block_table: torch.Tensor
+    block_table: torch.Tensor | None
     slot_mapping: torch.Tensor
     positions: torch.Tensor
     page_indices: torch.Tensor
@@ -94,8 +95,8 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
     """Join a HostBatch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
     if checking():
         batch.validate()
-    views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS}
-    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, **views)
+    views = {name: staged.views.get(f"{prefix}.{name}") for name, _, _ in BATCH_FIELDS}
+    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, **views)  # type: ignore[arg-type]
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -88,7 +88,7 @@ def head_metadata(target: CommonAttentionMetadata, staged: Staged, host: Any) ->
     return replace(
         target,
         host=host,
-        block_table=staged["head.block_table"],
+        block_table=None,
         slot_mapping=staged["head.slot_mapping"],
         page_indices=staged["head.page_indices"],
     )

@@ -20,6 +20,7 @@ def draft_fields() -> list[Field]:
         *batch_fields("first"),
         *(Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")),
         Field("first.last_row", np.int64, ("first.rows",)),
+        Field("step.block_table", np.int32, ("first.rows", "first.pages")),
         *step_fields(),
     ]
 
@@ -28,7 +29,6 @@ def step_fields() -> list[Field]:
     """The arrays of the draft steps after the first pass."""
     return [
         Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
-        Field("step.block_table", np.int32, ("first.rows", "first.pages")),
         Field("step.page_indices", np.int32, ("steps", "first.rows_times_pages")),
         Field("step.page_indptr", np.int32, ("steps", "first.rows_plus_1")),
         Field("step.last_page_len", np.int32, ("steps", "first.rows")),
@@ -53,7 +53,6 @@ def target_fields() -> list[Field]:
 def head_fields() -> list[Field]:
     """What a verification needs of the head's pages, so that the first pass can run right behind it."""
     return [
-        Field("head.block_table", np.int32, ("target.rows", "target.pages")),
         Field("head.slot_mapping", np.int64, ("target.tokens",)),
         Field("head.page_indices", np.int32, ("target.rows_times_pages",)),
     ]
@@ -82,8 +81,12 @@ def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
 def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
     """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
     drafts, pages = config.num_speculative_tokens, most_pages(config)
-    target, first = (batch_sizes(name, rows, rows * (drafts + 1), pages) for name in ("target", "first"))
-    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **target, **first)
+    sizes: dict[str, int] = {}
+    for name in ("target", "first"):
+        sizes |= batch_sizes(name, rows, rows * (drafts + 1), pages)
+        padding = rows * (1 - (-(drafts + 1) // config.page_size))  # of the null page, behind every row
+        sizes[f"{name}.rows_times_pages"] = min(rows * pages, config.num_head_pages + padding)
+    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **sizes)
 
 
 def largest_bucket(config: EngineConfig) -> Bucket:

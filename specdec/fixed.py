@@ -65,8 +65,13 @@ class LiveBatch(HostBatch):
     """A batch whose arrays are written anew in place: nothing that follows from them is remembered."""
 
     def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
-        super().__init__(**arrays)
+        super().__init__(block_table=np.zeros((0, 0), np.int32), **arrays)
         self.__dict__["page_indptr"] = page_indptr
+
+    def over(self, block_table: np.ndarray) -> LiveBatch:
+        """This batch, its rows' pages from now on those of block_table [B, P] int32."""
+        object.__setattr__(self, "block_table", block_table)
+        return self
 
     query_lens = _fresh("query_lens")
     page_counts = _fresh("page_counts")
@@ -75,10 +80,9 @@ class LiveBatch(HostBatch):
 
 
 class _Pages:
-    """Where the pages of one group stand: block table, slots [rows, query_len], and the flat list of pages."""
+    """Where the pages of one group stand: slots [rows, query_len], and the flat list of pages."""
 
     def __init__(self, host: Host, prefix: str, shape: FixedShape) -> None:
-        self.table = host[f"{prefix}.block_table"]
         self.slots = host[f"{prefix}.slot_mapping"].reshape(shape.rows, shape.query_len)
         self.indices = host[f"{prefix}.page_indices"]
 
@@ -107,7 +111,6 @@ class _TargetPlace:
                 query_start_loc=host["target.query_start_loc"],
                 seq_lens=self.seq_lens,
                 num_computed_tokens=self.start,
-                block_table=group.table,
                 slot_mapping=group.slots.reshape(-1),
                 positions=host["target.positions"],
                 page_size=shape.page_size,
@@ -126,7 +129,8 @@ class FixedTarget:
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
-        self.arena = StagingArena(target_fields() + (head_fields() if with_head else []), shape.bucket, device)
+        fields = [field for field in target_fields() if field.name != "target.block_table"]
+        self.arena = StagingArena(fields + (head_fields() if with_head else []), shape.bucket, device)
         self._places = [_TargetPlace(host, shape, with_head) for host in self.arena.hosts(shape.bucket)]
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, HostBatch | None, Staged]:
@@ -139,13 +143,17 @@ class FixedTarget:
         own = self._write_tokens(place, target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = self._write_lengths(place)
-        for group, table in zip(place.groups, (target.block_table, target.head_table), strict=False):
-            assert table is not None
-            _write_table(group.table, table)
-            np.multiply(group.table[self._rows[:, None], pages], self._shape.page_size, out=group.slots, dtype=np.int64)
+        width = int(counts.max())
+        for group, batch, own_table in zip(
+            place.groups, place.batches, (target.block_table, target.head_table), strict=False
+        ):
+            assert own_table is not None
+            table = _covering(own_table, len(counts), width)
+            np.multiply(table[self._rows[:, None], pages], self._shape.page_size, out=group.slots, dtype=np.int64)
             group.slots += within
             group.slots *= own
-            _write_pages(group.indices, group.table, counts)
+            _write_pages(group.indices, table, counts)
+            batch.over(table)
         head = place.batches[1] if self._with_head else None
         return place.batches[0], head, self.arena.end(self._shape.bucket)
 
@@ -186,14 +194,12 @@ class _StepsPlace:
         arrays = {name: host[f"step.{name}"] for name in names}
         self.positions, self.seq_lens, self.slots = (arrays[name] for name in names[:3])
         self.page_indptr, self.last_page_len, self.page_indices = (arrays[name] for name in names[3:])
-        self.table = host["step.block_table"]
         host["step.query_start_loc"][:] = np.arange(shape.rows + 1)
         self.batches = tuple(
             LiveBatch(
                 query_start_loc=host["step.query_start_loc"],
                 seq_lens=self.seq_lens[step],
                 num_computed_tokens=self.positions[step],
-                block_table=self.table,
                 slot_mapping=self.slots[step],
                 positions=self.positions[step],
                 page_size=shape.page_size,
@@ -228,14 +234,16 @@ class FixedSteps:
         place.positions *= active
         np.add(place.positions, 1, out=place.seq_lens, casting="unsafe")
         counts, within = np.divmod(place.positions, self._shape.page_size)
-        _write_table(place.table, draft.block_table)
-        np.multiply(place.table[self._rows, counts], self._shape.page_size, out=place.slots, dtype=np.int64)
+        table = _covering(draft.block_table, len(self._rows), 1)
+        np.multiply(table[self._rows, counts], self._shape.page_size, out=place.slots, dtype=np.int64)
         place.slots += within
         place.slots *= active
         np.add(within, 1, out=place.last_page_len, casting="unsafe")
         counts += 1
         np.cumsum(counts, axis=1, out=place.page_indptr[:, 1:], dtype=np.int32)
-        _write_step_pages(place.page_indices, place.table, counts)
+        _write_step_pages(place.page_indices, table, counts)
+        for batch in place.batches:
+            batch.over(table)
         return place.batches, self.arena.end(self._shape.bucket)
 
 
@@ -249,13 +257,13 @@ def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.nd
             used = _write_pages(page_indices[step], table, own)
 
 
-def _write_table(place: np.ndarray, table: np.ndarray) -> None:
-    """Put a block table [B, P'] into place [rows, P]; the null page around it."""
-    rows, width = table.shape
-    if rows < len(place):
-        place[rows:] = 0
-    place[:rows, width:] = 0
-    place[:rows, :width] = table
+def _covering(table: np.ndarray, rows: int, pages: int) -> np.ndarray:
+    """A block table of `rows` rows and at least `pages` columns: this one, or with the null page around it."""
+    if table.shape[0] == rows and table.shape[1] >= pages:
+        return table
+    larger = np.zeros((rows, max(pages, table.shape[1])), np.int32)
+    larger[: len(table), : table.shape[1]] = table
+    return larger
 
 
 def _write_pages(place: np.ndarray, table: np.ndarray, counts: np.ndarray) -> int:

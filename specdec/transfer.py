@@ -159,12 +159,12 @@ def step_views(batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAtte
         return ()
     names = ("seq_lens", "slot_mapping", "positions", "page_indices", "page_indptr", "last_page_len")
     per_step = zip(*(staged[f"step.{name}"].unbind(0) for name in names), strict=True)
-    shared = (staged["step.query_start_loc"], staged["step.block_table"])
+    shared = (staged["step.query_start_loc"], staged.views.get("step.block_table"))
     return tuple(_step(host, staged, shared, views) for host, views in zip(batches, per_step, strict=True))
 
 
 def _step(
-    host: HostBatch, staged: Staged, shared: tuple[torch.Tensor, torch.Tensor], views: tuple[torch.Tensor, ...]
+    host: HostBatch, staged: Staged, shared: tuple[torch.Tensor, torch.Tensor | None], views: tuple[torch.Tensor, ...]
 ) -> CommonAttentionMetadata:
     if checking():
         host.validate()

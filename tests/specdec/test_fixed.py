@@ -133,3 +133,13 @@ def test_worked_example_of_draft_steps() -> None:
     batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, pages, 16))
     assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
     assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
+
+
+def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
+    """Their room follows from the pool, not from the longest row there could be."""
+    small = EngineConfig(DRAFTS, 4000, ROWS, ROWS * (DRAFTS + 1), 4, 12)  # 11 pages of 4 tokens
+    shape = fixed_shape(small, ROWS)
+    assert dict(shape.bucket)["target.rows_times_pages"] < 40
+    rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
+    batch, head, _ = FixedTarget(shape, True, CPU).send(target_of(rows, 4))
+    assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None
