@@ -156,8 +156,9 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
-            cuda_graphs: compile the model and decode from CUDA graphs (FlashInfer only). Faster after a start of a
-                minute or so; experimental.
+            cuda_graphs: compile the model and decode from CUDA graphs (FlashInfer only): many times faster for small
+                batches, after a start of one to two minutes. In half precision, rounds of different sizes then run
+                through different kernels, and more answers differ from those without drafts (docs/log.md).
             mtp_concat: what a multi-token-prediction module's projection reads first, "embedding_first" or
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
