@@ -241,6 +241,10 @@ class SpecdecLM(EngineLM):
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         think_end_token: str | None = None,
+        kv_cache_dtype: str = "auto",
+        cuda_graphs: bool = False,
+        mtp_concat: str = "auto",
+        mtp_feedback: str = "post_norm",
         seed: int = 0,
         **unknown: Any,
     ) -> None:
@@ -264,6 +268,10 @@ class SpecdecLM(EngineLM):
             device=None if device == "cuda:0" and not torch.cuda.is_available() else device,
             max_num_seqs=int(size) if size.isdigit() and int(size) > 1 else max_num_seqs,
             max_model_len=max_length,
+            kv_cache_dtype=kv_cache_dtype,
+            cuda_graphs=cuda_graphs,
+            mtp_concat=mtp_concat,
+            mtp_feedback=mtp_feedback,
             seed=seed,
         )
         model = spec.load()

@@ -144,6 +144,15 @@ def test_unknown_arguments_are_refused(model: Any) -> None:
         SpecdecLM("gsm-llama", drfat="auto")
 
 
+def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """lm-eval passes on words: what they say reaches from_pretrained."""
+    specs: list[ModelSpec] = []
+    monkeypatch.setattr(ModelSpec, "load", lambda spec: (specs.append(spec), model)[1])
+    given = {"kv_cache_dtype": "fp8", "cuda_graphs": True, "mtp_concat": "hidden_first", "mtp_feedback": "pre_norm"}
+    SpecdecLM("gsm-deepseek", draft="auto", **given)
+    assert {name: getattr(specs[0], name) for name in given} == given
+
+
 def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> None:
     lm = EngineLM(model, Arm("x", K), max_gen_toks=24)
     one = request("<|user|>How many apples?<|end|><|assistant|>", do_sample=True, temperature=1.5)
