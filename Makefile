@@ -11,10 +11,10 @@ demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
 test: $(DEV)
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n auto
 
 test-quick: $(DEV)
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q -n auto -m "not slow"
 
 lint: $(DEV)
 	$(BIN)/ruff check .
