@@ -25,7 +25,7 @@ import click
 import numpy as np
 import torch
 from arm_logits import recorded_logits
-from check_pair import test_chats
+from check_pair import matching, test_chats
 from document import provenance
 
 from drafters.oracle import oracle_drafts
@@ -68,9 +68,8 @@ def divergences(exact: Replay, own: Arm, got: Arm) -> list[dict[str, Any]]:
     """First difference of every answer that differs."""
     found = []
     for question, (a, b) in enumerate(zip(own.completions, got.completions, strict=True)):
-        pairs = enumerate(zip(a.token_ids, b.token_ids, strict=False))
-        at = next((i for i, (x, y) in pairs if x != y), None)
-        if at is not None:
+        at = matching(a.token_ids, b.token_ids)
+        if at < min(len(a.token_ids), len(b.token_ids)):
             right = exact.logits(a.prompt_token_ids + a.token_ids[:at])
             top = right.topk(2).values
             gap = float(top[0] - top[1])
@@ -110,12 +109,6 @@ def acceptance_lengths(model: SpeculativeModel, completions: Sequence[Completion
                 oracle += 1 + matching(other, text)
             root += record.emitted
     return {"rounds": rounds, "equal_rounds": equal, "tau_engine": engine / rounds, "tau_oracle": oracle / rounds}
-
-
-def matching(drafts: list[int], text: list[int]) -> int:
-    """Length of the common beginning."""
-    pairs = zip(drafts, text, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(drafts), len(text)))
 
 
 def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_questions: int) -> dict[str, Any]:

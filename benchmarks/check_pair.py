@@ -49,6 +49,12 @@ def transformers_tokens(model: SpeculativeModel, prompts: list[list[int]]) -> li
     return [row[: row.index(end) + 1] if end in row else row for row in rows]
 
 
+def matching(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Length of the common beginning."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(len(ids), len(others)))
+
+
 def divergences(
     exact: Replay, prompts: list[list[int]], expected: list[list[int]], got: Sequence[Completion]
 ) -> list[dict[str, Any]]:
@@ -57,8 +63,7 @@ def divergences(
     for question, (prompt, own, completion) in enumerate(zip(prompts, expected, got, strict=True)):
         if own == completion.token_ids:
             continue
-        pairs = zip(own, completion.token_ids, strict=False)
-        at = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(own), len(completion.token_ids)))
+        at = matching(own, completion.token_ids)
         top = exact.logits([*prompt, *own[:at]]).topk(2).values
         gap = float(top[0] - top[1])
         found.append({"question": question, "position": at, "gap_float64": gap, "near_tie": gap < TIE})
