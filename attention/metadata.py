@@ -95,8 +95,9 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
     """Join a HostBatch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
     if checking():
         batch.validate()
-    views = {name: staged.views.get(f"{prefix}.{name}") for name, _, _ in BATCH_FIELDS}
-    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, **views)  # type: ignore[arg-type]
+    views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
+    table = staged.views.get(f"{prefix}.block_table")
+    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, block_table=table, **views)
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -124,7 +124,9 @@ class BlockTables:
     def _check_fits(self, wanted: np.ndarray, growth: int) -> None:
         width, free = self.table.shape[1], self.allocator.num_free
         if wanted.max() > width:
-            raise InvalidInputError(f"a row of {wanted.max()} pages were asked for; the table is {width} pages wide")
+            raise InvalidInputError(
+                f"a row of {wanted.max()} pages was asked for; the block table is {width} pages wide"
+            )
         if growth > free:
             raise OutOfPagesError(f"{growth - free} pages are missing for {len(wanted)} rows; {free} are free")
 

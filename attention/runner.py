@@ -32,7 +32,7 @@ class FixedPlanner:
         """Plan a batch of the fixed shape."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
-    def beside(self, key: PlanKey) -> FixedMetadataBuilder | None:
+    def builder(self, key: PlanKey) -> FixedMetadataBuilder | None:
         """The builder of a key, if there is one."""
         return self._builders.get(key)
 
@@ -76,7 +76,7 @@ class GroupRunner:
         args = (self._dtype, rows, query_len)
         return FixedPlanner(
             {
-                key: backend.fixed_builder(self.group, key, *args, None if beside is None else beside.beside(key))
+                key: backend.fixed_builder(self.group, key, *args, None if beside is None else beside.builder(key))
                 for key in dict.fromkeys(self.group.plan_keys)
             }
         )

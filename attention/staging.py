@@ -110,7 +110,7 @@ class StagingArena:
         return 1 if self._on_cuda else _RING
 
     def hosts(self, bucket: Bucket) -> list[Mapping[str, np.ndarray]]:
-        """Every host buffer's fields, whole, in the order in which the sends use them (from generation 0 on)."""
+        """Every host buffer's fields, whole."""
         return [self._windows_of(bucket, slot).host for slot in range(_RING)]
 
     def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
@@ -130,10 +130,10 @@ class StagingArena:
             host[...] = array
         return Staged(device_views, self._transfer(bucket), self)
 
-    def begin(self, bucket: Bucket) -> Mapping[str, np.ndarray]:
-        """The host side of every field, whole, to be written in place; `end` sends it. It is the buffer
-        `hosts(bucket)[generation % len]`."""
-        return self._next_windows(bucket).host
+    def begin(self, bucket: Bucket) -> int:
+        """Which of `hosts(bucket)` is to be written in place now; `end` sends it."""
+        self._next_windows(bucket)
+        return self.generation % _RING
 
     def end(self, bucket: Bucket) -> Staged:
         """Send what was written since `begin`, in one transfer."""
@@ -183,7 +183,6 @@ class _Windows:
     _MOST = 4096
 
     def __init__(self, whole: Mapping[str, tuple[np.ndarray, torch.Tensor]]) -> None:
-        self._whole = whole
         self.host = {name: host for name, (host, _) in whole.items()}
         self.remote = {name: remote for name, (_, remote) in whole.items()}
         self._made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, torch.Tensor]] = {}
@@ -198,7 +197,7 @@ class _Windows:
         return found
 
     def _make(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
-        host, remote = self._whole[name]
+        host, remote = self.host[name], self.remote[name]
         if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):
             raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
         window = tuple(slice(0, n) for n in shape)

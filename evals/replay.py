@@ -30,10 +30,13 @@ class Replay:
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits of the token after `token_ids`: [V], in the copy's dtype, on the CPU."""
-        return self.all_logits(token_ids)[-1]
+        return self._forward(token_ids)[-1].cpu()
 
     @torch.inference_mode()
     def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
+        return self._forward(token_ids).cpu()
+
+    def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)], device=self._model.device)
-        return self._model(ids, use_cache=False).logits[0].cpu()
+        return self._model(ids, use_cache=False).logits[0]

@@ -213,19 +213,18 @@ class HeadPasses:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """tapped [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
         x = self._forward(token_ids, self.head.fuse(tapped), positions)
-        return self.choose(x.index_select(0, last_row))
+        return self._choose(x.index_select(0, last_row))
 
     def step(
         self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
-        return self.choose(self._forward(token_ids, self.head.feedback(x), positions))
+        return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
-    def choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [R, H] -> (x, target ids [R])."""
+    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return x, self.head.to_target_ids(self.head.logits(x).argmax(-1))
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -243,7 +242,7 @@ class EaglePasses(HeadPasses):
         self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `HeadPasses.first`. Only the keys and values of the other rows are needed."""
-        return self.choose(
+        return self._choose(
             self._eagle.forward(token_ids, self._eagle.fuse(tapped), positions, self._attend, rows=last_row)
         )
 

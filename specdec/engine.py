@@ -161,8 +161,10 @@ class Engine:
         owners = self._owners()
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
-        verified = self._executor.verified(verified, inflight.device)
-        self._inflight = follower or self._launch(verified, verification, drafted)
+        if follower is None:
+            undrafted = self._executor.verified(verified, inflight.device) if drafted is None else None
+            follower = self._launch(undrafted, verification, drafted)
+        self._inflight = follower
         return self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
@@ -176,7 +178,10 @@ class Engine:
     def _launch(
         self, verified: Verified | None, last: Verification | None = None, drafted: Draft | None = None
     ) -> _Inflight | None:
-        """Schedule, pages, the draft loop where it is not `drafted` already, and the next verification's arrays."""
+        """Schedule, pages, the draft loop, and the next verification's arrays.
+
+        verified: the last verification, None where there is none or it is `drafted` from already.
+        """
         preempted = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
         self._count(preemptions=self._scheduler.num_preemptions - preempted)
@@ -185,7 +190,7 @@ class Engine:
         tables = self._block_tables(schedule, self._steps_ahead)
         page_size, ahead = self.config.page_size, drafted is not None
         draft = None
-        if not ahead and verified is not None and tables.head is not None:
+        if verified is not None and tables.head is not None:
             draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
         target = target_arrays(schedule, self._table, tables.target, page_size, tables.head, ahead)
         sampling = sampling_round(target, schedule, self._table)
@@ -203,13 +208,12 @@ class Engine:
 
         A row that the read ends is in that round in vain. Its pages are handed out again after it.
         """
-        if inflight.verification is None or not self._foresees or not self._executor.can_follow(inflight.device):
-            return None
+        follow = None if inflight.verification is None else inflight.verification.follow
         schedule = inflight.schedule
-        if not self._scheduler.follow(schedule):
+        if follow is None or not self._foresees or not self._scheduler.follow(schedule):
             return None
         target = target_after(inflight.target, self._block_tables(schedule, 1).target[schedule.rows])
-        device, verification = self._executor.follow(inflight.device, target)
+        device, verification = follow(target)
         self._count_round(target)
         return _Inflight(schedule, target, device, None, verification)
 

@@ -39,11 +39,14 @@ class Verification:
         tapped: [T, A·Ht] on the device, valid until the next forward.
         draft_on: where the head's first pass runs behind the verification already: launches the further draft steps
             of all its rows, given num_accepted [J]. None where the draft loop starts from `tapped`.
+        follow: where a round can be launched behind this one before it is read: launches a verification whose roots are
+            the tokens that this one decides, and returns the executor's round and the verification. Else None.
     """
 
     packed: Readback
     tapped: torch.Tensor
     draft_on: Callable[[np.ndarray], Draft] | None = None
+    follow: Callable[[TargetArrays], tuple[Any, Verification]] | None = None
 
 
 class Executor(Protocol):
@@ -64,12 +67,6 @@ class Executor(Protocol):
 
     def verify(self, round_: Any, draft: Draft | None) -> Verification:
         """Launch the target forward and the verdict, and start reading it."""
-
-    def can_follow(self, round_: Any) -> bool:
-        """Whether `follow` works behind this round."""
-
-    def follow(self, round_: Any, target: TargetArrays) -> tuple[Any, Verification]:
-        """Launch a verification whose roots are the tokens that `round_` decides, before the host has read them."""
 
 
 class EagerExecutor:
@@ -110,14 +107,6 @@ class EagerExecutor:
         draft = in_order(draft, round_)
         output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
         return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
-
-    def can_follow(self, round_: DeviceRound) -> bool:
-        """Operator by operator the launches would not be ready earlier."""
-        return False
-
-    def follow(self, round_: DeviceRound, target: TargetArrays) -> tuple[DeviceRound, Verification]:
-        """Raises NotImplementedError."""
-        raise NotImplementedError
 
     def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
         """logits [R', V] of the judged rows -> the packed verdict."""

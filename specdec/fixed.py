@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.batch import HostBatch
+from attention.batch import HostBatch, flat_pages
 from attention.staging import Bucket, Staged, StagingArena
 from specdec.config import EngineConfig
 from specdec.fields import graph_bucket, head_fields, step_fields, target_fields
@@ -138,8 +138,7 @@ class FixedTarget:
 
         Both batches are the arena's memory: they are good until the round after the next.
         """
-        self.arena.begin(self._shape.bucket)
-        place = self._places[self.arena.generation % len(self._places)]
+        place = self._places[self.arena.begin(self._shape.bucket)]
         own = self._write_tokens(place, target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = self._write_lengths(place)
@@ -223,8 +222,7 @@ class FixedSteps:
 
     def send(self, draft: StepArrays) -> tuple[tuple[HostBatch, ...], Staged]:
         """Lay out and send all steps; the attention of each, in the arena's memory as those of `FixedTarget.send`."""
-        self.arena.begin(self._shape.bucket)
-        place = self._places[self.arena.generation % len(self._places)]
+        place = self._places[self.arena.begin(self._shape.bucket)]
         count = len(draft.num_drafts)
         if count < len(self._lens):
             self._lens[count:] = self._num_drafts[count:] = 0
@@ -272,8 +270,7 @@ def _write_pages(place: np.ndarray, table: np.ndarray, counts: np.ndarray) -> in
         used = int(counts[0])
         place[:used] = table[0, :used]
         return used
-    width = int(counts.max())
-    flat = table[:, :width][np.arange(width) < counts[:, None]]
+    flat = flat_pages(table, counts)
     place[: len(flat)] = flat
     return len(flat)
 

@@ -2,9 +2,9 @@
 
 The first pass is launched right behind the verification, before the host knows what was accepted: it reads every token
 row of the verification with the verdict's own tokens, on the device, and takes its output at the last accepted one.
-What it writes for rejected rows lies behind the row's end and is overwritten. So while the host reads the verdict,
-commits, and lays out the draft steps, the device is at work; each step is planned while the one before runs, and the
-next verification is laid out and planned while the last steps run. That makes two transfers a round instead of one.
+What it writes for rejected rows lies behind the row's end and is overwritten. So while the host reads the verdict and
+lays out the draft steps, the device is at work; each step is planned while the one before runs; commit, schedule and
+the next verification follow while the steps run. That makes two transfers a round instead of one.
 """
 
 from __future__ import annotations
@@ -54,18 +54,20 @@ class GraphRound:
 
     Attributes:
         rows: the bucket, None when the round runs eagerly.
-        num_rows, num_drafts: J and n of the round itself.
-        target: its host arrays. device: the round in its own shape, where something of it runs eagerly (it fits no
-            bucket, drafts from tapped states, or has sampled rows).
+        target: the round's host arrays. device: the round in its own shape, where something of it runs eagerly (it
+            fits no bucket, drafts from tapped states, or has sampled rows).
         sampled: whether rows are sampled: the graph gives the logits, and the verdict is made apart.
     """
 
     rows: int | None
-    num_rows: int
-    num_drafts: int
     target: TargetArrays
     device: DeviceRound | None
     sampled: bool
+
+    @property
+    def num_rows(self) -> int:
+        """J."""
+        return len(self.target.judged)
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
@@ -139,7 +141,7 @@ class GraphExecutor:
         device = self._eager.send(draft, target, sampling) if eager else None
         if rows is not None:
             self._send_verification(rows, target)
-        return GraphRound(rows, len(target.judged), target.max_drafts, target, device, sampling is not None)
+        return GraphRound(rows, target, device, sampling is not None)
 
     def draft(self, round_: GraphRound, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
@@ -159,16 +161,12 @@ class GraphExecutor:
             return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), tapped)
         read = self._eager.reads.start(bucket.packed[: round_.num_rows])
         if bucket.draft is None:
-            return Verification(read, tapped)
+            return Verification(read, tapped, follow=lambda target: self.follow(round_, target))
         bucket.draft.first.replay()
         return Verification(read, tapped, partial(self._draft_on, round_))
 
-    def can_follow(self, round_: GraphRound) -> bool:
-        """Greedy rounds without drafts."""
-        return round_.rows is not None and self._query_len == 1 and not round_.sampled
-
     def follow(self, round_: GraphRound, target: TargetArrays) -> tuple[GraphRound, Verification]:
-        """See `Executor.follow`."""
+        """Launch a round without drafts behind another one, see `Verification.follow`."""
         assert round_.rows is not None
         bucket = self._buckets[round_.rows]
         self._send_verification(round_.rows, target)
@@ -178,7 +176,7 @@ class GraphExecutor:
 
     def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
         assert round_.device is not None
-        index = bucket.logit_index[: round_.num_rows, : round_.num_drafts + 1]
+        index = bucket.logit_index[: round_.num_rows, : round_.target.max_drafts + 1]
         device = replace(round_.device, logit_index=index)
         return self._eager.judge(bucket.logits, device, in_order(draft, device))
 

@@ -107,14 +107,6 @@ class MtpExecutor:
         arrays = module_arrays(draft, self._stack.num_modules)
         return ModuleRound(device, _views(arrays, self._arena.send(self._bucket(arrays), dict(_values(arrays)))))
 
-    def can_follow(self, round_: ModuleRound) -> bool:
-        """Rounds of several modules are never launched ahead."""
-        return False
-
-    def follow(self, round_: ModuleRound, target: TargetArrays) -> tuple[ModuleRound, Verification]:
-        """Raises NotImplementedError."""
-        raise NotImplementedError
-
     def draft(self, round_: ModuleRound, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
         loop = round_.loop

@@ -11,7 +11,16 @@ from functools import cached_property
 import numpy as np
 
 from attention.batch import HostBatch
-from drafters.inputs import DraftSteps, KeptRows, draft_steps, kept_rows, rows_batch, shifted_token_ids, step_batch
+from drafters.inputs import (
+    DraftSteps,
+    KeptRows,
+    draft_steps,
+    kept_rows,
+    num_drafts_allowed,
+    rows_batch,
+    shifted_token_ids,
+    step_batch,
+)
 from specdec.rows import RowTable
 from specdec.sampling import SamplingArrays
 from specdec.scheduler import Schedule
@@ -265,6 +274,7 @@ def target_arrays(
         ahead: its drafts were made by `steps_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
+    most, roots = table.max_model_len, start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
     return TargetArrays(
@@ -277,7 +287,7 @@ def target_arrays(
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
         wanted=table.drafts[rows],
-        room=np.minimum(table.max_model_len - 1, table.limit[rows] - 2) - start - schedule.num_new,
+        room=num_drafts_allowed(np.array(most), most, roots, table.limit[rows] - roots - 1),
         page_size=page_size,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
     )
