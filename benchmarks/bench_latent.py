@@ -10,6 +10,7 @@ eight sets of random routes. Floors are the latents of the rows, or the weights 
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -87,7 +88,9 @@ def attention(rows: int, query: int, computed: int) -> dict[str, Any]:
     run = replay_us(lambda: [runner.attend(planned, n, q, k, k[..., :512]) for n in range(LAYERS)]) / LAYERS
     floor = rows * (computed + query) * 576 * 2 / COPY_BYTES_PER_S * 1e6
     facts = {"part": "attention", "rows": rows, "query": query, "computed": computed}
-    return facts | {"run_us": run, "floor_us": floor, "replan_us": host_us(lambda: planner.replan(batch))}
+    other = rows_batch(np.arange(rows + 1) * query, np.full(rows, computed - 1), table, PAGE_SIZE)
+    turns = itertools.cycle([other, batch])
+    return facts | {"run_us": run, "floor_us": floor, "replan_us": host_us(lambda: planner.replan(next(turns)))}
 
 
 def experts(form: str, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,8 @@ from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 from specdec.target import probe_target
 from specdec.verify import unpack_outcome
+
+_GAP_ROUNDS, _TRACED_ROUNDS = 30, 12
 
 
 @dataclass
@@ -188,26 +189,23 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
     return found
 
 
-def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], rounds: int) -> dict[str, Any]:
-    """Trace some rounds in which every row decodes."""
+def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]]) -> dict[str, Any]:
+    """Gaps by events and a trace, of rounds in which every row decodes."""
     read.moments.clear()
     updates = model.stream(ids, SamplingParams(max_new_tokens=256, ignore_eos=True))
 
-    def go_on(enough: Callable[[], bool]) -> int:
-        while not enough():
+    def go_on(rounds: int) -> int:
+        start = len(read.moments)
+        while len(read.moments) < start + rounds:
             next(updates)
         return rounds
 
-    go_on(lambda: sum(rows == len(ids) for _, rows, _ in read.moments) >= 4)
-    gaps = replay_gaps(lambda: go_on(_more(read, rounds)))
-    found = traced(lambda: go_on(_more(read, rounds)))
+    while sum(rows == len(ids) for _, rows, _ in read.moments) < 4:
+        next(updates)
+    gaps = replay_gaps(lambda: go_on(_GAP_ROUNDS))
+    found = traced(lambda: go_on(_TRACED_ROUNDS))
     updates.close()  # type: ignore[attr-defined]
     return found | {"by_events": gaps}
-
-
-def _more(read: SyntheticRead, rounds: int) -> Callable[[], bool]:
-    start = len(read.moments)
-    return lambda: len(read.moments) >= start + rounds
 
 
 def wait_for(file: Path) -> None:
@@ -268,7 +266,7 @@ def main(
         result |= {"rows": batch} | floor(pair, sequences, drafts, new_tokens)
         result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
         if str(batch) in trace.split(","):
-            result["trace"] = trace_rounds(model, read, ids, 12)
+            result["trace"] = trace_rounds(model, read, ids)
         with out.open("a") as file:
             file.write(json.dumps(common | result) + "\n")
         step, least, speed = (result[name] for name in ("step_ms_median", "floor_ms", "tokens_per_s"))

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 
 Span = tuple[torch.cuda.Event, torch.cuda.Event]
@@ -33,13 +34,24 @@ def recorded_replays() -> Iterator[list[Span]]:
 
 
 def replay_gaps(run: Callable[[], int]) -> dict[str, Any]:
-    """Idle time of rounds that run from graphs only; `run` returns how many it made. Times in ms.
+    """Idle time of rounds that run from graphs only; `run` returns how many it made. Medians of the rounds, in ms.
 
-    Copies between two replays (a plan's work list, the round's own arrays, the read) count as idle.
+    Copies between two replays (a plan's work list, the round's own arrays, the read) count as idle. One round in which
+    the host was held up (a garbage collection takes as long as some rounds) says nothing about the others; the share
+    over all of them is given beside.
     """
     with recorded_replays() as spans:
         rounds = run()
     torch.cuda.synchronize()
-    idle = sum(max(0.0, a[1].elapsed_time(b[0])) for a, b in pairwise(spans))
-    span = spans[0][0].elapsed_time(spans[-1][1])
-    return {"rounds": rounds, "span_ms": span / rounds, "idle_ms": idle / rounds, "exposed_host_share": idle / span}
+    replays = len(spans) // rounds
+    starts = [start for start, _ in spans]
+    gaps = np.array([max(0.0, a[1].elapsed_time(b[0])) for a, b in pairwise(spans)])[: replays * (rounds - 1)]
+    idle = gaps.reshape(rounds - 1, replays).sum(1)
+    span = np.array([a.elapsed_time(b) for a, b in pairwise(starts[::replays][:rounds])])
+    return {
+        "rounds": rounds,
+        "span_ms": float(np.median(span)),
+        "idle_ms": float(np.median(idle)),
+        "exposed_host_share": float(np.median(idle / span)),
+        "share_of_all": float(idle.sum() / span.sum()),
+    }

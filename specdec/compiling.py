@@ -19,6 +19,7 @@ from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
+from specdec.greedy import greedy_ids
 from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
@@ -225,7 +226,7 @@ class HeadPasses:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
     def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, self.head.to_target_ids(self.head.logits(x).argmax(-1))
+        return x, self.head.to_target_ids(greedy_ids(self.head.logits(x)))
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)

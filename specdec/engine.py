@@ -18,7 +18,15 @@ from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
-from specdec.round import TargetArrays, Verified, draft_arrays, sampling_round, target_after, target_arrays
+from specdec.round import (
+    TargetArrays,
+    Verified,
+    draft_arrays,
+    drafts_after,
+    sampling_round,
+    target_after,
+    target_arrays,
+)
 from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
@@ -158,6 +166,8 @@ class Engine:
         self._count(device_to_host=1)
         outcome = self._read(verification.packed.wait(), inflight.target.num_drafts)
         drafted = None if verification.draft_on is None else verification.draft_on(outcome.num_accepted)
+        if follower is None and drafted is not None:
+            follower = self._go_on(inflight, outcome, drafted)
         owners = self._owners()
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
@@ -196,26 +206,58 @@ class Engine:
         sampling = sampling_round(target, schedule, self._table)
         device = self._executor.send(draft, target, sampling)
         self._table.mark_batch(schedule.rows)
-        self._count_round(target)
         if draft is not None and last is not None:
             drafted = self._executor.draft(device, last.tapped)
-        # On a GPU the verification is queued behind the draft loop; on a CPU it would only delay what follows.
-        verification = self._executor.verify(device, drafted) if self._launch_ahead else None
-        return _Inflight(schedule, target, device, drafted, verification)
+        return self._launched(schedule, target, device, drafted)
 
     def _follow(self, inflight: _Inflight) -> _Inflight | None:
         """The round behind a launched one, launched before that is read: where only its tokens are open.
 
         A row that the read ends is in that round in vain. Its pages are handed out again after it.
         """
-        follow = None if inflight.verification is None else inflight.verification.follow
-        schedule = inflight.schedule
-        if follow is None or not self._foresees or not self._scheduler.follow(schedule):
+        launch = None if inflight.verification is None else inflight.verification.follow
+        if launch is None or not self._foresees:
             return None
-        target = target_after(inflight.target, self._block_tables(schedule, 1).target[schedule.rows])
-        device, verification = follow(target)
+        nothing = np.zeros_like(inflight.schedule.rows)
+        schedule = self._scheduler.follow(inflight.schedule, nothing, nothing)
+        if schedule is None:
+            return None
+        target = self._target_after(inflight, schedule, nothing, nothing)
+        device, verification = launch(target)
         self._count_round(target)
         return _Inflight(schedule, target, device, None, verification)
+
+    def _go_on(self, inflight: _Inflight, outcome: Outcome, drafted: Draft) -> _Inflight | None:
+        """The round behind one that was read and has drafted on, launched before the commit: where all rows go on."""
+        rows, accepted = inflight.schedule.rows, outcome.num_accepted
+        drafts = drafts_after(inflight.target, accepted)
+        kept = np.arange(outcome.tokens.shape[1]) <= accepted[:, None]
+        ends = (outcome.tokens[:, :, None] == self._eos).any(2) & kept & self._table.eos[rows][:, None]
+        if ends.any() or not drafts.all():
+            return None
+        schedule = self._scheduler.follow(inflight.schedule, accepted, drafts)
+        if schedule is None:
+            return None
+        roots = outcome.tokens[np.arange(len(rows)), accepted]
+        target = self._target_after(inflight, schedule, accepted, roots)
+        device = self._executor.send(None, target, None)
+        return self._launched(schedule, target, device, drafted)
+
+    def _target_after(
+        self, inflight: _Inflight, schedule: Schedule, num_accepted: np.ndarray, roots: np.ndarray
+    ) -> TargetArrays:
+        """See `target_after`."""
+        tables = self._block_tables(schedule, 1 + int(num_accepted.max()) + self._steps_ahead)
+        head = None if tables.head is None else tables.head[schedule.rows]
+        drafts, pages = schedule.num_drafts, tables.target[schedule.rows]
+        return target_after(inflight.target, num_accepted, roots, drafts, pages, head)
+
+    def _launched(self, schedule: Schedule, target: TargetArrays, device: Any, drafted: Draft | None) -> _Inflight:
+        """A sent round; on a GPU its verification is queued behind the draft loop, on a CPU it would only delay what
+        follows."""
+        self._count_round(target)
+        verification = self._executor.verify(device, drafted) if self._launch_ahead else None
+        return _Inflight(schedule, target, device, drafted, verification)
 
     def _owners(self) -> list[Request | None]:
         """The request of each judged row; None for one that was aborted or stopped meanwhile."""

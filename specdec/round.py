@@ -243,12 +243,17 @@ def step_arrays(schedule: Schedule, table: RowTable, block_table: np.ndarray, pa
     )
 
 
+def drafts_after(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
+    """[B] drafts of every row after a verification of roots that accepts num_accepted [B]."""
+    return np.clip(target.room - num_accepted, 0, target.wanted)
+
+
 def steps_after(target: TargetArrays, num_accepted: np.ndarray) -> StepArrays:
     """The draft steps of every row of a verification of roots, from num_accepted [B] alone: before its commit.
 
     A row that the commit will end drafts in vain.
     """
-    num_drafts = np.clip(target.room - num_accepted, 0, target.wanted)
+    num_drafts = drafts_after(target, num_accepted)
     assert target.head_table is not None
     return StepArrays(
         committed_lens=target.start + target.num_new + num_accepted,
@@ -293,17 +298,31 @@ def target_arrays(
     )
 
 
-def target_after(target: TargetArrays, block_table: np.ndarray) -> TargetArrays:
-    """The verification behind one of roots without drafts, of the same rows; its tokens are on the device only.
+def target_after(
+    target: TargetArrays,
+    num_accepted: np.ndarray,
+    roots: np.ndarray,
+    drafts: np.ndarray,
+    block_table: np.ndarray,
+    head_table: np.ndarray | None,
+) -> TargetArrays:
+    """The verification behind one of roots, of the same rows in their order.
 
-    block_table: [B, P] of the target's pages.
+    Args:
+        num_accepted: [B] what that one accepts; roots: [B] its next tokens, anything where only the device has them.
+        drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
     """
+    read = 1 + num_accepted
     return replace(
         target,
-        start=target.start + 1,
-        tokens=np.zeros_like(target.tokens),
+        start=target.start + read,
+        drafts=drafts,
+        num_drafting=int((drafts > 0).sum()),
+        tokens=roots[:, None],
         block_table=block_table,
-        room=target.room - 1,
+        head_table=head_table,
+        room=target.room - read,
+        sources=None,
     )
 
 

@@ -75,19 +75,27 @@ class Scheduler:
                 schedule = self._running_rows()
         return schedule if len(schedule.rows) else None
 
-    def follow(self, schedule: Schedule) -> bool:
-        """Reserve the next token of every row of a launched round of roots, before anybody knows its verdict.
+    def follow(self, schedule: Schedule, num_accepted: np.ndarray, num_drafts: np.ndarray) -> Schedule | None:
+        """The round behind a launched one of roots, before that is committed; its pages are reserved.
+
+        Args:
+            num_accepted: [B] drafts that the launched round accepts; num_drafts: [B] of the round behind it.
 
         Returns:
-            False, and nothing is changed, where the rows after it may be others: a row is gone, has come to its limit,
+            None, and nothing is changed, where the rows after it may be others: a row is gone or comes to its limit,
             somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
-        if len(self.running) != len(rows) or (self.waiting and table.num_free):
-            return False
-        if (table.length[rows] + 1 >= table.limit[rows]).any():
-            return False
-        return self._reserved(Schedule(rows, schedule.num_new + 1, schedule.num_drafts))
+        if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
+            return None
+        if (table.length[rows] + num_accepted + 1 >= table.limit[rows]).any():
+            return None
+        read = schedule.num_new + num_accepted
+        return (
+            Schedule(rows, schedule.num_new, num_drafts)
+            if self._reserved(Schedule(rows, read + 1, num_drafts))
+            else None
+        )
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Twice is once.

@@ -11,6 +11,7 @@ from drafters.chain import Choose, Draft
 from drafters.vocab import scatter
 from specdec.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
 from specdec.commit import Outcome
+from specdec.greedy import greedy_ids
 from specdec.sampling import draw, target_probs
 from specdec.transfer import DeviceRound, DeviceSampling
 
@@ -29,7 +30,7 @@ class DraftVocab:
 
 def choose_greedy(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
     """The most probable draft token; q is one-hot. Argmax on the draft vocabulary, before any mapping."""
-    return logits.argmax(-1), None
+    return greedy_ids(logits), None
 
 
 def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
@@ -74,7 +75,7 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
     if draft is not None and draft.token_ids.numel():
         drafts[: len(draft.token_ids)] = draft.token_ids
     if round_.sampling is None:
-        target_ids = logits.argmax(-1)[round_.logit_index]  # [J, n+1]
+        target_ids = greedy_ids(logits)[round_.logit_index]  # [J, n+1]
         verdict = accept_greedy(drafts, round_.num_drafts, target_ids)
     else:
         verdict = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
 
+from attention import latent_work
 from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.checking import check_mode
@@ -133,7 +136,7 @@ def test_the_comparison_can_fail(pair: Pair) -> None:
 
 
 def test_equals_the_public_wrapper_bit_for_bit() -> None:
-    """Our work lists are those of `BatchMLAPagedAttentionWrapper.plan`, moved together."""
+    """With its shortest stretches of keys our work lists are those of `BatchMLAPagedAttentionWrapper.plan`."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     pair = Pair()
@@ -142,13 +145,29 @@ def test_equals_the_public_wrapper_bit_for_bit() -> None:
     for query_lens, computed in (DECODE, MIXED, ODD):
         metadata = metadata_of(host_batch(query_lens, computed))
         states = pair.states(metadata.num_tokens)
-        ours = pair.attend(metadata, states)
+        with patch.multiple(latent_work, LEAST_KEYS=1, WHOLE_KEYS=0):
+            ours = pair.attend(metadata, states)
         arrays = (metadata.query_start_loc, metadata.page_indptr, metadata.page_indices, metadata.seq_lens)
         wrapper.plan(*arrays, 16, 512, 64, 16, True, 192**-0.5, torch.bfloat16, torch.bfloat16)
         pages = pair.flashinfer.layers[0].keys[:, :, 0]
         query = states[0]
         theirs = wrapper.run(query[..., :512], query[..., 512:], pages[..., :512], pages[..., 512:])
         assert torch.equal(ours, theirs)
+
+
+def test_neighbours_and_drafts_change_no_bit_of_a_row(pair: Pair) -> None:
+    """Up to 128 keys a multiprocessor. The keys of all but the last tokens are in the cache already."""
+    computed = [37 * i % 250 for i in range(15)] + [600]
+    batch = host_batch([4] * 16, computed)
+    states = pair.states(64)
+    together = pair.attend(metadata_of(batch), states)
+    for rows in ([3], [15], [0, 7, 15]):
+        for token in (0, 3):
+            start = np.array(computed)[rows] + token
+            single = rows_batch(np.arange(len(rows) + 1), start, batch.block_table[rows], 16)
+            places = [4 * row + token for row in rows]
+            alone = pair.attend(metadata_of(single), tuple(x[places] for x in states))
+            assert torch.equal(alone, together[places])
 
 
 @pytest.mark.parametrize(("rows", "query_len"), [(1, 1), (1, 2), (1, 4), (8, 4), (32, 1), (8, 8)])
@@ -253,9 +272,3 @@ def test_other_ranks_are_refused_before_anything_is_allocated() -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"512 .*64 .*given 256 and 32.*torch"):
         GroupRunner(backend, CacheGroup("target", (key,), 8, 16), torch.bfloat16, CUDA)
     assert torch.cuda.memory_allocated() == before
-
-
-def test_more_tokens_than_the_planner_can_hold_are_refused() -> None:
-    pair = Pair(heads=128)
-    with pytest.raises(UnsupportedAttentionError, match=r"max_num_batched_tokens"):
-        pair.flashinfer.plan(metadata_of(host_batch([17_000], [0])))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.linear import MOST_TOKENS, few_tokens_linear
+from specdec.linear import MOST_TOKENS, MOST_TOKENS_BIASED, few_tokens_linear
 
 CUDA = torch.device("cuda")
 
@@ -47,9 +47,24 @@ def test_a_captured_chain_of_products_follows_its_input() -> None:
         assert torch.equal(out, chain())
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("tokens", [MOST_TOKENS + 1, 48, MOST_TOKENS_BIASED])
+@pytest.mark.parametrize(("rows", "width"), [(256, 256), (100, 4096), (4096, 14336)])
+def test_products_with_a_bias_of_zeros(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
+    torch.manual_seed(tokens)
+    x, weight = (torch.randn(n, width, device=CUDA, dtype=dtype) for n in (tokens, rows))
+    got, right = few_tokens_linear(x, weight).float(), x.float() @ weight.float().T
+    assert ((got - right).norm() / right.norm()).item() <= (5e-4 if dtype == torch.float16 else 3e-3)
+
+
 @pytest.mark.parametrize(
     ("tokens", "width", "dtype"),
-    [(MOST_TOKENS + 1, 256, torch.bfloat16), (4, 100, torch.bfloat16), (4, 256, torch.float32)],
+    [
+        (MOST_TOKENS + 1, 32, torch.bfloat16),
+        (MOST_TOKENS_BIASED + 1, 256, torch.bfloat16),
+        (4, 100, torch.bfloat16),
+        (4, 256, torch.float32),
+    ],
 )
 def test_everything_else_is_left_to_the_library(tokens: int, width: int, dtype: torch.dtype) -> None:
     x, weight = torch.randn(tokens, width, device=CUDA, dtype=dtype), torch.randn(64, width, device=CUDA, dtype=dtype)

@@ -281,6 +281,43 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     assert free_everywhere(graphed)
 
 
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_drafts_a_round_is_launched_before_the_commit(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int, ahead: bool
+) -> None:
+    """More requests than rows, limits, an eos id and an abort: tokens and drafts stay the same."""
+    target = tiny_llama()
+    models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
+    plain, early = models
+    monkeypatch.setattr(plain._engine, "_go_on", lambda *_: None)
+    found: list[Any] = []
+    go_on = early._engine._go_on
+    monkeypatch.setattr(early._engine, "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
+    eos = hf_greedy(PROMPTS[1], 24)[7]
+    lengths = (50, 50, 3, 40, 50, 9)
+
+    def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
+        engine = model._engine
+        engine._eos, engine._launch_ahead = np.array([eos]), ahead
+        params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
+        ids = [engine.submit(p, own) for p, own in zip(PROMPTS, params, strict=True)]
+        done = {}
+        while engine.has_work:
+            updates = engine.step()
+            if len(done) == 3:
+                engine.abort([ids[4]])
+            done |= {u.request_id: u.completion for u in updates if u.completion is not None}
+        return [(c.token_ids, c.finish_reason, c.drafts) for _, c in sorted(done.items())]
+
+    expected = answers(plain)
+    assert answers(early) == expected
+    assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
+    launched = sum(follower is not None for follower in found)
+    assert 8 < launched < len(found)
+    assert free_everywhere(early)
+
+
 def test_nothing_is_launched_ahead_when_somebody_could_join(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,20 @@
+"""The most probable token of every row of logits."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("specdec::greedy_ids", mutates_args=())
+def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
+    """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones, and a NaN before any number."""
+    if logits.is_cuda and logits.shape[0] and logits.stride(1) == 1:
+        from specdec.triton_greedy import launch_greedy
+
+        return launch_greedy(logits)
+    return logits.argmax(-1)
+
+
+@greedy_ids.register_fake
+def _(logits: torch.Tensor) -> torch.Tensor:
+    return logits.new_empty(logits.shape[0], dtype=torch.int64)
