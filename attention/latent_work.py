@@ -117,7 +117,8 @@ class Division:
 
     Attributes:
         stretch: most keys of an item of a divided tile; parts: [T] items of each tile.
-        tile, row: [N] the tile of each item, clusters one after the other, and its row; begin: [N] its first key.
+        tile, row: [N] the tile of each item, clusters one after the other, and its row; begin: [N] its first key;
+            limit: [N] the key behind its last where the tile goes on.
         starts: [clusters+1] item `starts[c]` is the first of cluster c.
         place: [T] where a divided tile's parts begin in the workspace, in pairs.
     """
@@ -127,6 +128,7 @@ class Division:
     tile: np.ndarray
     row: np.ndarray
     begin: np.ndarray
+    limit: np.ndarray
     starts: np.ndarray
     place: np.ndarray
 
@@ -137,10 +139,11 @@ class Division:
         parts = _parts(keys, stretch)
         tile = np.repeat(np.arange(len(parts)), parts)
         begin = _within(parts) * stretch
-        order, starts = _shared_out(_ends(begin, parts[tile], stretch, keys[tile]) - begin, tiles.clusters)
+        limit = np.where(parts[tile] > 1, begin + stretch, np.iinfo(np.int32).max)
+        order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
         size = np.where(parts > 1, parts * tiles.width, 0)
         tile = tile[order]
-        return cls(stretch, parts, tile, tiles.row[tile], begin[order], starts, np.cumsum(size) - size)
+        return cls(stretch, parts, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size)
 
     def serves(self, tiles: Tiles, keys: np.ndarray) -> bool:
         """Whether rows of other lengths are divided the same way."""
@@ -150,11 +153,6 @@ class Division:
 
 def _parts(keys: np.ndarray, stretch: int) -> np.ndarray:
     return np.where(keys <= WHOLE_KEYS, 1, -(-keys // stretch))
-
-
-def _ends(begin: np.ndarray, parts: np.ndarray, stretch: int, keys: np.ndarray) -> np.ndarray:
-    """The end of every item's keys [N]."""
-    return np.where(parts > 1, np.minimum(begin + stretch, keys), keys)
 
 
 def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
@@ -224,7 +222,7 @@ def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: Ho
     tile, row, count = division.tile, division.row, len(division.tile)
     arrays["kv_indptr"][:count] = host.page_indptr[row]
     arrays["kv_len"][:count] = host.seq_lens[row]
-    arrays["kv_end"][:count] = _ends(division.begin, division.parts[tile], division.stretch, keys[tile])
+    np.minimum(division.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
 
 
 def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:

@@ -54,19 +54,23 @@ class SyntheticRead:
     alters_tokens: bool
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        """Draw enough beforehand: drafts accepted in a row, and tokens."""
+        self.drawn = (self.rng.random((1 << 16, 16)) < self.rate).cumprod(1).sum(1)
+        self.roots = self.rng.integers(0, self.vocab, len(self.drawn))
+
     def __call__(self, packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
         """packed [J, 2n+2], num_drafts [J] -> the verdict with drawn acceptance."""
         real = unpack_outcome(packed, num_drafts)
-        now = time.perf_counter()
+        now, rows = time.perf_counter(), len(num_drafts)
         if not self.alters_tokens:
-            self.moments.append((now, len(num_drafts), len(num_drafts)))
+            self.moments.append((now, rows, rows))
             return real
-        rows = np.arange(len(num_drafts))
-        drawn = (self.rng.random(real.drafts.shape) < self.rate).cumprod(1).sum(1)
-        accepted = np.minimum(drawn, num_drafts)
-        tokens = np.concatenate([real.drafts, np.zeros((len(rows), 1), np.int64)], 1)
-        tokens[rows, accepted] = self.rng.integers(0, self.vocab, len(rows))
-        self.moments.append((now, len(rows), int(accepted.sum()) + len(rows)))
+        start = self.rng.integers(0, len(self.drawn) - rows)  # a few microseconds: the device waits for this
+        accepted = np.minimum(self.drawn[start : start + rows], num_drafts)
+        tokens = np.concatenate([real.drafts, real.tokens[:, :1]], 1)
+        tokens[np.arange(rows), accepted] = self.roots[start : start + rows]
+        self.moments.append((now, rows, int(accepted.sum()) + rows))
         return Outcome(accepted, tokens, real.drafts)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -14,21 +15,24 @@ Span = tuple[torch.cuda.Event, torch.cuda.Event]
 
 
 @contextmanager
-def recorded_replays() -> Iterator[list[Span]]:
-    """Collect an event before and one behind every replay made inside."""
+def recorded_replays() -> Iterator[tuple[list[Span], list[float]]]:
+    """Collect an event before and one behind every replay made inside, and the host microseconds of each."""
     spans: list[Span] = []
+    host_us: list[float] = []
     plain = torch.cuda.CUDAGraph.replay
 
     def replay(graph: torch.cuda.CUDAGraph) -> None:
         start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
+        before = time.perf_counter()
         plain(graph)
+        host_us.append((time.perf_counter() - before) * 1e6)
         stop.record()
         spans.append((start, stop))
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign,assignment]
     try:
-        yield spans
+        yield spans, host_us
     finally:
         torch.cuda.CUDAGraph.replay = plain  # type: ignore[method-assign]
 
@@ -40,7 +44,7 @@ def replay_gaps(run: Callable[[], int]) -> dict[str, Any]:
     the host was held up (a garbage collection takes as long as some rounds) says nothing about the others; the share
     over all of them is given beside.
     """
-    with recorded_replays() as spans:
+    with recorded_replays() as (spans, host_us):
         rounds = run()
     torch.cuda.synchronize()
     replays = len(spans) // rounds
@@ -54,4 +58,5 @@ def replay_gaps(run: Callable[[], int]) -> dict[str, Any]:
         "idle_ms": float(np.median(idle)),
         "exposed_host_share": float(np.median(idle / span)),
         "share_of_all": float(idle.sum() / span.sum()),
+        "replay_host_us": [float(np.median(host_us[i::replays])) for i in range(replays)],
     }

@@ -161,13 +161,14 @@ class Engine:
         if self._inflight is None:
             return []
         inflight = self._inflight
-        follower = self._follow(inflight)
         verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
+        ahead = self._reserve_ahead(inflight.schedule, verification)
+        follower = self._follow(inflight, verification, ahead)
         self._count(device_to_host=1)
         outcome = self._read(verification.packed.wait(), inflight.target.num_drafts)
         drafted = None if verification.draft_on is None else verification.draft_on(outcome.num_accepted)
-        if follower is None and drafted is not None:
-            follower = self._go_on(inflight, outcome, drafted)
+        if ahead is not None and drafted is not None:
+            follower = self._go_on(inflight, ahead, outcome, drafted)
         owners = self._owners()
         committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
         self._retire(committed, owners)
@@ -210,53 +211,51 @@ class Engine:
             drafted = self._executor.draft(device, last.tapped)
         return self._launched(schedule, target, device, drafted)
 
-    def _follow(self, inflight: _Inflight) -> _Inflight | None:
+    def _reserve_ahead(self, schedule: Schedule, verification: Verification) -> _Tables | None:
+        """Block tables [B, P] of the round behind a launched one, which may be launched before that one's commit."""
+        early = verification.follow is not None or verification.draft_on is not None
+        if not early or not self._scheduler.follow(schedule):
+            return None
+        tables = self._block_tables(schedule, 1 + 2 * self._steps_ahead)
+        return _Tables(tables.target[schedule.rows], None if tables.head is None else tables.head[schedule.rows])
+
+    def _follow(self, inflight: _Inflight, verification: Verification, ahead: _Tables | None) -> _Inflight | None:
         """The round behind a launched one, launched before that is read: where only its tokens are open.
 
         A row that the read ends is in that round in vain. Its pages are handed out again after it.
         """
-        launch = None if inflight.verification is None else inflight.verification.follow
-        if launch is None or not self._foresees:
+        if verification.follow is None or ahead is None or not self._foresees:
             return None
-        nothing = np.zeros_like(inflight.schedule.rows)
-        schedule = self._scheduler.follow(inflight.schedule, nothing, nothing)
-        if schedule is None:
-            return None
-        target = self._target_after(inflight, schedule, nothing, nothing)
-        device, verification = launch(target)
+        schedule, nothing = inflight.schedule, np.zeros_like(inflight.schedule.rows)
+        target = target_after(inflight.target, nothing, nothing, nothing, ahead.target, ahead.head)
+        device, behind = verification.follow(target)
         self._count_round(target)
-        return _Inflight(schedule, target, device, None, verification)
+        return _Inflight(schedule, target, device, None, behind)
 
-    def _go_on(self, inflight: _Inflight, outcome: Outcome, drafted: Draft) -> _Inflight | None:
+    def _go_on(self, inflight: _Inflight, ahead: _Tables, outcome: Outcome, drafted: Draft) -> _Inflight | None:
         """The round behind one that was read and has drafted on, launched before the commit: where all rows go on."""
         rows, accepted = inflight.schedule.rows, outcome.num_accepted
         drafts = drafts_after(inflight.target, accepted)
-        kept = np.arange(outcome.tokens.shape[1]) <= accepted[:, None]
-        ends = (outcome.tokens[:, :, None] == self._eos).any(2) & kept & self._table.eos[rows][:, None]
-        if ends.any() or not drafts.all():
-            return None
-        schedule = self._scheduler.follow(inflight.schedule, accepted, drafts)
-        if schedule is None:
+        if not drafts.all() or self._any_eos(rows, outcome):
             return None
         roots = outcome.tokens[np.arange(len(rows)), accepted]
-        target = self._target_after(inflight, schedule, accepted, roots)
+        target = target_after(inflight.target, accepted, roots, drafts, ahead.target, ahead.head)
         device = self._executor.send(None, target, None)
-        return self._launched(schedule, target, device, drafted)
+        return self._launched(Schedule(rows, inflight.schedule.num_new, drafts), target, device, drafted)
 
-    def _target_after(
-        self, inflight: _Inflight, schedule: Schedule, num_accepted: np.ndarray, roots: np.ndarray
-    ) -> TargetArrays:
-        """See `target_after`."""
-        tables = self._block_tables(schedule, 1 + int(num_accepted.max()) + self._steps_ahead)
-        head = None if tables.head is None else tables.head[schedule.rows]
-        drafts, pages = schedule.num_drafts, tables.target[schedule.rows]
-        return target_after(inflight.target, num_accepted, roots, drafts, pages, head)
+    def _any_eos(self, rows: np.ndarray, outcome: Outcome) -> bool:
+        """Whether an eos id ends a row."""
+        is_eos = (outcome.tokens[:, :, None] == self._eos).any(2)
+        if not is_eos.any():
+            return False
+        kept = np.arange(is_eos.shape[1]) <= outcome.num_accepted[:, None]
+        return bool((is_eos & kept & self._table.eos[rows][:, None]).any())
 
     def _launched(self, schedule: Schedule, target: TargetArrays, device: Any, drafted: Draft | None) -> _Inflight:
         """A sent round; on a GPU its verification is queued behind the draft loop, on a CPU it would only delay what
         follows."""
-        self._count_round(target)
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None
+        self._count_round(target)
         return _Inflight(schedule, target, device, drafted, verification)
 
     def _owners(self) -> list[Request | None]:

@@ -150,14 +150,15 @@ class FixedTarget:
             table = _covering(own_table, len(counts), width)
             np.multiply(table[self._rows[:, None], pages], self._shape.page_size, out=group.slots, dtype=np.int64)
             group.slots += within
-            group.slots *= own
+            if own is not None:
+                group.slots *= own
             _write_pages(group.indices, table, counts)
             batch.over(table)
         head = place.batches[1] if self._with_head else None
         return place.batches[0], head, self.arena.end(self._shape.bucket)
 
-    def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray:
-        """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens."""
+    def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
+        """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
         count, start, lens = len(target.start), place.start, self._lens
         if count < len(start):
             start[count:] = lens[count:] = 0
@@ -165,9 +166,10 @@ class FixedTarget:
         lens[:count] = target.drafts
         place.num_drafts[:] = lens
         lens[:count] += 1
-        own = self._offsets < lens[:, None]
+        own = None if lens.min() == len(self._offsets) else self._offsets < lens[:, None]
         np.add(start[:, None], self._offsets, out=place.positions)
-        place.positions *= own
+        if own is not None:
+            place.positions *= own
         place.token_ids[:count, 0] = target.tokens[:, 0]
         place.sources[:] = self._rows
         if target.sources is not None:

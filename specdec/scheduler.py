@@ -75,27 +75,20 @@ class Scheduler:
                 schedule = self._running_rows()
         return schedule if len(schedule.rows) else None
 
-    def follow(self, schedule: Schedule, num_accepted: np.ndarray, num_drafts: np.ndarray) -> Schedule | None:
-        """The round behind a launched one of roots, before that is committed; its pages are reserved.
-
-        Args:
-            num_accepted: [B] drafts that the launched round accepts; num_drafts: [B] of the round behind it.
+    def follow(self, schedule: Schedule) -> bool:
+        """Reserve the round behind a launched one of roots, whatever that accepts: before anybody knows its verdict.
 
         Returns:
-            None, and nothing is changed, where the rows after it may be others: a row is gone or comes to its limit,
+            False, and nothing is changed, where the rows behind may be others: a row is gone or may come to its limit,
             somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
-            return None
-        if (table.length[rows] + num_accepted + 1 >= table.limit[rows]).any():
-            return None
-        read = schedule.num_new + num_accepted
-        return (
-            Schedule(rows, schedule.num_new, num_drafts)
-            if self._reserved(Schedule(rows, read + 1, num_drafts))
-            else None
-        )
+            return False
+        most = schedule.num_new + schedule.num_drafts
+        if (table.length[rows] + most >= table.limit[rows]).any():
+            return False
+        return self._reserved(Schedule(rows, most + 1, table.drafts[rows]))
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Twice is once.

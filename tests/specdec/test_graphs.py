@@ -314,7 +314,7 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     assert answers(early) == expected
     assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
     launched = sum(follower is not None for follower in found)
-    assert 8 < launched < len(found)
+    assert 8 <= launched < early._engine.stats.rounds - 8
     assert free_everywhere(early)
 
 
