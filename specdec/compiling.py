@@ -19,6 +19,7 @@ from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
+from specdec.copies import copied
 from specdec.greedy import greedy_ids
 from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
 
@@ -152,7 +153,7 @@ def _frozen(value: Any) -> Any:
 @torch.library.custom_op("specdec::stored", mutates_args=())
 def stored(x: torch.Tensor) -> torch.Tensor:
     """A copy that the compiler cannot compute again where it is read. Any shape and dtype."""
-    return x.clone()
+    return copied(x)
 
 
 @stored.register_fake

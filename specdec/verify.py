@@ -71,9 +71,7 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
         [J, 2n+2] int64: num_accepted, the n+1 tokens (valid up to num_accepted), the n drafts.
     """
     num_rows, width = round_.logit_index.shape
-    drafts = logits.new_zeros((num_rows, width - 1), dtype=torch.long)
-    if draft is not None and draft.token_ids.numel():
-        drafts[: len(draft.token_ids)] = draft.token_ids
+    drafts = _every_row(draft, num_rows, width - 1, logits.device)
     if round_.sampling is None:
         target_ids = greedy_ids(logits)[round_.logit_index]  # [J, n+1]
         verdict = accept_greedy(drafts, round_.num_drafts, target_ids)
@@ -82,6 +80,16 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
     tokens = torch.cat([drafts, drafts.new_zeros(num_rows, 1)], 1)
     tokens.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
     return torch.cat([verdict.num_accepted[:, None], tokens, drafts], 1)
+
+
+def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Drafts [J, n] int64; rows behind those that draft have zeros."""
+    if draft is not None and draft.token_ids.shape == (num_rows, width):
+        return draft.token_ids
+    drafts = torch.zeros(num_rows, width, dtype=torch.long, device=device)
+    if draft is not None and draft.token_ids.numel():
+        drafts[: len(draft.token_ids)] = draft.token_ids
+    return drafts
 
 
 def _judge_sampled(
