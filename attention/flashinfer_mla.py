@@ -160,13 +160,11 @@ class LatentBuilder:
 
     def _next_list(self, nbytes: int) -> WorkList:
         """The list planned longest ago; a new one while its copy still waits in the stream, or where it is small."""
-        if len(self._ring) >= 2 and self._ring[0].ready:
-            self._ring.append(self._ring.pop(0))
-        else:
-            self._ring.append(WorkList(_LIST_BYTES, self._kernel.device))
-        if len(self._ring[-1].host) * 4 < nbytes:
-            self._ring[-1] = WorkList(2 * nbytes, self._kernel.device)
-        return self._ring[-1]
+        work = self._ring.pop(0) if len(self._ring) >= 2 and self._ring[0].ready else None
+        if work is None or work.host.nbytes < nbytes:
+            work = WorkList(max(_LIST_BYTES, 2 * nbytes), self._kernel.device)
+        self._ring.append(work)
+        return work
 
 
 class FixedLatentBuilder:

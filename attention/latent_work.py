@@ -5,9 +5,9 @@ on average. An item is a tile and a stretch of keys; every cluster walks its own
 leaves its parts in the workspace, rounded to the output's dtype, and some blocks merge them afterwards.
 
 FlashInfer's planner divides keys down to stretches of 32, by what the whole batch has to do. So a row's result depends
-on its neighbours, through the rounding of its parts. Here no stretch is shorter than `LEAST_KEYS`, and a tile that
-reads up to `WHOLE_KEYS` is not divided. A row depends on its neighbours only in batches of more than `LEAST_KEYS` keys
-a cluster.
+on its neighbours, through the rounding of its parts. Here stretches are `LEAST_KEYS` long while the batch has no more
+than that many keys a cluster, and as FlashInfer's beyond; a tile that reads up to `WHOLE_KEYS` is not divided. So only
+in batches of more than `LEAST_KEYS` keys a cluster does a row depend on its neighbours.
 
 Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (MLAPlan) and mla_hopper.cuh, which says
 what each array means.
@@ -103,7 +103,9 @@ class Tiles:
     def stretch(self, keys: np.ndarray) -> int:
         """Most keys of an item, for tiles with keys [T]."""
         mean = max(-(-int(keys.sum()) // self.clusters), 1)
-        return max(LEAST_KEYS, next((n for most, n in _STRETCHES if mean <= most), -(-mean // 256) * 256))
+        if mean <= LEAST_KEYS:
+            return LEAST_KEYS
+        return next((n for most, n in _STRETCHES if mean <= most), -(-mean // 256) * 256)
 
 
 def _within(counts: np.ndarray) -> np.ndarray:

@@ -56,7 +56,7 @@ class SyntheticRead:
 
     def __post_init__(self) -> None:
         """Draw enough beforehand: drafts accepted in a row, and tokens."""
-        self.drawn = (self.rng.random((1 << 16, 16)) < self.rate).cumprod(1).sum(1)
+        self.drawn = self.rng.geometric(1 - self.rate, 1 << 16) - 1 if self.rate < 1 else np.full(1 << 16, 1 << 16)
         self.roots = self.rng.integers(0, self.vocab, len(self.drawn))
 
     def __call__(self, packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
@@ -193,10 +193,10 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
     return found
 
 
-def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]]) -> dict[str, Any]:
-    """Gaps by events and a trace, of rounds in which every row decodes."""
+def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
+    """A trace of rounds in which every row decodes, and their gaps by events: last, as nothing goes on after them."""
     read.moments.clear()
-    updates = model.stream(ids, SamplingParams(max_new_tokens=256, ignore_eos=True))
+    updates = model.stream(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
 
     def go_on(rounds: int) -> int:
         start = len(read.moments)
@@ -206,8 +206,8 @@ def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[in
 
     while sum(rows == len(ids) for _, rows, _ in read.moments) < 4:
         next(updates)
-    gaps = replay_gaps(lambda: go_on(_GAP_ROUNDS))
     found = traced(lambda: go_on(_TRACED_ROUNDS))
+    gaps = replay_gaps(lambda: go_on(_GAP_ROUNDS))
     updates.close()  # type: ignore[attr-defined]
     return found | {"by_events": gaps}
 
@@ -270,7 +270,7 @@ def main(
         result |= {"rows": batch} | floor(pair, sequences, drafts, new_tokens)
         result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
         if str(batch) in trace.split(","):
-            result["trace"] = trace_rounds(model, read, ids)
+            result["trace"] = trace_rounds(model, read, ids, new_tokens)
         with out.open("a") as file:
             file.write(json.dumps(common | result) + "\n")
         step, least, speed = (result[name] for name in ("step_ms_median", "floor_ms", "tokens_per_s"))

@@ -152,7 +152,7 @@ def _frozen(value: Any) -> Any:
 
 @torch.library.custom_op("specdec::stored", mutates_args=())
 def stored(x: torch.Tensor) -> torch.Tensor:
-    """A copy that the compiler cannot compute again where it is read. Any shape and dtype."""
+    """A copy that the compiler cannot compute again where it is read. Any shape, floating-point or integer."""
     return copied(x)
 
 

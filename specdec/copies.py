@@ -11,11 +11,14 @@ from attention.checking import require
 
 
 def copy_into(to: torch.Tensor, source: torch.Tensor) -> None:
-    """Write `source` to `to`, of the same shape and dtype, by a product with one: every value and sign stays."""
-    require(to.shape == source.shape and to.dtype == source.dtype, "a copy between unlike tensors")
+    """Write `source` to `to`, of the same shape, by a product with one: every value and sign stays.
+
+    Floating-point or integer tensors; another floating-point dtype is rounded to.
+    """
+    require(to.shape == source.shape, f"a copy from {tuple(source.shape)} to {tuple(to.shape)}")
     torch.mul(source, 1, out=to)
 
 
 def copied(source: torch.Tensor) -> torch.Tensor:
-    """A copy of `source`."""
+    """A copy of `source`, floating-point or integer."""
     return torch.mul(source, 1)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
 
 @torch.library.custom_op("specdec::greedy_ids", mutates_args=())
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
-    """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones, and a NaN before any number."""
-    if logits.is_cuda and logits.shape[0] and logits.stride(1) == 1:
+    """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
+    if logits.is_cuda and logits.dtype in _DTYPES and logits.shape[0] and logits.stride(1) == 1:
         from specdec.triton_greedy import launch_greedy
 
         return launch_greedy(logits)

@@ -318,7 +318,7 @@ def target_after(
         start=target.start + read,
         drafts=drafts,
         num_drafting=int((drafts > 0).sum()),
-        tokens=roots[:, None],
+        tokens=roots[:, None].astype(np.int32),
         block_table=block_table,
         head_table=head_table,
         room=target.room - read,

@@ -86,9 +86,10 @@ class Scheduler:
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
             return False
         most = schedule.num_new + schedule.num_drafts
-        if (table.length[rows] + most >= table.limit[rows]).any():
+        left = table.limit[rows] - table.length[rows] - most
+        if (left <= 0).any():
             return False
-        return self._reserved(Schedule(rows, most + 1, table.drafts[rows]))
+        return self._reserved(Schedule(rows, most + 1, np.minimum(table.drafts[rows], left - 1)))
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Twice is once.

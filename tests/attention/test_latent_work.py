@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from attention import latent_work
@@ -100,20 +100,18 @@ def test_a_kept_division_is_that_of_the_new_lengths(
     tiles, division, _, arrays = work_list(host_batch(rows), heads, sms)
     grown = host_batch([(query, computed + more) for query, computed in rows])
     keys = tiles.keys(grown.seq_lens)
-    if not division.serves(tiles, keys):
-        assert (Division.of(tiles, keys).parts != division.parts).any() or tiles.stretch(keys) != division.stretch
-        return
+    assume(division.serves(tiles, keys))
     write_lengths(arrays, division, keys, grown)
     written = walk(arrays, tiles, heads)
     _, _, _, anew = work_list(grown, heads, sms)
     assert {p: sorted(s) for p, s in written.items()} == {p: sorted(s) for p, s in walk(anew, tiles, heads).items()}
 
 
-@given(st.integers(1, 30), st.integers(0, 10), st.integers(0, 400))
+@given(st.integers(1, 30), st.integers(0, 26), st.integers(0, 400))
 def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: int, computed: int) -> None:
     """Up to 128 keys a cluster, neighbours and a longer query of the same row change no boundary."""
     alone = work_list(host_batch([(1, computed)]), 16, 132)
-    beside = work_list(host_batch([(1, computed), *((1, 37 * i) for i in range(others))]), 16, 132)
+    beside = work_list(host_batch([(1, computed), *((1, 600 + i) for i in range(others))]), 16, 132)
     drafted = work_list(host_batch([(4, computed), (4, own)]), 16, 132)
 
     def boundaries(found: tuple[Tiles, Division, Layout, Arrays]) -> set[int]:
@@ -132,7 +130,7 @@ def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: i
 @given(ROWS, HEADS, SMS)
 def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     host = host_batch(rows)
-    with patch.multiple(latent_work, LEAST_KEYS=1, WHOLE_KEYS=0):
+    with patch.multiple(latent_work, LEAST_KEYS=0, WHOLE_KEYS=0):
         _, division, _, _ = work_list(host, heads, sms)
     expected: list[tuple[int, int]] = []
     cluster = 2 if host.num_tokens * heads // host.num_reqs > 64 else 1

@@ -27,7 +27,12 @@ def test_integers_and_slices() -> None:
     assert drafts[:, 2].tolist() == [7, 2**62 + 1, 0, -3] and (drafts[:, [0, 1, 3, 4]] == -1).all()
 
 
-def test_unlike_tensors_are_refused() -> None:
-    for to in (torch.zeros(3), torch.zeros(4, dtype=torch.float16)):
-        with pytest.raises(InvariantError, match="unlike"):
-            copy_into(to, torch.zeros(4))
+def test_another_shape_is_refused() -> None:
+    with pytest.raises(InvariantError, match=r"from \(4, 2\) to \(3,\)"):
+        copy_into(torch.zeros(3, 2)[:, 0], torch.zeros(4, 2))
+
+
+def test_another_precision_is_rounded_to() -> None:
+    source, to = torch.randn(1000), torch.zeros(1000, dtype=torch.bfloat16)
+    copy_into(to, source)
+    assert torch.equal(to, source.bfloat16())
