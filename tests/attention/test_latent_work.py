@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from attention import latent_work
@@ -74,6 +74,7 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
     return written
 
 
+@settings(max_examples=60)
 @given(ROWS, HEADS, SMS)
 def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     host = host_batch(rows)
@@ -92,6 +93,7 @@ def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int
     assert (arrays["kv_len"][:count] == host.seq_lens[division.row]).all()
 
 
+@settings(max_examples=60)
 @given(ROWS, st.integers(1, 300), HEADS, SMS)
 def test_a_kept_division_is_that_of_the_new_lengths(
     rows: list[tuple[int, int]], more: int, heads: int, sms: int
