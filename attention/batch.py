@@ -110,6 +110,15 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, p
     return pages * page_size + positions % page_size
 
 
+def offsets_within(counts: np.ndarray) -> np.ndarray:
+    """0 … n-1 for every n of counts [B], one after the other: [sum(counts)] int64.
+
+    >>> offsets_within(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
     """Concatenate the first page_counts[i] entries of every row of block_table [B, P] -> [sum(page_counts)] int32.
 

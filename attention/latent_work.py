@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch import HostBatch
+from attention.batch import HostBatch, offsets_within
 from attention.checking import require
 
 PAIRS = 64
@@ -29,7 +29,6 @@ LEAST_KEYS, WHOLE_KEYS = 128, 256
 whole rows: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens 20.9,
 20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
 LATENT_DIM = 512
-_STRETCHES = ((8, 32), (16, 64), (32, 128), (64, 192))
 _PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
 _MERGES = (
     "merge_packed_offset_start",
@@ -51,6 +50,7 @@ class Tiles:
 
     Attributes:
         cluster: blocks a cluster, 1 or 2; clusters: how many there are; size: most pairs of a tile.
+        query_lens: [B]; query_start_loc: [B+1].
         row: [T] the row of each tile; first: [T] its first pair, in the row; width: [T] its pairs.
         start: [T] its first pair, in the batch; unseen: [T] keys at the end of the row that none of its pairs sees.
     """
@@ -75,7 +75,7 @@ class Tiles:
         size = PAIRS * cluster
         counts = -(-pairs // size)
         row = np.repeat(np.arange(len(counts)), counts)
-        number = _within(counts)
+        number = offsets_within(counts)
         first = number * size
         seen = -(-(first + size) // heads)
         return cls(
@@ -103,14 +103,7 @@ class Tiles:
     def stretch(self, keys: np.ndarray) -> int:
         """Most keys of an item, for tiles with keys [T]."""
         mean = max(-(-int(keys.sum()) // self.clusters), 1)
-        if mean <= LEAST_KEYS:
-            return LEAST_KEYS
-        return next((n for most, n in _STRETCHES if mean <= most), -(-mean // 256) * 256)
-
-
-def _within(counts: np.ndarray) -> np.ndarray:
-    """0 … n-1 for every n of counts, one after the other."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+        return LEAST_KEYS if mean <= LEAST_KEYS else -(-mean // 256) * 256
 
 
 @dataclass(frozen=True)
@@ -140,7 +133,7 @@ class Division:
         stretch = tiles.stretch(keys)
         parts = _parts(keys, stretch)
         tile = np.repeat(np.arange(len(parts)), parts)
-        begin = _within(parts) * stretch
+        begin = offsets_within(parts) * stretch
         limit = np.where(parts[tile] > 1, begin + stretch, np.iinfo(np.int32).max)
         order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
         size = np.where(parts > 1, parts * tiles.width, 0)
@@ -235,7 +228,7 @@ def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:
     share = -(-width // wanted)
     counts = -(-width // share)
     at = np.repeat(np.arange(len(divided)), counts)
-    offset = _within(counts) * share[at]
+    offset = offsets_within(counts) * share[at]
     tile, width = divided[at], width[at]
     start, place = tiles.start[tile], division.place[tile]
     stop = start + np.minimum(offset + share[at], width)

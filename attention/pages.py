@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from attention.batch import offsets_within
 from attention.checking import checking, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
@@ -138,7 +139,6 @@ class BlockTables:
 
     def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:
         """more: [len(rows)] pages that each row gets behind its own."""
-        ends = np.cumsum(more)
-        columns = np.arange(more.sum()) + np.repeat(self._counts[rows] - ends + more, more)
+        columns = np.repeat(self._counts[rows], more) + offsets_within(more)
         self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
         self._counts[rows] += more

@@ -25,10 +25,9 @@ import click
 import numpy as np
 import torch
 from arm_logits import recorded_logits
-from check_pair import matching, test_chats
+from check_pair import drafted_rounds, matching, test_chats
 from document import provenance
 
-from drafters.oracle import oracle_drafts
 from evals.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.stats import pool_requests
@@ -88,27 +87,15 @@ def usual_error(exact: Replay, arm: Arm, questions: int) -> float:
     return float(np.median(errors))
 
 
-@torch.inference_mode()
 def acceptance_lengths(model: SpeculativeModel, completions: Sequence[Completion]) -> dict[str, Any]:
     """Tokens a round that the answers allow to the engine's drafts and to those of a head without cache."""
-    head = model.head
-    assert head is not None
-    engine = oracle = rounds = equal = 0
-    for c in completions:
-        ids = torch.tensor(c.prompt_token_ids + c.token_ids, device=model.device)
-        states = model.hf_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
-        root = len(c.prompt_token_ids)
-        for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
-            if drafts:
-                other = oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts))
-                text = ids[root + 1 :].tolist()
-                rounds += 1
-                equal += other == list(drafts)
-                engine += 1 + matching(list(drafts), text)
-                oracle += 1 + matching(other, text)
-            root += record.emitted
-    return {"rounds": rounds, "equal_rounds": equal, "tau_engine": engine / rounds, "tau_oracle": oracle / rounds}
+    rounds = [
+        (drafts == other, 1 + matching(drafts, text), 1 + matching(other, text))
+        for drafts, other, text in drafted_rounds(model, completions)
+    ]
+    equal, engine, oracle = (sum(column) for column in zip(*rounds, strict=True))
+    count = len(rounds)
+    return {"rounds": count, "equal_rounds": equal, "tau_engine": engine / count, "tau_oracle": oracle / count}
 
 
 def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_questions: int) -> dict[str, Any]:

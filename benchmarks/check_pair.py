@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,11 @@ def divergences(
     return found
 
 
-@torch.no_grad()
-def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
-    """(rounds, rounds whose draft ids differ from the oracle's), from the target's true hidden states."""
-    rounds = wrong = 0
+@torch.inference_mode()
+def drafted_rounds(
+    model: SpeculativeModel, completions: Sequence[Completion]
+) -> Iterator[tuple[list[int], list[int], list[int]]]:
+    """Of every round that drafted: its draft ids, the oracle's from the target's true hidden states, and the answer."""
     head = model.head
     assert head is not None
     for c in completions:
@@ -83,10 +84,15 @@ def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> 
         root = len(c.prompt_token_ids)
         for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
             if drafts:
-                rounds += 1
-                wrong += oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)) != list(drafts)
+                oracle = oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts))
+                yield list(drafts), oracle, ids[root + 1 :].tolist()
             root += record.emitted
-    return rounds, wrong
+
+
+def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
+    """(rounds, rounds whose draft ids differ from the oracle's)."""
+    wrong = [drafts != oracle for drafts, oracle, _ in drafted_rounds(model, completions)]
+    return len(wrong), sum(wrong)
 
 
 def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:

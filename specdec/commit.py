@@ -54,6 +54,14 @@ class Committed:
         )
 
 
+def ending_tokens(tokens: np.ndarray, count: np.ndarray, heeding: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
+    """[J, n+1] bool: eos ids among the first count[j] tokens [J, n+1] of the rows that heed them [J]."""
+    found = (tokens[:, :, None] == eos_ids).any(2)
+    if not found.any():
+        return found
+    return found & (np.arange(tokens.shape[1]) < count[:, None]) & heeding[:, None]
+
+
 def commit(
     schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable, eos_ids: np.ndarray
 ) -> tuple[Committed, Verified]:
@@ -65,13 +73,11 @@ def commit(
     width = np.arange(outcome.tokens.shape[1])
     length, limit = table.length[rows], table.limit[rows]
     count = np.minimum(outcome.num_accepted + 1, limit - length)
-    kept = width < count[:, None]
-    is_eos = (outcome.tokens[:, :, None] == eos_ids).any(2) & kept & table.eos[rows][:, None]
-    at_eos = is_eos.any(1)
+    is_eos = ending_tokens(outcome.tokens, count, table.eos[rows], eos_ids)
+    at_eos = np.any(is_eos, axis=1)
     if at_eos.any():
         count = np.where(at_eos, is_eos.argmax(1) + 1, count)
-        kept = width < count[:, None]
-    j, column = np.nonzero(kept)
+    j, column = np.nonzero(width < count[:, None])
     table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)

@@ -12,7 +12,7 @@ import torch
 
 from attention.pages import BlockTables
 from drafters.chain import Draft
-from specdec.commit import Committed, Outcome, commit
+from specdec.commit import Committed, Outcome, commit, ending_tokens
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
@@ -236,20 +236,13 @@ class Engine:
         """The round behind one that was read and has drafted on, launched before the commit: where all rows go on."""
         rows, accepted = inflight.schedule.rows, outcome.num_accepted
         drafts = drafts_after(inflight.target, accepted)
-        if not drafts.all() or self._any_eos(rows, outcome):
+        ending = ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows], self._eos)
+        if not drafts.all() or ending.any():
             return None
         roots = outcome.tokens[np.arange(len(rows)), accepted]
         target = target_after(inflight.target, accepted, roots, drafts, ahead.target, ahead.head)
         device = self._executor.send(None, target, None)
         return self._launched(Schedule(rows, inflight.schedule.num_new, drafts), target, device, drafted)
-
-    def _any_eos(self, rows: np.ndarray, outcome: Outcome) -> bool:
-        """Whether an eos id ends a row."""
-        is_eos = (outcome.tokens[:, :, None] == self._eos).any(2)
-        if not is_eos.any():
-            return False
-        kept = np.arange(is_eos.shape[1]) <= outcome.num_accepted[:, None]
-        return bool((is_eos & kept & self._table.eos[rows][:, None]).any())
 
     def _launched(self, schedule: Schedule, target: TargetArrays, device: Any, drafted: Draft | None) -> _Inflight:
         """A sent round; on a GPU its verification is queued behind the draft loop, on a CPU it would only delay what

@@ -76,8 +76,7 @@ class EagerExecutor:
         self.target = target
         self.drafter = drafter
         self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
-        most_rows = max(config.max_num_seqs, 2)  # graphs have two at least
-        self.reads = HostReads(most_rows * 2 * (config.num_speculative_tokens + 1), target.hf_model.device)
+        self.reads = HostReads(config.max_num_seqs * 2 * (config.num_speculative_tokens + 1), target.hf_model.device)
         self._vocab = self._draft_vocab()
 
     @property

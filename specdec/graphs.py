@@ -223,9 +223,12 @@ class GraphExecutor:
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")
-        round_ = self._empty_round(rows)
-        count = fuse_siblings(self._target.hf_model, lambda: self._eager.verify(round_.target, None))
+        round_, target = self._empty_round(rows), self._target
+        token_ids, metadata = round_.target.token_ids, round_.target.metadata
+        count = fuse_siblings(
+            target.hf_model, lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows)
+        )
         if drafts is None or drafter is None or round_.first is None or not isinstance(drafter.head, torch.nn.Module):
             return count
-        packed = torch.zeros(rows, 2 * self._query_len, dtype=torch.int64, device=self._target.hf_model.device)
+        packed = torch.zeros(rows, 2 * self._query_len, dtype=torch.int64, device=target.hf_model.device)
         return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, packed, round_.first))

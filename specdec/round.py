@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attention.batch import HostBatch
+from attention.batch import HostBatch, offsets_within
 from drafters.inputs import (
     DraftSteps,
     KeptRows,
@@ -192,9 +192,9 @@ class TargetArrays:
         counts = self.num_drafts + 1
         ends = np.cumsum(counts)
         roots = self.query_start_loc[self.judged] + self.num_new[self.judged] - 1
-        within = np.arange(int(counts.sum())) - np.repeat(ends - counts, counts)
         logit_index = (ends - counts)[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
-        return (np.repeat(roots, counts) + within).astype(np.int64), logit_index.astype(np.int64)
+        judged_rows = np.repeat(roots, counts) + offsets_within(counts)
+        return judged_rows.astype(np.int64), logit_index.astype(np.int64)
 
 
 @dataclass(frozen=True)

@@ -136,15 +136,12 @@ class Scheduler:
 
         Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`.
         """
-        self._size(self.target_pages, rows, tokens, exactly)
+        size = BlockTables.resize if exactly else BlockTables.extend
+        size(self.target_pages, rows, tokens)
         if self.head_pages is not None:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
-            self._size(self.head_pages, rows, wanted, exactly)
-
-    @staticmethod
-    def _size(pages: BlockTables, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
-        (pages.resize if exactly else pages.extend)(rows, tokens)
+            size(self.head_pages, rows, wanted)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""

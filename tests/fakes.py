@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import string
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
+import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from attention import latent_work
 from attention.backend import PlanKey
 from drafters.base import Attend, Head
 
@@ -186,6 +190,23 @@ def random_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = VOCA
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
+
+
+def flashinfer_stretch(mean: int) -> int:
+    """Most keys of an item by FlashInfer's rule, from the mean of keys a cluster (scheduler.cuh, MLAPlan)."""
+    steps = ((8, 32), (16, 64), (32, 128), (64, 192))
+    return next((n for most, n in steps if mean <= most), -(-mean // 256) * 256)
+
+
+@contextmanager
+def divided_as_by_flashinfer() -> Iterator[None]:
+    """Inside, latent attention's work lists divide keys by FlashInfer's rule instead of ours."""
+
+    def stretch(tiles: latent_work.Tiles, keys: np.ndarray) -> int:
+        return flashinfer_stretch(max(-(-int(keys.sum()) // tiles.clusters), 1))
+
+    with patch.object(latent_work.Tiles, "stretch", stretch), patch.object(latent_work, "WHOLE_KEYS", 0):
+        yield
 
 
 def free_everywhere(wrapped: Any) -> bool:

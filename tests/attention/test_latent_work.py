@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from unittest.mock import patch
 
 import numpy as np
 import pytest
+from fakes import divided_as_by_flashinfer, flashinfer_stretch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,8 +133,8 @@ def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: i
 @given(ROWS, HEADS, SMS)
 def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     host = host_batch(rows)
-    with patch.multiple(latent_work, LEAST_KEYS=0, WHOLE_KEYS=0):
-        _, division, _, _ = work_list(host, heads, sms)
+    with divided_as_by_flashinfer():
+        tiles, division, _, _ = work_list(host, heads, sms)
     expected: list[tuple[int, int]] = []
     cluster = 2 if host.num_tokens * heads // host.num_reqs > 64 else 1
     tile, clusters = 64 * cluster, sms // cluster
@@ -143,7 +143,8 @@ def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[in
         for t in range(count):
             expected.append((row, seq if t + 1 == count else min(seq - query + -(-(t + 1) * tile // heads), seq)))
     mean = max(-(-sum(keys for _, keys in expected) // clusters), 1)
-    limit = next((n for most, n in ((8, 32), (16, 64), (32, 128), (64, 192)) if mean <= most), -(-mean // 256) * 256)
+    limit = flashinfer_stretch(mean)
+    assert tiles.stretch(tiles.keys(host.seq_lens)) == (limit if mean > LEAST_KEYS else LEAST_KEYS)
     items = Counter((row, begin) for row, keys in expected for begin in range(0, max(keys, 1), limit))
     assert Counter(zip(division.row.tolist(), division.begin.tolist(), strict=True)) == items
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from unittest.mock import patch
-
 import numpy as np
 import pytest
 import torch
+from fakes import divided_as_by_flashinfer
 
-from attention import latent_work
 from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.checking import check_mode
@@ -136,7 +134,7 @@ def test_the_comparison_can_fail(pair: Pair) -> None:
 
 
 def test_equals_the_public_wrapper_bit_for_bit() -> None:
-    """With its shortest stretches of keys our work lists are those of `BatchMLAPagedAttentionWrapper.plan`."""
+    """With its rule for stretches of keys our work lists are those of `BatchMLAPagedAttentionWrapper.plan`."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     pair = Pair()
@@ -145,7 +143,7 @@ def test_equals_the_public_wrapper_bit_for_bit() -> None:
     for query_lens, computed in (DECODE, MIXED, ODD):
         metadata = metadata_of(host_batch(query_lens, computed))
         states = pair.states(metadata.num_tokens)
-        with patch.multiple(latent_work, LEAST_KEYS=0, WHOLE_KEYS=0):
+        with divided_as_by_flashinfer():
             ours = pair.attend(metadata, states)
         arrays = (metadata.query_start_loc, metadata.page_indptr, metadata.page_indices, metadata.seq_lens)
         wrapper.plan(*arrays, 16, 512, 64, 16, True, 192**-0.5, torch.bfloat16, torch.bfloat16)

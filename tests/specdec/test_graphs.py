@@ -27,6 +27,7 @@ from drafters.mtp_spec import MtpSpec, mtp_target
 from specdec.compiling import compiler_settings
 from specdec.experts import CAPTURABLE, using_capturable_experts
 from specdec.graphs import GraphExecutor, graph_rows
+from specdec.readback import HostReads
 from specdec.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
@@ -328,6 +329,20 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     launched = sum(follower is not None for follower in found)
     assert 8 <= launched < early._engine.stats.rounds - 8
     assert free_everywhere(early)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_no_read_is_larger_than_its_buffer(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """A model for one row, whose graphs have two where nothing is drafted; a CPU's reads have no buffers."""
+    reads = count_calls(monkeypatch, HostReads, "start")
+    head = table_head(tiny_llama()) if num_drafts else None
+    graphed = with_graphs(head, num_speculative_tokens=num_drafts, max_num_seqs=1)
+    assert [c.token_ids for c in graphed.generate(PROMPTS[:2], SamplingParams(max_new_tokens=12))] == [
+        hf_greedy(prompt, 12) for prompt in PROMPTS[:2]
+    ]
+    assert 0 < max(packed.numel() for (packed,) in reads) <= 2 * (num_drafts + 1)
 
 
 def test_nothing_is_launched_ahead_when_somebody_could_join(
