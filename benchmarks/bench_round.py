@@ -12,6 +12,8 @@ from __future__ import annotations
 import itertools
 import json
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -193,8 +195,11 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
     return found
 
 
-def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int) -> dict[str, Any]:
-    """A trace of rounds in which every row decodes, and their gaps by events: last, as nothing goes on after them."""
+@contextmanager
+def full_rounds(
+    model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int
+) -> Iterator[Callable[[int], int]]:
+    """What makes as many rounds as it is told, in each of which every row decodes; nothing goes on after them."""
     read.moments.clear()
     updates = model.stream(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
 
@@ -206,10 +211,35 @@ def trace_rounds(model: SpeculativeModel, read: SyntheticRead, ids: list[list[in
 
     while sum(rows == len(ids) for _, rows, _ in read.moments) < 4:
         next(updates)
-    found = traced(lambda: go_on(_TRACED_ROUNDS))
-    gaps = replay_gaps(lambda: go_on(_GAP_ROUNDS))
-    updates.close()  # type: ignore[attr-defined]
-    return found | {"by_events": gaps}
+    try:
+        yield go_on
+    finally:
+        updates.close()  # type: ignore[attr-defined]
+
+
+def measured(
+    model: SpeculativeModel,
+    read: SyntheticRead,
+    pair: Pair,
+    ids: list[list[int]],
+    config: EngineConfig,
+    new_tokens: int,
+    repeats: int,
+) -> dict[str, Any]:
+    """All numbers of a batch that need no trace."""
+    drafts = config.num_speculative_tokens
+    model.generate(ids, SamplingParams(max_new_tokens=min(new_tokens, 48), ignore_eos=True))  # warm-up
+    result, sequences = measure(model, read, ids, new_tokens, repeats)
+    result |= floor(pair, sequences, drafts, new_tokens)
+    result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
+    with full_rounds(model, read, ids, new_tokens) as go_on:
+        result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
+    step, least, exposed = result["step_ms_median"], result["floor_ms"], result["by_events"]["exposed_host_share"]
+    click.echo(
+        f"K={drafts} rows={len(ids)}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, "
+        f"host exposed {exposed:.1%}"
+    )
+    return result
 
 
 def wait_for(file: Path) -> None:
@@ -263,18 +293,18 @@ def main(
     common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
     common |= {"acceptance": acceptance, "plan_from": plan_from, "start_s": start_s, **provenance()}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
-    for batch in batches:
-        ids = prompts(batch, prompt, pair.target.config.vocab_size)
-        model.generate(ids, SamplingParams(max_new_tokens=min(new_tokens, 48), ignore_eos=True))  # warm-up
-        result, sequences = measure(model, read, ids, new_tokens, repeats)
-        result |= {"rows": batch} | floor(pair, sequences, drafts, new_tokens)
-        result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
-        if str(batch) in trace.split(","):
-            result["trace"] = trace_rounds(model, read, ids, new_tokens)
+    lines: list[dict[str, Any]] = []
+    try:
+        for batch in batches:
+            ids = prompts(batch, prompt, vocab)
+            lines.append(common | {"rows": batch} | measured(model, read, pair, ids, config, new_tokens, repeats))
+        for line in lines:  # last: once CUPTI has been on, a process launches every graph slowly
+            if str(line["rows"]) in trace.split(","):
+                with full_rounds(model, read, prompts(line["rows"], prompt, vocab), new_tokens) as go_on:
+                    line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
+    finally:
         with out.open("a") as file:
-            file.write(json.dumps(common | result) + "\n")
-        step, least, speed = (result[name] for name in ("step_ms_median", "floor_ms", "tokens_per_s"))
-        click.echo(f"{shape} K={drafts} rows={batch}: {step:.2f} ms, floor {least:.2f}, {speed:.0f} tokens/s")
+            file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
 if __name__ == "__main__":
