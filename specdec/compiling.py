@@ -1,8 +1,8 @@
 """torch.compile of target and head, with sibling projections fused.
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and a pass
-over the compiler's graph leaves one of the equal products. In eager code it is the linear layer it was, on a view.
+sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and
+`rewriting` leaves one of the equal products. In eager code it is the linear layer it was, on a view.
 """
 
 from __future__ import annotations
@@ -21,10 +21,7 @@ from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
 from specdec.copies import copied
 from specdec.greedy import greedy_ids
-from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
-
-_SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
-_MATMULS = ("mm", "addmm")
+from specdec.rewriting import Rewriting
 
 
 class SiblingLinear(nn.Linear):
@@ -95,61 +92,6 @@ def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
         start += layer.out_features
 
 
-class Products(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Equal products become one, and products with a weight go through `few_tokens_linear`."""
-
-    def __call__(self, graph: torch.fx.Graph) -> None:
-        """Rewrite the compiler's graph."""
-        self.leave_one(graph)
-        self.read_weights_once(graph)
-
-    def leave_one(self, graph: torch.fx.Graph) -> None:
-        """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
-        seen: dict[Any, torch.fx.Node] = {}
-        for node in list(graph.nodes):
-            packet = getattr(node.target, "overloadpacket", None)
-            if node.op != "call_function" or getattr(packet, "__name__", "") not in _SHAPE_OPS + _MATMULS:
-                continue
-            key = (node.target, _frozen(node.args), _frozen(node.kwargs))
-            first = seen.setdefault(key, node)
-            if first is not node:
-                node.replace_all_uses_with(first)
-                graph.erase_node(node)
-
-    def read_weights_once(self, graph: torch.fx.Graph) -> None:
-        """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph."""
-        for node in list(graph.nodes):
-            if node.target is not torch.ops.aten.mm.default or not (weight := _transposed_input(node.args[1])):
-                continue
-            with graph.inserting_before(node):
-                linear = graph.call_function(torch.ops.specdec.few_tokens_linear.default, (node.args[0], weight))
-            linear.meta.update(node.meta)
-            node.replace_all_uses_with(linear)
-            graph.erase_node(node)
-
-    def uuid(self) -> str:
-        """Part of the compiler cache's key."""
-        return "specdec-products-4"
-
-
-def _transposed_input(node: Any) -> torch.fx.Node | None:
-    """The graph's input [O, I] that `node` transposes; None when it is something else."""
-    if node.target is torch.ops.aten.t.default or (
-        node.target is torch.ops.aten.permute.default and list(node.args[1]) == [1, 0]
-    ):
-        source = node.args[0]
-        return source if isinstance(source, torch.fx.Node) and source.op == "placeholder" else None
-    return None
-
-
-def _frozen(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(_frozen(v) for v in value)
-    if isinstance(value, dict):
-        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
-    return value
-
-
 @torch.library.custom_op("specdec::stored", mutates_args=())
 def stored(x: torch.Tensor) -> torch.Tensor:
     """A copy that the compiler cannot compute again where it is read. Any shape, floating-point or integer."""
@@ -189,7 +131,7 @@ def compiler_settings() -> Iterator[None]:
     that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
     """
-    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=Products())
+    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=Rewriting())
     with inductor, torch._dynamo.config.patch(specialize_float=True, recompile_limit=256):
         yield
 

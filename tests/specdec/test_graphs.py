@@ -5,6 +5,7 @@ What a real capture fixes is fixed here too: addresses (one device buffer in the
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,6 +29,7 @@ from specdec.compiling import compiler_settings
 from specdec.experts import CAPTURABLE, using_capturable_experts
 from specdec.graphs import GraphExecutor, graph_rows
 from specdec.readback import HostReads
+from specdec.rewriting import Rewriting
 from specdec.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
@@ -187,6 +189,26 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
     assert [c.drafts for c in completions] == [c.drafts for c in eager]
     assert graphed._engine._executor.report.fused_groups == 2 * 4 + 2
     assert sum(g.replays for g in recorded_on_cpu) > 30
+
+
+@pytest.mark.slow
+def test_norms_and_rotations_of_the_target_are_operators_of_ours(
+    recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision, through the attention port. The first norm has no residual before it."""
+    graphs: list[Counter[str]] = []
+    rewrite = Rewriting.__call__
+
+    def count(self: Rewriting, graph: torch.fx.Graph) -> None:
+        rewrite(self, graph)
+        graphs.append(Counter(str(node.target) for node in graph.nodes))
+
+    monkeypatch.setattr(Rewriting, "__call__", count)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        with_graphs(None, tiny_llama().to(torch.bfloat16), num_speculative_tokens=0, max_num_seqs=4)
+    layers = tiny_llama().config.num_hidden_layers
+    names = ("rms_norm", "add_rms_norm", "rotated")
+    assert [graphs[0][f"specdec.{name}.default"] for name in names] == [1, 2 * layers, layers]
 
 
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,244 @@
+"""What we change in the compiler's graph of a model before it makes kernels of it.
+
+Everything is found by its form and replaced by an operator of the same meaning; what has another form stays.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
+from specdec.rms_norm import HALF, add_rms_norm, rms_norm  # noqa: F401
+from specdec.rotation import rotated  # noqa: F401
+
+_SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
+_MATMULS = ("mm", "addmm")
+aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+
+
+class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Equal products become one; products with a weight, norms and rotations become operators with kernels of ours."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the compiler's graph."""
+        leave_one_product(graph)
+        read_weights_once(graph)
+        norm_at_once(graph)
+        rotate_at_once(graph)
+
+    def uuid(self) -> str:
+        """Part of the compiler cache's key."""
+        return "specdec-rewriting-1"
+
+
+def leave_one_product(graph: Graph) -> None:
+    """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        packet = getattr(node.target, "overloadpacket", None)
+        if node.op != "call_function" or getattr(packet, "__name__", "") not in _SHAPE_OPS + _MATMULS:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def read_weights_once(graph: Graph) -> None:
+    """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph asks `few_tokens_linear`."""
+    for node in list(graph.nodes):
+        if node.target is not aten.mm.default or not (weight := _transposed_input(node.args[1])):
+            continue
+        with graph.inserting_before(node):
+            linear = graph.call_function(torch.ops.specdec.few_tokens_linear.default, (node.args[0], weight))
+        linear.meta.update(node.meta)
+        node.replace_all_uses_with(linear)
+        graph.erase_node(node)
+
+
+def norm_at_once(graph: Graph) -> None:
+    """Every RMS norm of hidden states [1, T, H] asks `rms_norm`, or `add_rms_norm` where it norms a sum."""
+    for node in list(graph.nodes):
+        norm = _norm_around(node)
+        if norm is None:
+            continue
+        total = norm.x
+        if _is(total, aten.add.Tensor) and not total.kwargs and all(_alike(arg, total) for arg in total.args):
+            with graph.inserting_before(total):
+                both = _call(graph, torch.ops.specdec.add_rms_norm, (*total.args, norm.weight, norm.eps))
+                new_total, normed = _results(graph, both, (total, norm.out))
+            total.replace_all_uses_with(new_total)
+        else:
+            with graph.inserting_before(norm.out):
+                normed = _call(graph, torch.ops.specdec.rms_norm, (total, norm.weight, norm.eps))
+            normed.meta.update(norm.out.meta)
+        norm.out.replace_all_uses_with(normed)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """x [1, T, H] and weight [H], an input of the graph; `out` is what the norm gives. All but eps are nodes."""
+
+    x: Any
+    weight: Any
+    eps: float
+    out: Any
+
+
+def _norm_around(rsqrt: Any) -> _Norm | None:
+    """The norm in half precision that a reciprocal root belongs to: weight · half(float(x) · rsqrt(mean(x²) + eps))."""
+    if not _is(rsqrt, aten.rsqrt.default) or not _is(shifted := rsqrt.args[0], aten.add.Tensor):
+        return None
+    mean, eps = shifted.args
+    if not isinstance(eps, float) or not _is(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([2], True)):
+        return None
+    square = mean.args[0]
+    if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(wide := square.args[0], convert):
+        return None
+    scaled = _only_user(rsqrt, aten.mul.Tensor)
+    if scaled is None or set(scaled.args) != {wide, rsqrt} or (half := _only_user(scaled, convert)) is None:
+        return None
+    out, x = _only_user(half, aten.mul.Tensor), wide.args[0]
+    if out is None or half.args[1] != _value(x).dtype or _value(x).dtype not in HALF:
+        return None
+    weight = next((arg for arg in out.args if isinstance(arg, Node) and arg is not half), None)
+    if weight is None or weight.op != "placeholder" or not _alike(out, x):
+        return None
+    shape = _value(x).shape
+    if len(shape) != 3 or shape[0] != 1 or _value(weight).shape != shape[2:]:
+        return None
+    return _Norm(x, weight, eps, out) if _value(weight).dtype == _value(x).dtype else None
+
+
+def rotate_at_once(graph: Graph) -> None:
+    """Query and key [1, heads, T, D] that the same angles rotate ask `rotated` together."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waiting: dict[tuple[Node, Node], _Rotation] = {}
+    for node in list(graph.nodes):
+        key = _rotation_at(node)
+        if key is None:
+            continue
+        query = waiting.pop((key.cos, key.sin), None)
+        if query is None or _needs(key.x, query.out, place):
+            waiting[key.cos, key.sin] = key
+            continue
+        with graph.inserting_before(key.out):
+            both = _call(graph, torch.ops.specdec.rotated, (query.x, key.x, key.cos, key.sin))
+            results = _results(graph, both, (query.out, key.out))
+        place |= dict.fromkeys((both, *results), place[key.out])
+        for rotation, result in zip((query, key), results, strict=True):
+            rotation.out.replace_all_uses_with(result)
+    stable_topological_sort(graph)  # what reads a query may have stood before its key
+
+
+def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
+    """Whether `node` is computed from `other`."""
+    found, stack = {node}, [node]
+    while stack:
+        if (current := stack.pop()) is other:
+            return True
+        new = {arg for arg in current.all_input_nodes if place[arg] >= place[other]} - found
+        found |= new
+        stack += new
+    return False
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Nodes: x [1, heads, T, D], cos and sin [1, 1, T, D]; `out` is x rotated."""
+
+    x: Any
+    cos: Any
+    sin: Any
+    out: Any
+
+
+def _rotation_at(out: Any) -> _Rotation | None:
+    """x · cos + cat(-x₂, x₁) · sin in half precision, when `out` is one."""
+    if not _is(out, aten.add.Tensor) or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
+        return None
+    (x, cos), (turned, sin) = (arg.args for arg in out.args)
+    nodes = (x, cos, turned, sin)
+    if not all(isinstance(node, Node) for node in nodes) or len({_value(node).dtype for node in nodes}) > 1:
+        return None
+    shape = _value(x).shape
+    if _value(x).dtype not in HALF or len(shape) != 4 or shape[0] != 1 or not _is_turned(turned, x, shape[3]):
+        return None
+    angles = (1, 1, shape[2], shape[3])
+    return _Rotation(x, cos, sin, out) if _value(cos).shape == angles == _value(sin).shape else None
+
+
+def _is_turned(node: Any, x: Any, dim: Any) -> bool:
+    """Whether `node` is cat(-second half of x, first half of x)."""
+    if not _is(node, aten.cat.default) or node.args[1] not in (-1, 3) or len(node.args[0]) != 2:
+        return False
+    negated, first = node.args[0]
+    if not _is(negated, aten.neg.default) or not _is(first, aten.slice.Tensor):
+        return False
+    second, half = negated.args[0], dim // 2
+    return (
+        _is(second, aten.slice.Tensor)
+        and dim == 2 * half
+        and first.args == (x, 3, 0, half)
+        and second.args[:3] == (x, 3, half)
+        and second.args[3] >= dim
+    )
+
+
+def _call(graph: Graph, packet: Any, args: tuple[Any, ...]) -> Node:
+    return graph.call_function(packet.default, args)
+
+
+def _results(graph: Graph, node: Node, old: tuple[Node, ...]) -> list[Node]:
+    """The results of `node`, which take the places of `old`."""
+    node.meta["val"] = tuple(_value(o) for o in old)
+    results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(old))]
+    for result, o in zip(results, old, strict=True):
+        result.meta.update(o.meta)
+    return results
+
+
+def _is(node: Any, target: Callable[..., Any]) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def _only_user(node: Any, target: Callable[..., Any]) -> Any:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _is(users[0], target) else None
+
+
+def _value(node: Any) -> torch.Tensor:
+    """The tensor without data that stands for a node's result."""
+    value = node.meta["val"]
+    assert isinstance(value, torch.Tensor)
+    return value
+
+
+def _alike(node: Any, other: Any) -> bool:
+    if not isinstance(node, Node):
+        return False
+    return _value(node).shape == _value(other).shape and _value(node).dtype == _value(other).dtype
+
+
+def _transposed_input(node: Any) -> Node | None:
+    """The graph's input [O, I] that `node` transposes; None when it is something else."""
+    if node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0]):
+        source = node.args[0]
+        return source if isinstance(source, Node) and source.op == "placeholder" else None
+    return None
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return value

@@ -1,0 +1,61 @@
+"""The kernels of norms and rotations give what their formulas give."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+
+from specdec.rms_norm import HALF, add_rms_norm, rms_norm
+from specdec.rotation import rotated
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize("width", [64, 512, 4096, 5120])
+@pytest.mark.parametrize("tokens", [1, 6, 768])
+def test_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    norm = LlamaRMSNorm(width, eps=1e-5).to("cuda", dtype)
+    norm.weight.data.normal_()
+    wide = torch.randn(1, tokens, width + 64, device="cuda", dtype=dtype)
+    x, residual = wide[..., :width], torch.randn(1, tokens, width, device="cuda", dtype=dtype)  # x: rows with gaps
+    step = torch.finfo(dtype).eps  # the sum's order may move what is rounded by one step
+    torch.testing.assert_close(rms_norm(x, norm.weight, 1e-5), norm(x), rtol=2 * step, atol=0)
+    total, normed = add_rms_norm(x, residual, norm.weight, 1e-5)
+    assert torch.equal(total, x + residual)
+    torch.testing.assert_close(normed, norm(x + residual), rtol=2 * step, atol=0)
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("query_heads", "key_heads", "dim"), [(32, 8, 128), (5, 1, 64), (16, 16, 96), (1, 1, 8)])
+@pytest.mark.parametrize("tokens", [1, 6, 768])
+def test_rotation(tokens: int, query_heads: int, key_heads: int, dim: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(tokens)
+    heads = query_heads + key_heads
+    fused = torch.randn(1, tokens, heads, dim, device="cuda", dtype=dtype)  # as a product of q and k together
+    q, k = (x.transpose(1, 2) for x in fused.split((query_heads, key_heads), 2))
+    phase = torch.rand(1, tokens, dim, device="cuda") * 6
+    cos, sin = phase.cos().to(dtype), phase.sin().to(dtype)
+    expected = apply_rotary_pos_emb(*(x.double() for x in (q, k, cos, sin)))
+    for ours, right in zip(rotated(q, k, cos[:, None], sin[:, None]), expected, strict=True):
+        torch.testing.assert_close(ours.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert ours.transpose(1, 2).is_contiguous()
+
+
+def test_both_wait_for_the_kernel_before_them() -> None:
+    """Launched while a slow product runs, they read what it wrote."""
+    weight = torch.ones(4096, device="cuda", dtype=HALF[1])
+    a = torch.randn(4096, 4096, device="cuda", dtype=HALF[1])
+    cos = torch.ones(1, 1, 4096, 128, device="cuda", dtype=HALF[1])
+    for _ in range(5):
+        product = a @ a
+        normed = rms_norm(product[None], weight, 1e-5)
+        heads = normed.view(1, 4096, 32, 128).transpose(1, 2)
+        q, _ = rotated(heads, heads[:, :8], cos, torch.zeros_like(cos))
+        torch.cuda.synchronize()
+        expected = product.float() * torch.rsqrt(product.float().pow(2).mean(-1, keepdim=True) + 1e-5)
+        got = q[0].transpose(0, 1).reshape(4096, 4096)
+        torch.testing.assert_close(got.float(), expected, rtol=2**-7, atol=1e-6)
+        a = a.roll(1, 0)
