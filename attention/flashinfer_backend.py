@@ -31,6 +31,7 @@ from attention.flashinfer_mla import (
 )
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.metadata import CommonAttentionMetadata
+from attention.packed_kernel import PackedKernel, is_packed
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64)
@@ -84,7 +85,7 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
 class FlashInferPlan:
     """A planned batch: which kernel attends which token rows."""
 
-    parts: tuple[tuple[Kernel, int, slice], ...]
+    parts: tuple[tuple[Kernel | PackedKernel, int, slice], ...]
 
 
 class _Ring:
@@ -163,7 +164,7 @@ class FixedBuilder:
     kernel: its launches find pages and lengths where they were at the capture, and the plan divides the work only.
     """
 
-    def __init__(self, kernel: Kernel, geometry: tuple[object, ...]) -> None:
+    def __init__(self, kernel: Kernel | PackedKernel, geometry: tuple[object, ...]) -> None:
         """geometry: all that a plan depends on beside the page counts."""
         self._kernel = kernel
         self.geometry = geometry
@@ -180,14 +181,9 @@ class FixedBuilder:
         return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
 
     def replan(self, host: HostBatch) -> None:
-        """Plan another batch of the shape; its device arrays lie where those of the last `build` did.
-
-        The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
-        csrc/batch_prefill.cu: kv_len_arr is not read), so a plan for the same counts is kept. One that divides no
-        keys is the same for all.
-        """
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
         assert self._part is not None
-        if not self._kernel.splits or (host.page_indptr == self._kernel.planned).all():
+        if self._kernel.keeps(host.page_indptr):
             return
         self._kernel.plan(
             replace(
@@ -291,6 +287,8 @@ class FlashInferBackend:
         if key.value_in_key:
             plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedLatentBuilder(plans, geometry)
+        if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
+            return FixedBuilder(PackedKernel(key), geometry)
         return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
     def run(

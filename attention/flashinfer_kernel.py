@@ -45,11 +45,16 @@ def most_tiles(key: PlanKey, device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
 
 
-class Kernel:
-    """One FlashInfer wrapper: holds one plan at a time; `planned` is its page_indptr [B+1].
+def divides_keys(key: PlanKey, rows: int, device: torch.device) -> bool:
+    """Whether there are so few rows that the planner would divide the keys of a row over the card."""
+    return rows < _SPLIT_SHARE * most_tiles(key, device)
 
-    `splits`: whether a plan divides the keys of a row over the card, and so depends on lengths. A fixed batch with so
-    many rows that the planner would not divide them gets a kernel without the parts and their merging, planned once.
+
+class Kernel:
+    """One FlashInfer wrapper: holds one plan at a time.
+
+    Where a plan divides the keys of a row over the card, it depends on lengths. A fixed batch with so many rows that
+    the planner would not divide them gets a kernel without the parts and their merging, planned once.
 
     Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
     """
@@ -68,10 +73,10 @@ class Kernel:
 
         self.route = route
         self.generation = 0
-        self.planned = np.zeros(0, np.int32)
+        self._planned = np.zeros(0, np.int32)  # page_indptr [B+1]
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)
-        self.splits = fixed is None or route != "fa2" or rows < _SPLIT_SHARE * most_tiles(key, workspace.device)
+        self._splits = fixed is None or route != "fa2" or divides_keys(key, rows, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
         buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
@@ -98,13 +103,13 @@ class Kernel:
             q_data_type=dtype,
             kv_data_type=group.format.dtype_for(dtype),
             uniform_q_len=query_len if fixed else None,
-            disable_split_kv=not self.splits,
+            disable_split_kv=not self._splits,
         )
         self._tokens = rows * query_len if fixed else None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
         if route == "fa2":
-            self._plan_tail += (-1, not self.splits, 0, query_len if fixed else 0)
+            self._plan_tail += (-1, not self._splits, 0, query_len if fixed else 0)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
@@ -143,8 +148,16 @@ class Kernel:
         if self._tokens is not None and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
-        self.planned = part.page_indptr.copy()  # a batch's own memory may be written anew in a later round
+        self._planned = part.page_indptr.copy()  # a batch's own memory may be written anew in a later round
         self.generation += 1
+
+    def keeps(self, page_indptr: np.ndarray) -> bool:
+        """Whether the last plan serves rows with these pages, [B+1] int32, as it does those that it was made for.
+
+        The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
+        csrc/batch_prefill.cu: kv_len_arr is not read). A plan that divides no keys serves all.
+        """
+        return not self._splits or bool((page_indptr == self._planned).all())
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a PlanKey with sinks, else None."""

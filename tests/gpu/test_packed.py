@@ -1,0 +1,104 @@
+"""The kernel of full batches with short queries against the torch reference, and where it serves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attention.kv_cache import FP8, CacheGroup, KVFormat
+from attention.metadata import single_batch_arena, stage
+from attention.packed_kernel import PackedKernel, is_packed
+from tests.gpu.test_flashinfer import CUDA, LIMIT, NUM_PAGES, Pair, host_batch, metadata_of, plan_key, relative_error
+
+
+def kernel_of(pair: Pair, rows: int, query_len: int) -> object:
+    builder = pair.flashinfer.fixed_planner(rows, query_len).builder(pair.key)
+    assert builder is not None
+    return builder._kernel  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "query_len"),
+    [((32, 8), 128, 16, 6), ((32, 8), 128, 16, 1), ((32, 8), 64, 64, 8), ((8, 8), 128, 1, 3), ((28, 4), 128, 32, 4)],
+)
+def test_equals_the_reference(
+    heads: tuple[int, int], dim: int, page_size: int, query_len: int, layout: str, dtype: torch.dtype
+) -> None:
+    """Replays of one captured launch, for rows of all lengths up to several tiles of keys."""
+    rows = 70 if heads[1] == 4 else 40
+    pair = Pair(plan_key(heads, dim), dtype, page_size, layout)
+    assert isinstance(kernel_of(pair, rows, query_len), PackedKernel)
+    planner = pair.flashinfer.fixed_planner(rows, query_len)
+    rng = np.random.default_rng(rows)
+    arena, bucket = single_batch_arena(rows, rows * query_len, 500, CUDA)
+    static = pair.states(rows * query_len)
+    metadata = stage(host_batch([query_len] * rows, [0] * rows, page_size), arena, bucket)
+    plan = planner.plan(metadata)
+    pair.flashinfer.attend(plan, 0, *static)
+    pair.expected(metadata, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = pair.flashinfer.attend(plan, 0, *static)
+    for longest in (5, 130, 400):
+        computed = rng.integers(0, longest, rows)
+        computed[0] = longest // 128 * 128 + 128 - query_len if longest > 128 else 0  # ends with a tile of keys
+        metadata = stage(host_batch([query_len] * rows, computed.tolist(), page_size, seed=longest), arena, bucket)
+        planner.replan(metadata.host)
+        graph.replay()
+        expected = pair.expected(metadata, static)
+        for row in range(rows):  # a row by itself: a wrong one must not hide behind the others
+            tokens = slice(row * query_len, (row + 1) * query_len)
+            assert relative_error(out[tokens], expected[tokens]) <= 2 * LIMIT[dtype]
+        assert relative_error(out, expected) <= LIMIT[dtype]
+
+
+def test_a_long_row_beside_short_ones() -> None:
+    rows = 40
+    pair = Pair(plan_key(), torch.bfloat16)
+    metadata = metadata_of(host_batch([6] * rows, [9000] + [100] * (rows - 1), 16))
+    states = pair.states(6 * rows)
+    out = pair.flashinfer.attend(pair.flashinfer.fixed_planner(rows, 6).plan(metadata), 0, *states)
+    assert relative_error(out, pair.expected(metadata, states)) <= 3e-3
+
+
+def test_the_comparison_can_fail() -> None:
+    """A key of another row's page counts."""
+    rows = 40
+    pair = Pair(plan_key(), torch.bfloat16)
+    batch = host_batch([6] * rows, [100] * rows, 16)
+    metadata, states = metadata_of(batch), pair.states(6 * rows)
+    planner = pair.flashinfer.fixed_planner(rows, 6)
+    plan = planner.plan(metadata)
+    metadata.page_indices[0] = int(batch.block_table[1, 0])
+    out = pair.flashinfer.attend(plan, 0, *states)
+    metadata.page_indices[0] = int(batch.block_table[0, 0])
+    assert relative_error(out[:6], pair.expected(metadata, states)[:6]) > 3e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "format", "rows", "query_len"),
+    [
+        ({}, None, 8, 6),
+        ({}, None, 40, 9),
+        ({}, FP8, 40, 6),
+        ({"window": 100}, None, 40, 6),
+        ({"softcap": 30.0}, None, 40, 6),
+        ({"has_sinks": True}, None, 40, 6),
+    ],
+    ids=["few rows", "many tokens", "8 bits", "window", "softcap", "sinks"],
+)
+def test_all_else_is_flashinfers(
+    options: dict[str, object], format: torch.dtype | None, rows: int, query_len: int
+) -> None:
+    key = plan_key(**options)
+    group = CacheGroup("test", (key,), NUM_PAGES, 16, format=KVFormat(format))
+    assert not is_packed(group, key, torch.bfloat16, rows, query_len, CUDA)
+
+
+def test_the_public_shape_is_served() -> None:
+    key = plan_key()
+    assert is_packed(CacheGroup("test", (key,), NUM_PAGES, 16), key, torch.bfloat16, 32, 6, CUDA)
