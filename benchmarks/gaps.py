@@ -12,17 +12,17 @@ from typing import Any
 import numpy as np
 import torch
 
-_SLEEP_CYCLES = 8_000_000
-"""Some milliseconds: longer than the host needs to launch a graph."""
+_WAITED_MS = 0.005
+"""A start event longer than this after the stop event before it was waited for: the device had nothing to do."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One replay: the graph, an event behind it, and how long its launch took the host."""
+    """One replay: events around it, and how long its launch took the host."""
 
-    graph: torch.cuda.CUDAGraph
+    start: torch.cuda.Event
     stop: torch.cuda.Event
-    host_us: float
+    launch_ms: float
 
 
 @contextmanager
@@ -32,12 +32,13 @@ def recorded_replays() -> Iterator[list[Replay]]:
     plain = torch.cuda.CUDAGraph.replay
 
     def replay(graph: torch.cuda.CUDAGraph) -> None:
-        stop = torch.cuda.Event(enable_timing=True)
+        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
         before = time.perf_counter()
         plain(graph)
-        host_us = (time.perf_counter() - before) * 1e6
+        launch_ms = (time.perf_counter() - before) * 1e3
         stop.record()
-        found.append(Replay(graph, stop, host_us))
+        found.append(Replay(start, stop, launch_ms))
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign,assignment]
     try:
@@ -46,55 +47,46 @@ def recorded_replays() -> Iterator[list[Replay]]:
         torch.cuda.CUDAGraph.replay = plain  # type: ignore[method-assign]
 
 
-def device_ms(graph: torch.cuda.CUDAGraph) -> float:
-    """What the device needs for a graph, with the inputs that lie there: launched while the device is asleep."""
-    times = []
-    for _ in range(5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(_SLEEP_CYCLES)
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop))
-    return float(np.median(times))
-
-
 def replay_gaps(run: Callable[[], int]) -> dict[str, Any]:
-    """Idle time of rounds that run from graphs only; `run` returns how many it made. Medians of the rounds, in ms.
-
-    Idle is a round's time, from the end of its last graph to that of the next round's, less what its graphs need when
-    nothing is waited for. So a launch that the device waits for is idle time, and so are copies between two replays (a
-    plan's work list, the round's own arrays, the read). Measuring replays the graphs once more: nothing that they wrote
-    may be used after it.
+    """Idle time of rounds that run from graphs only; `run` returns how many it made. See `idle`.
 
     Raises:
-        ValueError: some rounds replayed other graphs than the first.
+        ValueError: the replays are not equally many a round.
     """
     with recorded_replays() as found:
         rounds = run()
     torch.cuda.synchronize()
-    graphs = [replay.graph for replay in found[: len(found) // rounds]]
-    if [replay.graph for replay in found] != graphs * rounds:
+    if len(found) % rounds:
         raise ValueError(f"{len(found)} replays are not {rounds} equal rounds")
-    spans = span_ms([replay.stop for replay in found[len(graphs) - 1 :: len(graphs)]])
-    busy = [device_ms(graph) for graph in graphs]
-    host_us = np.array([replay.host_us for replay in found]).reshape(rounds, len(graphs))
-    return {"rounds": rounds, "replay_host_us": np.median(host_us, 0).tolist(), **idle(spans, busy)}
+    gaps = np.array([a.stop.elapsed_time(b.start) for a, b in pairwise(found)])
+    busy = np.array([replay.start.elapsed_time(replay.stop) for replay in found])
+    launches = np.array([replay.launch_ms for replay in found])
+    return {"rounds": rounds, **idle(gaps, busy, launches, len(found) // rounds)}
 
 
-def span_ms(ends: list[torch.cuda.Event]) -> np.ndarray:
-    """Time between one event and the next."""
-    return np.array([a.elapsed_time(b) for a, b in pairwise(ends)])
+def idle(gaps: np.ndarray, busy: np.ndarray, launches: np.ndarray, graphs: int) -> dict[str, Any]:
+    """The idle share of rounds of so many graphs: medians of the rounds, times in ms.
 
+    A round lasts from the end of its predecessor's last graph to the end of its own. Idle is what lies between two
+    graphs, copies included (a plan's work list, the round's own arrays, the read). Where the device waited there it
+    also waited for the launch, which the events count as the graph's own time: the whole launch is taken as idle.
 
-def idle(spans: np.ndarray, busy: list[float]) -> dict[str, Any]:
-    """Shares of rounds of `spans` ms whose graphs need `busy` ms each.
+    Args:
+        gaps: [n-1] from the end of a replay to the start of the next. busy, launches: [n], in order.
 
-    >>> idle(np.array([10.0, 10.0, 30.0]), [6.0, 3.5])["exposed_host_share"]
-    0.05
+    >>> found = idle(np.array([0.5, 0.0, 0.5, 0.0, 0.5]), np.full(6, 4.5), np.full(6, 0.1), 2)
+    >>> round(found["round_ms"], 3), round(found["exposed_host_share"], 3)
+    (9.5, 0.063)
     """
-    span = float(np.median(spans))
-    gap = max(0.0, span - sum(busy))
-    found = {"span_ms": span, "worst_ms": float(spans.max()), "device_ms": busy, "idle_ms": gap}
-    return found | {"exposed_host_share": gap / span}
+    first = graphs  # the first round has no predecessor
+    waited = gaps[first - 1 :] + np.where(gaps[first - 1 :] > _WAITED_MS, launches[first:], 0)
+    lengths = (gaps[first - 1 :] + busy[first:]).reshape(-1, graphs).sum(1)
+    idle_ms = waited.reshape(-1, graphs).sum(1)
+    return {
+        "round_ms": float(np.median(lengths)),
+        "worst_ms": float(lengths.max()),
+        "idle_ms": float(np.median(idle_ms)),
+        "exposed_host_share": float(np.median(idle_ms / lengths)),
+        "launch_us": (np.median(launches.reshape(-1, graphs), 0) * 1e3).tolist(),
+        "graph_ms": np.median(busy.reshape(-1, graphs), 0).tolist(),
+    }

@@ -17,7 +17,6 @@ from drafters.chain import Draft, paged_attend
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
 from specdec.compiling import EaglePasses, HeadPasses, MtpPasses
-from specdec.copies import copied, copy_into
 from specdec.executor import Drafter, EagerExecutor
 from specdec.transfer import DeviceRound
 from specdec.verify import fill_drafts, in_order
@@ -156,15 +155,15 @@ class DraftCapture:
         tapped = self._tapped[: rows * query_len]
         with self._attending(planned):
             x, ids = run(tapped, token_ids, planned.metadata.positions, last)
-        copy_into(self.buffers.hidden[:rows], x)
-        copy_into(self.buffers.drafts[:rows, 0], ids)
+        self.buffers.hidden[:rows].copy_(x)
+        self.buffers.drafts[:rows, 0].copy_(ids)
 
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
         drafts = self.buffers.drafts
         steps: list[StepGraph] = []
         for metadata in round_.steps:
             planner = self._runner.fixed_planner(rows, 1)
-            before = partial(_same, steps[-1].x) if steps else partial(copied, self.buffers.hidden[:rows])
+            before = partial(_same, steps[-1].x) if steps else self.buffers.hidden[:rows].clone
             launch = partial(self._step, planner.plan(metadata), before, drafts[:rows, len(steps) :])
             steps.append(StepGraph(planner, *record(launch, self._pool)))
         return tuple(steps)
@@ -177,7 +176,7 @@ class DraftCapture:
         x = before()
         with self._attending(planned):
             x, ids = self._passes.step(x, drafts[:, 0], planned.metadata.positions)
-        copy_into(drafts[:, 1], ids)
+        drafts[:, 1].copy_(ids)
         return x
 
     def _attending(self, planned: PlannedBatch) -> AbstractContextManager[None]:

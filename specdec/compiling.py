@@ -19,7 +19,6 @@ from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
-from specdec.copies import copied
 from specdec.greedy import greedy_ids
 from specdec.rewriting import Rewriting
 
@@ -94,8 +93,8 @@ def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
 
 @torch.library.custom_op("specdec::stored", mutates_args=())
 def stored(x: torch.Tensor) -> torch.Tensor:
-    """A copy that the compiler cannot compute again where it is read. Any shape, floating-point or integer."""
-    return copied(x)
+    """A copy that the compiler cannot compute again where it is read."""
+    return x.clone()
 
 
 @stored.register_fake

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from attention.hf import AttentionCall, AttentionPort, probe
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import FINAL_NORM
-from specdec.copies import copy_into
 from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 
 _FULL_OR_SLIDING = {"full_attention", "sliding_attention"}
@@ -127,7 +126,7 @@ class TapRecorder:
         start = place * self._width
         rows = states.reshape(-1, self._width)
         if rows.shape[0] <= self.buffer.shape[0]:
-            copy_into(self.buffer[: rows.shape[0], start : start + self._width], rows)
+            self.buffer[: rows.shape[0], start : start + self._width].copy_(rows)
 
     def _before_layer(self, place: int) -> Any:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

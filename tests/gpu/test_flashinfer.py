@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backend import PlanKey
+from attention.backend import AttentionBackend, PlanKey
 from attention.batch import HostBatch
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.kv_cache import FP8, CacheGroup, KVFormat
@@ -61,13 +61,14 @@ class Pair:
         page_size: int = 16,
         layout: str = "NHD",
         format: KVFormat = MODEL_FORMAT,
+        backend: AttentionBackend | None = None,
     ) -> None:
         from attention.flashinfer_backend import FlashInferBackend
 
         group = CacheGroup("test", (key,), NUM_PAGES * 16 // page_size, page_size, layout, format)  # type: ignore[arg-type]
         self.key = key
         self.dtype = dtype
-        self.flashinfer = GroupRunner(FlashInferBackend(CUDA), group, dtype, CUDA)
+        self.flashinfer = GroupRunner(backend or FlashInferBackend(CUDA), group, dtype, CUDA)
         self.reference = GroupRunner(TorchBackend(CUDA), group, dtype, CUDA)
         generator = torch.Generator(CUDA).manual_seed(1)
         self.sinks = torch.randn(key.num_q_heads, generator=generator, device=CUDA).to(dtype) if key.has_sinks else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,18 @@ from attention.kv_cache import FP8, CacheGroup, KVFormat
 from attention.metadata import single_batch_arena, stage
 from attention.packed_kernel import PackedKernel, is_packed
 from tests.gpu.test_flashinfer import CUDA, LIMIT, NUM_PAGES, Pair, host_batch, metadata_of, plan_key, relative_error
+
+
+def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) -> Pair:
+    """A pair without FlashInfer's own kernels, which take minutes to build."""
+    from attention.flashinfer_backend import FlashInferBackend
+
+    class FixedOnly(FlashInferBackend):
+        def builder(self, *args: Any) -> Any:
+            return None
+
+    dtype, *rest = args or (torch.bfloat16,)
+    return Pair(plan_key(heads, dim), dtype, *rest, backend=FixedOnly(CUDA))
 
 
 def kernel_of(pair: Pair, rows: int, query_len: int) -> object:
@@ -29,11 +43,11 @@ def test_equals_the_reference(
 ) -> None:
     """Replays of one captured launch, for rows of all lengths up to several tiles of keys."""
     rows = 70 if heads[1] == 4 else 40
-    pair = Pair(plan_key(heads, dim), dtype, page_size, layout)
+    pair = packed_pair(heads, dim, dtype, page_size, layout)
     assert isinstance(kernel_of(pair, rows, query_len), PackedKernel)
     planner = pair.flashinfer.fixed_planner(rows, query_len)
     rng = np.random.default_rng(rows)
-    arena, bucket = single_batch_arena(rows, rows * query_len, 500, CUDA)
+    arena, bucket = single_batch_arena(rows, rows * query_len, 600, CUDA)
     static = pair.states(rows * query_len)
     metadata = stage(host_batch([query_len] * rows, [0] * rows, page_size), arena, bucket)
     plan = planner.plan(metadata)
@@ -58,7 +72,7 @@ def test_equals_the_reference(
 
 def test_a_long_row_beside_short_ones() -> None:
     rows = 40
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = packed_pair()
     metadata = metadata_of(host_batch([6] * rows, [9000] + [100] * (rows - 1), 16))
     states = pair.states(6 * rows)
     out = pair.flashinfer.attend(pair.flashinfer.fixed_planner(rows, 6).plan(metadata), 0, *states)
@@ -68,7 +82,7 @@ def test_a_long_row_beside_short_ones() -> None:
 def test_the_comparison_can_fail() -> None:
     """A key of another row's page counts."""
     rows = 40
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = packed_pair()
     batch = host_batch([6] * rows, [100] * rows, 16)
     metadata, states = metadata_of(batch), pair.states(6 * rows)
     planner = pair.flashinfer.fixed_planner(rows, 6)
