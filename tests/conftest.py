@@ -14,6 +14,8 @@ ROOT = Path(__file__).resolve().parent.parent
 
 os.environ["SPECDEC_CHECK"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
 torch.set_num_threads(1)
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))

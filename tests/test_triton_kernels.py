@@ -1,0 +1,177 @@
+"""The Triton kernels in Triton's interpreter: the source that runs on the card, on a machine without one.
+
+The interpreter knows nothing of dependent launches, pipelines and shared memory, and cuts bfloat16 off where the card
+rounds (so float16 here); tests/gpu runs the compiled kernels.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from attention.backend import PlanKey
+from attention.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.packed_kernel import PackedKernel
+from attention.triton_latent import write_latent
+from attention.triton_packed import launch_packed
+from attention.triton_write import write_kv
+from specdec.experts import expert_products
+from specdec.rms_norm import add_rms_norm, rms_norm
+from specdec.rotation import rotated
+from specdec.triton_experts import launch_products
+from specdec.triton_greedy import launch_greedy
+from specdec.triton_linear import fits, launch_linear
+from specdec.triton_norm import launch_norm
+from specdec.triton_rotation import launch_rotation
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def cache(key: PlanKey, pages: int, page_size: int, layout: KVLayout, dtype: torch.dtype = torch.float16) -> LayerKV:
+    layer = allocate(CacheGroup("test", (key,), pages, page_size, layout), dtype, CPU)[0]
+    layer.keys.normal_()
+    layer.values.normal_()
+    return layer
+
+
+def by_slot(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """[slots, Hkv, D] of a layer's keys or values."""
+    return (pages if layout == "NHD" else pages.transpose(1, 2)).flatten(0, 1)
+
+
+def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float) -> torch.Tensor:
+    """query [q, Hq, D], the last of keys and values [L, Hkv, D] -> [q, Hq, D] float64; causal."""
+    group = query.shape[1] // keys.shape[1]
+    k, v = (x.double().repeat_interleave(group, 1) for x in (keys, values))
+    scores = torch.einsum("qhd,lhd->hql", query.double(), k) * scale
+    places = torch.arange(len(keys))
+    hidden = places[None] > (len(keys) - len(query) + torch.arange(len(query)))[:, None]
+    return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "query_len", "rows"),
+    [((8, 2), 128, 16, 6, 4), ((4, 2), 64, 1, 1, 5), ((6, 2), 64, 32, 5, 3), ((8, 8), 64, 16, 3, 50)],
+)
+def test_packed_attention(
+    heads: tuple[int, int], dim: int, page_size: int, query_len: int, rows: int, layout: KVLayout
+) -> None:
+    """Lengths at the edges of pages and of the tiles of keys, in any order of pages; 50 rows take the narrow tiles."""
+    key = PlanKey(*heads, dim, dim, dim**-0.5)
+    lengths = np.resize([query_len, 64, 65, 128, 129, 300 if rows < 50 else 70], rows)
+    counts = -(-lengths // page_size)
+    layer = cache(key, int(counts.sum()) + 1, page_size, layout)
+    indptr = np.concatenate([[0], np.cumsum(counts)])
+    pages = np.random.default_rng(1).permutation(np.arange(1, counts.sum() + 1))
+    fused = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)
+    query, out = fused[:, :-1], torch.zeros(rows * query_len, heads[0], dim, dtype=torch.float16)
+    args = [torch.from_numpy(x.astype(np.int32)) for x in (indptr, pages, (lengths - 1) % page_size + 1)]
+    launch_packed(query, layer, key, *args, out)
+    keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
+    for row, length in enumerate(lengths):
+        own = pages[indptr[row] : indptr[row + 1]]
+        slots = torch.from_numpy((own[:, None] * page_size + np.arange(page_size)).reshape(-1)[:length])
+        tokens = slice(row * query_len, (row + 1) * query_len)
+        expected = attended(query[tokens], keys[slots], values[slots], key.scale)
+        assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
+
+
+def test_packed_kernel_follows_its_part() -> None:
+    """`PackedKernel` launches over the device arrays of the last plan."""
+    from attention.flashinfer_kernel import Part
+
+    key = PlanKey(4, 2, 64, 64, 0.125)
+    layer = cache(key, 4, 16, "NHD")
+    host = np.zeros(2, np.int32)
+    kernel, outs = PackedKernel(key), []
+    query = torch.randn(2, 4, 64, dtype=torch.float16)
+    for page, length in ((1, 9), (3, 16)):
+        starts, last, pages = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [length], [page]))
+        kernel.plan(Part(host, host, host, starts, starts, last, pages, 0, 2))
+        outs.append(torch.zeros_like(query))
+        kernel.run(query, layer, outs[-1], None)
+        expected = attended(query, layer.keys[page, :length], layer.values[page, :length], key.scale)
+        assert (outs[-1] - expected).norm() <= 2e-3 * expected.norm()
+    assert kernel.generation == 2 and kernel.keeps(host)
+
+
+@pytest.mark.parametrize("width", [48, 512])
+def test_norm(width: int) -> None:
+    dtype = torch.float16
+    wide = torch.randn(1, 7, width + 16, dtype=dtype)
+    x, residual, weight = wide[..., :width], torch.randn(1, 7, width, dtype=dtype), torch.randn(width, dtype=dtype)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(launch_norm(x, None, weight, 1e-5)[1], rms_norm(x, weight, 1e-5), rtol=2 * step, atol=0)
+    total, normed = launch_norm(x, residual, weight, 1e-5)
+    expected = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(total, expected[0])
+    torch.testing.assert_close(normed, expected[1], rtol=2 * step, atol=0)
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 16), ((3, 1), 24)])
+def test_rotation(heads: tuple[int, int], dim: int) -> None:
+    dtype = torch.float16
+    q, k = (x.transpose(1, 2) for x in torch.randn(1, 5, sum(heads), dim, dtype=dtype).split(heads, 2))
+    cos, sin = torch.randn(2, 1, 1, 5, dim, dtype=dtype)
+    for ours, right in zip(launch_rotation(q, k, cos, sin), rotated(q, k, cos, sin), strict=True):
+        torch.testing.assert_close(ours, right, rtol=torch.finfo(dtype).eps, atol=1e-6)
+        assert ours.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("tokens", [1, 6, 16])
+def test_linear(tokens: int) -> None:
+    x, weight = torch.randn(tokens, 256, dtype=torch.float16), torch.randn(100, 256, dtype=torch.float16)
+    assert fits(x, weight)
+    torch.testing.assert_close(launch_linear(x, weight).double(), x.double() @ weight.double().T, rtol=2e-3, atol=2e-2)
+
+
+@pytest.mark.parametrize("vocab", [5, 4096, 9000])
+def test_greedy(vocab: int) -> None:
+    """Few distinct values: the first of equal ones counts."""
+    logits = torch.randint(0, 50, (3, vocab + 7)).half()[:, :vocab]
+    assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_cache_writes(layout: KVLayout) -> None:
+    layer = cache(PlanKey(4, 3, 24, 24, 1.0), 5, 8, layout)
+    expected = [by_slot(pages.clone(), layout) for pages in (layer.keys, layer.values)]
+    states = torch.randn(6, 7, 24, dtype=torch.float16)
+    key, value, slots = states[:, :3], states[:, 4:], torch.tensor([9, 38, 10, 17, 8, 31])
+    write_kv(layer, key, value, slots)
+    for pages, rows, new in zip((layer.keys, layer.values), expected, (key, value), strict=True):
+        rows[slots] = new
+        assert torch.equal(by_slot(pages, layout), rows)
+
+
+def test_latent_writes() -> None:
+    key = PlanKey(4, 1, 72, 64, 1.0, value_in_key=True)
+    layer = allocate(CacheGroup("test", (key,), 4, 8), torch.float16, CPU)[0]
+    latents, slots = torch.randn(3, 1, 72, dtype=torch.float16), torch.tensor([30, 9, 10])
+    write_latent(layer, latents, slots)
+    expected = torch.zeros(32, 1, 72, dtype=torch.float16)
+    expected[slots] = latents
+    assert torch.equal(by_slot(layer.keys, "NHD"), expected)
+
+
+@pytest.mark.parametrize(("tokens", "same"), [(1, True), (6, True), (6, False)])
+def test_products_of_experts(tokens: int, same: bool) -> None:
+    """Fewer pairs than experts and more; one input a token and one a pair."""
+    stack, index = torch.randn(8, 40, 72, dtype=torch.float16), torch.randint(0, 8, (tokens, 3))
+    x = torch.randn(tokens, 1 if same else 3, 72, dtype=torch.float16)
+    out = x.new_empty(tokens, 3, 40)
+    launch_products(x, stack, index, out)
+    torch.testing.assert_close(out, expert_products(x, stack, index), rtol=2e-3, atol=2e-2)
