@@ -63,15 +63,22 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize(
-    ("heads", "dim", "page_size", "query_len", "rows"),
-    [((8, 2), 128, 16, 6, 4), ((4, 2), 64, 1, 1, 5), ((6, 2), 64, 32, 5, 3), ((8, 8), 64, 16, 3, 50)],
+    ("heads", "dim", "page_size", "query_len"), [((8, 2), 128, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
 )
+@pytest.mark.parametrize("few_programs", [0, 384])
 def test_packed_attention(
-    heads: tuple[int, int], dim: int, page_size: int, query_len: int, rows: int, layout: KVLayout
+    heads: tuple[int, int],
+    dim: int,
+    page_size: int,
+    query_len: int,
+    layout: KVLayout,
+    few_programs: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths at the edges of pages and of the tiles of keys, in any order of pages; 50 rows take the narrow tiles."""
-    key = PlanKey(*heads, dim, dim, dim**-0.5)
-    lengths = np.resize([query_len, 64, 65, 128, 129, 300 if rows < 50 else 70], rows)
+    """Lengths at the edges of pages and of the tiles of keys, narrow and wide, over pages in any order."""
+    monkeypatch.setattr("attention.triton_packed._FEW_PROGRAMS", few_programs)
+    key, lengths = PlanKey(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
+    rows = len(lengths)
     counts = -(-lengths // page_size)
     layer = cache(key, int(counts.sum()) + 1, page_size, layout)
     indptr = np.concatenate([[0], np.cumsum(counts)])
