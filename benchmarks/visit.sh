@@ -34,6 +34,7 @@ build k0 --drafts 0 --rows 1,8,32,128 --trace 1,32
 build m1 --shape deepseek-v2-lite --drafts 1 --rows 1,8,32 --trace 1,8,32 --repeats 3
 measure k5 k0 m1
 for part in "eager_tokens" "never_sync or trace or kernel" "not (eager_tokens or never_sync or trace or kernel)"; do
-  python3 -m pytest -q tests/gpu/test_graph_rounds.py tests/gpu/test_linear.py tests/gpu/test_greedy.py -k "$part" &
+  python3 -m pytest -q tests/gpu/test_graph_rounds.py -k "$part" &
 done
+python3 -m pytest -q tests/gpu/test_{packed,norm_and_rotation,linear,greedy}.py &
 wait
