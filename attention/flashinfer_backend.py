@@ -282,13 +282,13 @@ class FlashInferBackend:
         """A builder for CUDA graphs; see `attention.backend.GraphBackend`."""
         check_supported(group, key, dtype)
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
+        if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
+            return FixedBuilder(PackedKernel(key), geometry)
         if isinstance(beside, (FixedBuilder, FixedLatentBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
             plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedLatentBuilder(plans, geometry)
-        if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
-            return FixedBuilder(PackedKernel(key), geometry)
         return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
     def run(

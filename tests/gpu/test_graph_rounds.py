@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from attention.packed_kernel import PackedKernel
 from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec
@@ -94,6 +95,26 @@ def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
         assert agreement(flat, [[t for round_ in c.drafts or () for t in round_] for c in eager]) >= 0.97
 
 
+def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel of full batches, here for batches of any size."""
+    params = SamplingParams(max_new_tokens=48, return_drafts=True)
+    eager = model(5, False).generate(PROMPTS, params)
+    monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
+    runs: list[int] = []
+    run = PackedKernel.run
+
+    def noted(self: PackedKernel, query: torch.Tensor, *args: Any) -> None:
+        runs.append(len(query))
+        run(self, query, *args)
+
+    monkeypatch.setattr(PackedKernel, "run", noted)
+    graphed = model(5, True).generate(PROMPTS, params)
+    assert {4 * 6, 4} <= set(runs)  # verifications and draft steps
+    assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
+    drafts = [[[t for round_ in c.drafts or () for t in round_] for c in found] for found in (graphed, eager)]
+    assert agreement(*drafts) >= 0.97
+
+
 def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model(0, True)
     go_on = steady(wrapped, 6)
@@ -117,19 +138,6 @@ def steady(wrapped: SpeculativeModel, rounds: int) -> Callable[[], int]:
         return rounds
 
     return go_on
-
-
-def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits() -> None:
-    found = traced(steady(model(5, True), 8))
-    waits = {name: found["synchronisations"].get(name, 0.0) for name in SYNCHRONISE}
-    assert waits["cudaEventSynchronize"] <= 1.0  # the read
-    assert waits["cudaStreamSynchronize"] == 0
-    assert waits["cudaDeviceSynchronize"] <= 1 / 8  # the profiler's own, at its end
-    reads = sum(n for name, n in found["copies"].items() if "DtoH" in name)
-    assert reads == 1.0
-    assert not any("HtoD" in name and "Pageable" in name for name in found["copies"])
-    assert not any("DtoH" in name and "Pageable" in name for name in found["copies"])
-    assert found["graph_replays"] == 6.0  # verification, first pass, four steps
 
 
 def test_sending_and_launching_never_synchronise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,3 +208,16 @@ def strict(call: Callable[..., Any]) -> Callable[..., Any]:
             torch.cuda.set_sync_debug_mode("default")
 
     return watched
+
+
+def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits() -> None:
+    found = traced(steady(model(5, True), 8))
+    waits = {name: found["synchronisations"].get(name, 0.0) for name in SYNCHRONISE}
+    assert waits["cudaEventSynchronize"] <= 1.0  # the read
+    assert waits["cudaStreamSynchronize"] == 0
+    assert waits["cudaDeviceSynchronize"] <= 1 / 8  # the profiler's own, at its end
+    reads = sum(n for name, n in found["copies"].items() if "DtoH" in name)
+    assert reads == 1.0
+    assert not any("HtoD" in name and "Pageable" in name for name in found["copies"])
+    assert not any("DtoH" in name and "Pageable" in name for name in found["copies"])
+    assert found["graph_replays"] == 6.0  # verification, first pass, four steps
