@@ -1,7 +1,7 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits at its own start.
 
-Every kernel launched so must wait before it touches memory, and only then let the next one be launched: so each knows
-that everything before its predecessor is complete.
+Every kernel launched so must wait before it touches memory that a kernel may write (a model's weights it may read at
+once), and only then let the next one be launched: so each knows that everything before its predecessor is complete.
 Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 """
 

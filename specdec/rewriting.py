@@ -6,6 +6,7 @@ Everything is found by its form and replaced by an operator of the same meaning;
 from __future__ import annotations
 
 import operator
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return "specdec-rewriting-1"
+        return "specdec-rewriting-2"
 
 
 def leave_one_product(graph: Graph) -> None:
@@ -100,22 +101,22 @@ def _norm_around(rsqrt: Any) -> _Norm | None:
     mean, eps = shifted.args
     if not isinstance(eps, float) or not _is(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([2], True)):
         return None
+    if shifted.kwargs or mean.kwargs:
+        return None
     square = mean.args[0]
     if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(wide := square.args[0], convert):
         return None
     scaled = _only_user(rsqrt, aten.mul.Tensor)
     if scaled is None or set(scaled.args) != {wide, rsqrt} or (half := _only_user(scaled, convert)) is None:
         return None
-    out, x = _only_user(half, aten.mul.Tensor), wide.args[0]
-    if out is None or half.args[1] != _value(x).dtype or _value(x).dtype not in HALF:
+    out, (x, wide_dtype) = _only_user(half, aten.mul.Tensor), wide.args
+    if out is None or half.args[1] != _dtype(x) or _dtype(x) not in HALF or wide_dtype != torch.float32:
         return None
     weight = next((arg for arg in out.args if isinstance(arg, Node) and arg is not half), None)
-    if weight is None or weight.op != "placeholder" or not _alike(out, x):
+    if weight is None or weight.op != "placeholder" or _dtype(weight) != _dtype(x):
         return None
-    shape = _value(x).shape
-    if len(shape) != 3 or shape[0] != 1 or _value(weight).shape != shape[2:]:
-        return None
-    return _Norm(x, weight, eps, out) if _value(weight).dtype == _value(x).dtype else None
+    shape = _shape(x)
+    return _Norm(x, weight, eps, out) if len(shape) == 3 and shape[0] == 1 and _shape(weight) == shape[2:] else None
 
 
 def rotate_at_once(graph: Graph) -> None:
@@ -163,22 +164,21 @@ class _Rotation:
 
 def _rotation_at(out: Any) -> _Rotation | None:
     """x · cos + cat(-x₂, x₁) · sin in half precision, when `out` is one."""
-    if not _is(out, aten.add.Tensor) or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
+    if not _is(out, aten.add.Tensor) or out.kwargs or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
         return None
     (x, cos), (turned, sin) = (arg.args for arg in out.args)
-    nodes = (x, cos, turned, sin)
-    if not all(isinstance(node, Node) for node in nodes) or len({_value(node).dtype for node in nodes}) > 1:
+    if _dtype(x) not in HALF or any(_dtype(node) != _dtype(x) for node in (cos, turned, sin)):
         return None
-    shape = _value(x).shape
-    if _value(x).dtype not in HALF or len(shape) != 4 or shape[0] != 1 or not _is_turned(turned, x, shape[3]):
+    shape = _shape(x)
+    if len(shape) != 4 or shape[0] != 1 or not _is_turned(turned, x, shape[3]):
         return None
     angles = (1, 1, shape[2], shape[3])
-    return _Rotation(x, cos, sin, out) if _value(cos).shape == angles == _value(sin).shape else None
+    return _Rotation(x, cos, sin, out) if _shape(cos) == angles == _shape(sin) else None
 
 
 def _is_turned(node: Any, x: Any, dim: Any) -> bool:
     """Whether `node` is cat(-second half of x, first half of x)."""
-    if not _is(node, aten.cat.default) or node.args[1] not in (-1, 3) or len(node.args[0]) != 2:
+    if not _is(node, aten.cat.default) or node.args[1:] not in ((-1,), (3,)) or len(node.args[0]) != 2:
         return False
     negated, first = node.args[0]
     if not _is(negated, aten.neg.default) or not _is(first, aten.slice.Tensor):
@@ -188,8 +188,7 @@ def _is_turned(node: Any, x: Any, dim: Any) -> bool:
         _is(second, aten.slice.Tensor)
         and dim == 2 * half
         and first.args == (x, 3, 0, half)
-        and second.args[:3] == (x, 3, half)
-        and second.args[3] >= dim
+        and second.args in ((x, 3, half), (x, 3, half, dim), (x, 3, half, sys.maxsize))
     )
 
 
@@ -215,17 +214,24 @@ def _only_user(node: Any, target: Callable[..., Any]) -> Any:
     return users[0] if len(users) == 1 and _is(users[0], target) else None
 
 
-def _value(node: Any) -> torch.Tensor:
-    """The tensor without data that stands for a node's result."""
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value
+def _value(node: Any) -> torch.Tensor | None:
+    """The tensor without data that stands for a node's result; None for what is no node or gives no tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
 
 
-def _alike(node: Any, other: Any) -> bool:
-    if not isinstance(node, Node):
-        return False
-    return _value(node).shape == _value(other).shape and _value(node).dtype == _value(other).dtype
+def _dtype(node: Any) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    value = _value(node)
+    return () if value is None else tuple(value.shape)
+
+
+def _alike(node: Any, other: Node) -> bool:
+    return _dtype(node) == _dtype(other) and _shape(node) == _shape(other)
 
 
 def _transposed_input(node: Any) -> Node | None:

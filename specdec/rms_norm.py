@@ -35,7 +35,7 @@ def add_rms_norm(
         from specdec.triton_norm import launch_norm
 
         return launch_norm(x, residual, weight, eps)
-    total = x + residual
+    total = (x + residual).contiguous()
     return total, _plain(total, weight, eps)
 
 
@@ -47,4 +47,4 @@ def _(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float)
 def _plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     values = x.float()
     scale = torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return weight * (values * scale).to(x.dtype)
+    return (weight * (values * scale).to(x.dtype)).contiguous()
