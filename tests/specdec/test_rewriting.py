@@ -171,6 +171,12 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
         wide = x.float()
         return (weight * 2).relu() * (wide * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
 
+    one = nn.Parameter(torch.randn(1, dtype=HALF), requires_grad=False)
+
+    def one_weight(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return one * (wide * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
+
     def scale_read_twice(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         scale = torch.rsqrt(mean_square(wide) + 1e-5)
@@ -188,7 +194,9 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
         "two sequences": (norm, hidden(2, TOKENS, 64)),
         "no sequences": (norm, hidden(TOKENS, 64)),
         "heads": (norm, hidden(1, TOKENS, 3, 64)),
-        "third power": (scaled_by(norm, lambda x: torch.rsqrt(x.abs().pow(3).mean(-1, keepdim=True) + 1e-5)), x),
+        "fourth power": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5)), x),
+        "rounded float64": (Norm(torch.float64), hidden(dtype=torch.float64)),
+        "weight of one number": (one_weight, x),
         "mean over tokens": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), x),
         "sum": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5)), x),
         "weighed epsilon": (scaled_by(norm, lambda x: torch.rsqrt(torch.add(mean_square(x), 0.1, alpha=20))), x),
@@ -290,6 +298,8 @@ def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
         "one after the other": (one_after_the_other, args),
         "other way round": (rotating(lambda x: torch.cat((x[..., 8:], -x[..., :8]), -1)), args),
         "both negative": (rotating(lambda x: torch.cat((-x[..., 8:], -x[..., :8]), -1)), args),
+        "another sign": (rotating(lambda x: torch.cat((x[..., 8:].abs(), x[..., :8]), -1)), args),
+        "second half twice": (rotating(lambda x: torch.cat((-x[..., 8:], x[..., 8:]), -1)), args),
         "halves in place": (rotating(lambda x: torch.cat((-x[..., :8], x[..., 8:]), -1)), args),
         "unequal parts": (rotating(lambda x: torch.cat((-x[..., 6:], x[..., :6]), -1)), args),
         "overlapping parts": (rotating(lambda x: torch.cat((-x[..., 4:12], x[..., :8]), -1)), args),
