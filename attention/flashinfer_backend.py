@@ -19,7 +19,7 @@ from attention.backend import PlanKey
 from attention.batch import HostBatch
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
-from attention.flashinfer_kernel import Kernel, Part, Route
+from attention.flashinfer_kernel import Kernel, Part, Route, least_undivided
 from attention.flashinfer_mla import (
     FixedLatentBuilder,
     FixedLatentPlans,
@@ -31,7 +31,7 @@ from attention.flashinfer_mla import (
 )
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.metadata import CommonAttentionMetadata
-from attention.packed_kernel import PackedKernel, is_packed
+from attention.packed_kernel import MOST_QUERIES, PackedKernel, is_packed
 
 HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64)
@@ -268,7 +268,10 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {_name(dtype)}"
         served = routes(group, key, dtype, self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}"
+        rows = least_undivided(key, self._workspace.device)
+        packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
+        packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
+        return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}{packed}"
 
     def fixed_builder(
         self,

@@ -6,6 +6,7 @@ and has sinks. "fa3" is Hopper's own pipeline, for long prompt chunks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -45,9 +46,14 @@ def most_tiles(key: PlanKey, device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
 
 
+def least_undivided(key: PlanKey, device: torch.device) -> int:
+    """So many rows fill the card, and the planner would hardly divide the keys of one."""
+    return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
+
+
 def divides_keys(key: PlanKey, rows: int, device: torch.device) -> bool:
     """Whether there are so few rows that the planner would divide the keys of a row over the card."""
-    return rows < _SPLIT_SHARE * most_tiles(key, device)
+    return rows < least_undivided(key, device)
 
 
 class Kernel:

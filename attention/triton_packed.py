@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from attention.backend import PlanKey
+from attention.checking import checking, require
 from attention.dependent import dependent_launches
 from attention.kv_cache import LayerKV
 
@@ -106,6 +107,10 @@ def launch_packed(
     rows = len(last_page_len)
     tokens = len(query) // rows
     pages, (slot, head) = layer.keys, (1, 2) if layer.layout == "NHD" else (2, 1)
+    if checking():
+        require(len(query) == rows * tokens, f"{len(query)} tokens are not {rows} equal rows")
+        require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
+        require(pages.stride() == layer.values.stride(), "keys and values lie differently")
     dependent = dependent_launches(query.device)
     tile_queries = max(16, triton.next_power_of_2(tokens * (key.num_q_heads // key.num_kv_heads)))
     programs = rows * key.num_kv_heads

@@ -48,8 +48,8 @@ def geometric(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
     Every 32 values in a row hold one from each 32nd of the distribution, in any order: means of 300 rounds of one row
     scatter by 0.6 %, those of independent draws by 3 %.
     """
-    if rate >= 1:
-        return np.full(count, count)
+    if rate in (0, 1):
+        return np.full(count, count if rate else 0)
     strata = rng.permuted(np.tile(np.arange(_STRATA), (-(-count // _STRATA), 1)), axis=1).reshape(-1)[:count]
     share = (strata + rng.random(count)) / _STRATA
     return np.floor(np.log1p(-share) / np.log(rate)).astype(np.int64)
@@ -71,7 +71,7 @@ class SyntheticRead:
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Draw beforehand, for more rows than are read in a run: drafts accepted in a row, and tokens."""
+        """Draw drafts accepted in a row, and tokens, beforehand; when they are used up they start over."""
         self.drawn = geometric(self.rate, 1 << 16, self.rng)
         self.roots = self.rng.integers(0, self.vocab, len(self.drawn))
         self._used = 0

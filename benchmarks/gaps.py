@@ -12,17 +12,19 @@ from typing import Any
 import numpy as np
 import torch
 
-_WAITED_MS = 0.005
-"""A start event longer than this after the stop event before it was waited for: the device had nothing to do."""
-
 
 @dataclass(frozen=True)
 class Replay:
-    """One replay: events around it, and how long its launch took the host."""
+    """One replay of a graph: events around it.
 
+    waited_ms: how long the launch took the host, if the device stood in front of it at its end; else 0.
+    """
+
+    graph: torch.cuda.CUDAGraph
     start: torch.cuda.Event
     stop: torch.cuda.Event
     launch_ms: float
+    waited_ms: float
 
 
 @contextmanager
@@ -37,8 +39,9 @@ def recorded_replays() -> Iterator[list[Replay]]:
         before = time.perf_counter()
         plain(graph)
         launch_ms = (time.perf_counter() - before) * 1e3
+        waited = start.query()  # all that was queued before the launch is done
         stop.record()
-        found.append(Replay(start, stop, launch_ms))
+        found.append(Replay(graph, start, stop, launch_ms, launch_ms if waited else 0.0))
 
     torch.cuda.CUDAGraph.replay = replay  # type: ignore[method-assign,assignment]
     try:
@@ -51,42 +54,49 @@ def replay_gaps(run: Callable[[], int]) -> dict[str, Any]:
     """Idle time of rounds that run from graphs only; `run` returns how many it made. See `idle`.
 
     Raises:
-        ValueError: the replays are not equally many a round.
+        ValueError: some rounds replayed other graphs than the first.
     """
     with recorded_replays() as found:
         rounds = run()
     torch.cuda.synchronize()
-    if len(found) % rounds:
+    graphs = [replay.graph for replay in found[: len(found) // rounds]]
+    if [replay.graph for replay in found] != graphs * rounds:
         raise ValueError(f"{len(found)} replays are not {rounds} equal rounds")
     gaps = np.array([a.stop.elapsed_time(b.start) for a, b in pairwise(found)])
-    busy = np.array([replay.start.elapsed_time(replay.stop) for replay in found])
-    launches = np.array([replay.launch_ms for replay in found])
-    return {"rounds": rounds, **idle(gaps, busy, launches, len(found) // rounds)}
+    busy, launches, waited = (
+        np.array(times).reshape(rounds, len(graphs))
+        for times in (
+            [replay.start.elapsed_time(replay.stop) for replay in found],
+            [replay.launch_ms for replay in found],
+            [replay.waited_ms for replay in found],
+        )
+    )
+    medians = {"launch_us": (np.median(launches, 0) * 1e3).tolist(), "graph_ms": np.median(busy, 0).tolist()}
+    return {"rounds": rounds, **idle(gaps, busy, waited), **medians}
 
 
-def idle(gaps: np.ndarray, busy: np.ndarray, launches: np.ndarray, graphs: int) -> dict[str, Any]:
-    """The idle share of rounds of so many graphs: medians of the rounds, times in ms.
+def idle(gaps: np.ndarray, busy: np.ndarray, waited: np.ndarray) -> dict[str, Any]:
+    """The idle share of rounds: medians of the rounds, times in ms.
 
     A round lasts from the end of its predecessor's last graph to the end of its own. Idle is what lies between two
-    graphs, copies included (a plan's work list, the round's own arrays, the read). Where the device waited there it
-    also waited for the launch, which the events count as the graph's own time: the whole launch is taken as idle.
+    graphs, copies included (a plan's work list, the round's own arrays, the read), and the launches that the device
+    waited for: to the events these are part of the graph. A launch that the device came to wait for half-way counts
+    as a whole, so the share is never too small.
 
     Args:
-        gaps: [n-1] from the end of a replay to the start of the next. busy, launches: [n], in order.
+        gaps: [n·g - 1] from the end of a replay to the start of the next. busy, waited: [n rounds, g graphs].
 
-    >>> found = idle(np.array([0.5, 0.0, 0.5, 0.0, 0.5]), np.full(6, 4.5), np.full(6, 0.1), 2)
+    >>> found = idle(np.array([0.5, 0.0, 0.5, 0.0, 0.5]), np.full((3, 2), 4.5), np.array([[0.1, 0.0]] * 3))
     >>> round(found["round_ms"], 3), round(found["exposed_host_share"], 3)
     (9.5, 0.063)
     """
-    first = graphs  # the first round has no predecessor
-    waited = gaps[first - 1 :] + np.where(gaps[first - 1 :] > _WAITED_MS, launches[first:], 0)
-    lengths = (gaps[first - 1 :] + busy[first:]).reshape(-1, graphs).sum(1)
-    idle_ms = waited.reshape(-1, graphs).sum(1)
+    rounds, graphs = busy.shape
+    between = gaps[graphs - 1 :].reshape(rounds - 1, graphs)  # the first round has no predecessor
+    lengths = (between + busy[1:]).sum(1)
+    idle_ms = (between + waited[1:]).sum(1)
     return {
         "round_ms": float(np.median(lengths)),
         "worst_ms": float(lengths.max()),
         "idle_ms": float(np.median(idle_ms)),
         "exposed_host_share": float(np.median(idle_ms / lengths)),
-        "launch_us": (np.median(launches.reshape(-1, graphs), 0) * 1e3).tolist(),
-        "graph_ms": np.median(busy.reshape(-1, graphs), 0).tolist(),
     }

@@ -11,7 +11,7 @@ def rotated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """query [1, Hq, T, D], key [1, Hkv, T, D], cos and sin [1, 1, T, D], all of one half-precision dtype -> rotated.
 
-    Dimension i is paired with i + D/2: x · cos + (-x₂, x₁) · sin. Computed in float32 and rounded once, as compiled code
+    Dimension i is paired with i + D/2: x · cos + (-x₂, x₁) · sin. Computed in float32 and rounded once, as the compiler
     does it; eager code rounds the products too. The results lie in memory as [T, H, D].
     Source: transformers, models/llama/modeling_llama.py (apply_rotary_pos_emb).
     """

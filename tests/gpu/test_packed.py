@@ -116,3 +116,12 @@ def test_all_else_is_flashinfers(
 def test_the_public_shape_is_served() -> None:
     key = plan_key()
     assert is_packed(CacheGroup("test", (key,), NUM_PAGES, 16), key, torch.bfloat16, 32, 6, CUDA)
+
+
+def test_the_route_names_it() -> None:
+    from attention.flashinfer_backend import FlashInferBackend
+
+    backend, plain, windowed = FlashInferBackend(CUDA), plan_key(), plan_key(window=100)
+    group = CacheGroup("test", (plain, windowed), NUM_PAGES, 16)
+    assert "packed (32 queries a KV head)" in backend.route(group, plain, torch.bfloat16)
+    assert "packed" not in backend.route(group, windowed, torch.bfloat16)

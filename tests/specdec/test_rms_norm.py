@@ -21,7 +21,9 @@ def test_as_in_transformers(dtype: torch.dtype) -> None:
     assert torch.equal(normed, norm(x + residual))
 
 
-def test_the_compiler_is_told_the_truth() -> None:
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_compiler_is_told_the_truth(transposed: bool) -> None:
     x, weight = torch.randn(1, 7, 48, dtype=HALF[0]), torch.randn(48, dtype=HALF[0])
+    x = x.transpose(1, 2).contiguous().transpose(1, 2) if transposed else x
     torch.library.opcheck(rms_norm, (x, weight, 1e-5), test_utils=("test_schema", "test_faketensor"))
     torch.library.opcheck(add_rms_norm, (x, x + 1, weight, 1e-5), test_utils=("test_schema", "test_faketensor"))
