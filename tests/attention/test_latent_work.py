@@ -74,6 +74,7 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
     return written
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(ROWS, HEADS, SMS)
 def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
@@ -93,6 +94,7 @@ def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int
     assert (arrays["kv_len"][:count] == host.seq_lens[division.row]).all()
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(ROWS, st.integers(1, 12), HEADS, SMS)
 def test_a_kept_division_is_that_of_the_new_lengths(

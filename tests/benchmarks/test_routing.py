@@ -64,5 +64,6 @@ def test_only_chosen_experts_count_in_the_floor(pair: Pair) -> None:
     assert four > one
 
 
+@pytest.mark.slow
 def test_a_model_without_experts_has_none() -> None:
     assert expert_work(random_pair("tiny", torch.float32, CPU).target, sequences(1, 8), 1, 4).layers == 0

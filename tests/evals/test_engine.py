@@ -44,6 +44,7 @@ def verdict(plant: SimpleNamespace, worker: Worker, folder: Path, **more: Any) -
     return check(executor, plan, store, lambda answers: None, sample_prompts=2)
 
 
+@pytest.mark.slow
 def test_the_engine_passes(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     found = verdict(plant, worker, tmp_path / "run")
     assert found["passed"]

@@ -207,6 +207,7 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_norms()))
 def test_other_norms_stay(name: str) -> None:
     run, x = other_norms()[name]
@@ -215,6 +216,7 @@ def test_other_norms_stay(name: str) -> None:
     assert_alike(out, run(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "add",
     [
@@ -316,6 +318,7 @@ def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(other_rotations()))
 def test_other_rotations_stay(name: str) -> None:
     run, args = other_rotations()[name]

@@ -21,6 +21,7 @@ def tokens(prompts: list[list[int]], params: Any, **options: Any) -> list[list[i
     return [c.token_ids for c in wrapped.generate(prompts, params)]
 
 
+@pytest.mark.slow
 def test_a_seeded_request_does_not_care_about_its_batch() -> None:
     params = [replace(SAMPLED, seed=i) for i in range(6)]
     together = tokens(PROMPTS, params, max_num_seqs=6, max_num_batched_tokens=256)
