@@ -153,6 +153,7 @@ def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch,
     assert {name: getattr(specs[0], name) for name in given} == given
 
 
+@pytest.mark.slow
 def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> None:
     lm = EngineLM(model, Arm("x", K), max_gen_toks=24)
     one = request("<|user|>How many apples?<|end|><|assistant|>", do_sample=True, temperature=1.5)

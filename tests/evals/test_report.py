@@ -76,6 +76,7 @@ def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, t
     assert "23 of 23 answers equal the target alone's" in text
 
 
+@pytest.mark.slow
 def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
     page = html_report.render(document)

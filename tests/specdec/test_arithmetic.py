@@ -79,6 +79,7 @@ def test_the_first_problem_does_not_change_between_releases() -> None:
     assert problem.answer == "146/2 = <<146/2=73>>73 people stay.\n#### 73"
 
 
+@pytest.mark.slow
 def test_splits_share_no_question_whatever_the_seeds() -> None:
     train = {p.question for seed in range(4) for p in problems("train", 2_000, seed)}
     heldout = {p.question for seed in range(4) for p in problems("heldout", 500, seed)}

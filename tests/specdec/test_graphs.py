@@ -125,7 +125,7 @@ def with_graphs(head: Any, target: Any = None, **options: Any) -> Any:
     "options",
     [
         {},
-        {"kv_cache_tokens": 88},
+        pytest.param({"kv_cache_tokens": 88}, marks=pytest.mark.slow),
         pytest.param({"page_size": 1}, marks=pytest.mark.slow),
         pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
     ],
