@@ -3,6 +3,8 @@
 Every kernel launched so must wait before it touches memory that a kernel may write (a model's weights it may read at
 once), and only then let the next one be launched: so each knows that everything before its predecessor is complete.
 Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
+
+Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -10,9 +12,20 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def wait_for_predecessor(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Behind it everything before this kernel is done, and the kernel behind may be launched."""
+    if DEPENDENT:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
 
 
 @cache
-def dependent_launches(device: torch.device) -> bool:
-    """Whether the GPU has them (Hopper and later)."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+def dependent_launch(device: torch.device) -> dict[str, bool]:
+    """The options of a launch, for kernels that call `wait_for_predecessor`; Hopper and later have it."""
+    has = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    return {"DEPENDENT": has, "launch_pdl": has}

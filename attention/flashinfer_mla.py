@@ -123,7 +123,7 @@ class LatentKernel:
 
     def run(self, plan: LatentPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
-        pages = layer_kv.keys.squeeze(2 if layer_kv.layout == "NHD" else 1)  # [num_pages, page_size, 576]
+        pages = layer_kv.keys.squeeze(layer_kv.slot_and_head[1])  # [num_pages, page_size, 576]
         self._module.run(
             self._workspace,
             plan.work.remote,

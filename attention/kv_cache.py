@@ -100,6 +100,11 @@ class LayerKV:
     key_scale: float = 1.0
     value_scale: float = 1.0
 
+    @property
+    def slot_and_head(self) -> tuple[int, int]:
+        """The axes of `keys` and `values` along which the slots of a page and its heads lie."""
+        return (1, 2) if self.layout == "NHD" else (2, 1)
+
 
 def bytes_per_token(plan_keys: tuple[PlanKey, ...], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers, in a cache of `dtype`."""

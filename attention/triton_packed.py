@@ -15,7 +15,7 @@ import triton.language as tl
 
 from attention.backend import PlanKey
 from attention.checking import checking, require
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import LayerKV
 
 _NARROW, _WIDE = (64, 2), (128, 4)
@@ -52,9 +52,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     packed, column, key_at = tl.arange(0, TILE_QUERIES), tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
@@ -106,12 +104,11 @@ def launch_packed(
     """
     rows = len(last_page_len)
     tokens = len(query) // rows
-    pages, (slot, head) = layer.keys, (1, 2) if layer.layout == "NHD" else (2, 1)
+    pages, (slot, head) = layer.keys, layer.slot_and_head
     if checking():
         require(len(query) == rows * tokens, f"{len(query)} tokens are not {rows} equal rows")
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(pages.stride() == layer.values.stride(), "keys and values lie differently")
-    dependent = dependent_launches(query.device)
     tile_queries = max(16, triton.next_power_of_2(tokens * (key.num_q_heads // key.num_kv_heads)))
     programs = rows * key.num_kv_heads
     tile_keys, warps = _WIDE if tile_queries > 16 and programs < _FEW_PROGRAMS else _NARROW
@@ -137,7 +134,6 @@ def launch_packed(
         TILE_QUERIES=tile_queries,
         TILE_KEYS=tile_keys,
         STAGES=_STAGES,
-        DEPENDENT=dependent,
         num_warps=warps,
-        launch_pdl=dependent,
+        **dependent_launch(query.device),
     )

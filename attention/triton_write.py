@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import FP8, FP8_MAX, LayerKV
 
 
@@ -37,9 +37,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
     at = tl.arange(0, BLOCK)
@@ -62,8 +60,7 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
     `attention.kv_cache.KVFormat`.
     """
     tokens, heads, dim = key.shape
-    slot, head = (1, 2) if layer.layout == "NHD" else (2, 1)
-    pages, dependent = layer.keys, dependent_launches(key.device)
+    pages, (slot, head) = layer.keys, layer.slot_and_head
     _write_kernel[(tokens,)](
         key,
         value,
@@ -85,6 +82,5 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
         HEADS=heads,
         DIM=dim,
         BLOCK=triton.next_power_of_2(heads * dim),
-        DEPENDENT=dependent,
-        launch_pdl=dependent,
+        **dependent_launch(key.device),
     )

@@ -14,13 +14,13 @@ MOST_TOKENS_BIASED = 96
 then asks cuBLASLt, where cuBLAS splits the sum and adds the parts with a second kernel. µs on an H200 with 48 tokens:
 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens 40.1 and
 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide products take as long either way."""
-_HALF = (torch.float16, torch.bfloat16)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())
 def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs."""
-    if x.is_cuda and x.dtype in _HALF:
+    if x.is_cuda and x.dtype in HALF:
         if len(x) <= MOST_TOKENS:
             from specdec.triton_linear import fits, launch_linear
 

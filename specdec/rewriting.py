@@ -15,8 +15,8 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from specdec.linear import few_tokens_linear  # noqa: F401 (registers the operator)
-from specdec.rms_norm import HALF, add_rms_norm, rms_norm  # noqa: F401
+from specdec.linear import HALF, few_tokens_linear  # noqa: F401 (registers the operator)
+from specdec.rms_norm import add_rms_norm, rms_norm  # noqa: F401
 from specdec.rotation import rotated  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")

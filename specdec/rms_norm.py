@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import torch
 
-HALF = (torch.float16, torch.bfloat16)
-
 
 @torch.library.custom_op("specdec::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

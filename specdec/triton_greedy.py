@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 
 _PART = 4096
 
@@ -24,9 +24,7 @@ def _parts_kernel(  # type: ignore[no-untyped-def]
     PART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * PART + tl.arange(0, PART)
     inside = column < vocab
@@ -47,9 +45,7 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     MOST_PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, MOST_PARTS)
     best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -60,11 +56,10 @@ def _best_kernel(  # type: ignore[no-untyped-def]
 def launch_greedy(logits: torch.Tensor) -> torch.Tensor:
     """logits [T >= 1, V], columns side by side -> [T] int64."""
     rows, vocab = logits.shape
-    parts, dependent = triton.cdiv(vocab, _PART), dependent_launches(logits.device)
+    parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
     best = logits.new_empty(rows, parts, dtype=torch.float32)
     place = logits.new_empty(rows, parts, dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
-    settings = {"DEPENDENT": dependent, "launch_pdl": dependent}
-    _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **settings)
-    _best_kernel[(rows,)](best, place, out, parts, MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **settings)
+    _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
+    _best_kernel[(rows,)](best, place, out, parts, MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options)
     return out

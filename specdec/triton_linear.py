@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 
 _TILE_TOKENS = 16
 _TILE_ROWS = 64
@@ -44,9 +44,7 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, TILE_WIDTH)
     inside = row < rows
     weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
-    if DEPENDENT:  # launched while the kernel before runs; the one behind may be launched from here on
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     weights = weight_row[:, None] + column[None, :]
     x_columns = x_ptr + token[None, :] * x_stride + column[:, None]
     total = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)
@@ -67,7 +65,6 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T <= 16, I], weight [O, I] -> [T, O]."""
     (tokens, width), rows = x.shape, len(weight)
     out = x.new_empty(tokens, rows)
-    dependent = dependent_launches(x.device)
     _linear_kernel[(triton.cdiv(rows, _TILE_ROWS),)](
         x,
         weight,
@@ -80,9 +77,8 @@ def launch_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         TILE_TOKENS=_TILE_TOKENS,
         TILE_ROWS=_TILE_ROWS,
         TILE_WIDTH=_TILE_WIDTH,
-        DEPENDENT=dependent,
         num_warps=_WARPS,
         num_stages=_STAGES_OF_MANY_ROWS if rows > _MANY_ROWS else _STAGES,
-        launch_pdl=dependent,
+        **dependent_launch(x.device),
     )
     return out

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 
 
 @triton.jit
@@ -27,9 +27,7 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # nobody writes it: no need to wait
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
     if ADDS:
@@ -51,7 +49,6 @@ def launch_norm(
     added = rows if residual is None else _rows(residual)
     out = x.new_empty(x.shape)
     total = x if residual is None else x.new_empty(x.shape)
-    dependent = dependent_launches(x.device)
     _norm_kernel[(len(rows),)](
         rows,
         added,
@@ -64,9 +61,8 @@ def launch_norm(
         WIDTH=width,
         BLOCK=triton.next_power_of_2(width),
         ADDS=residual is not None,
-        DEPENDENT=dependent,
         num_warps=8 if width >= 2048 else 4,
-        launch_pdl=dependent,
+        **dependent_launch(x.device),
     )
     return total, out
 

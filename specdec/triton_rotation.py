@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.dependent import dependent_launches
+from attention.dependent import dependent_launch, wait_for_predecessor
 from specdec.rotation import token_major
 
 _HEADS_A_PROGRAM = 16
@@ -36,9 +36,7 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    if DEPENDENT:
-        tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+    wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
     column = tl.arange(0, BLOCK)[None, :]
@@ -74,7 +72,6 @@ def launch_rotation(
     query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
     outs = token_major(query), token_major(key)
     (_, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
-    dependent = dependent_launches(query.device)
     _rotation_kernel[(tokens, triton.cdiv(query_heads + key_heads, _HEADS_A_PROGRAM))](
         query,
         key,
@@ -92,8 +89,7 @@ def launch_rotation(
         HALF=dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS_A_PROGRAM,
-        DEPENDENT=dependent,
         num_warps=4,
-        launch_pdl=dependent,
+        **dependent_launch(query.device),
     )
     return outs

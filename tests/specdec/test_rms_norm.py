@@ -6,7 +6,8 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.rms_norm import HALF, add_rms_norm, rms_norm
+from specdec.linear import HALF
+from specdec.rms_norm import add_rms_norm, rms_norm
 
 
 @pytest.mark.parametrize("dtype", HALF)
