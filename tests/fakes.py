@@ -209,6 +209,18 @@ def divided_as_by_flashinfer() -> Iterator[None]:
         yield
 
 
+def count_calls(monkeypatch: Any, owner: type, name: str) -> list[Any]:
+    """What the method was called with, from now on."""
+    plain, calls = getattr(owner, name), []
+
+    def counting(self: Any, *args: Any) -> Any:
+        calls.append(args)
+        return plain(self, *args)
+
+    monkeypatch.setattr(owner, name, counting)
+    return calls
+
+
 def free_everywhere(wrapped: Any) -> bool:
     """Whether no request holds a row or a page any more."""
     engine = wrapped._engine

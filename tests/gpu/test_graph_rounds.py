@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import count_calls
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.packed_kernel import PackedKernel
 from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec
+from specdec import Completion
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
 
@@ -85,14 +87,18 @@ def agreement(ours: list[Any], others: list[Any]) -> float:
     return same / total
 
 
+def drafted(completions: list[Completion]) -> list[list[int]]:
+    """All draft ids of each completion, one round behind the other."""
+    return [[t for round_ in c.drafts or () for t in round_] for c in completions]
+
+
 @pytest.mark.parametrize("drafts", [0, 1, 5])
 def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager, graphed = (model(drafts, graphs).generate(PROMPTS, params) for graphs in (False, True))
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     if drafts:
-        flat = [[t for round_ in c.drafts or () for t in round_] for c in graphed]
-        assert agreement(flat, [[t for round_ in c.drafts or () for t in round_] for c in eager]) >= 0.97
+        assert agreement(drafted(graphed), drafted(eager)) >= 0.97
 
 
 def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,19 +106,11 @@ def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(5, False).generate(PROMPTS, params)
     monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
-    runs: list[int] = []
-    run = PackedKernel.run
-
-    def noted(self: PackedKernel, query: torch.Tensor, *args: Any) -> None:
-        runs.append(len(query))
-        run(self, query, *args)
-
-    monkeypatch.setattr(PackedKernel, "run", noted)
+    launches = count_calls(monkeypatch, PackedKernel, "run")
     graphed = model(5, True).generate(PROMPTS, params)
-    assert {4 * 6, 4} <= set(runs)  # verifications and draft steps
+    assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
-    drafts = [[[t for round_ in c.drafts or () for t in round_] for c in found] for found in (graphed, eager)]
-    assert agreement(*drafts) >= 0.97
+    assert agreement(drafted(graphed), drafted(eager)) >= 0.97
 
 
 def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch: pytest.MonkeyPatch) -> None:

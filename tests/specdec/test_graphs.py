@@ -13,7 +13,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import VOCAB, eagle3_head, enlarge, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import (
+    VOCAB,
+    count_calls,
+    eagle3_head,
+    enlarge,
+    free_everywhere,
+    hf_greedy,
+    random_prompts,
+    table_head,
+    tiny_llama,
+    wrap,
+)
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import specdec.capture
@@ -108,9 +119,9 @@ def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPat
     return recorded_on_cpu
 
 
-def with_graphs(head: Any, target: Any = None, **options: Any) -> Any:
+def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: Any) -> Any:
     wrapped = wrap(tiny_llama() if target is None else target, head, **options)
-    backend = FixedPlaceBackend(torch.device("cpu"))
+    backend = backend or FixedPlaceBackend(torch.device("cpu"))
     wrapped.target.runner._backend = backend
     if wrapped.executor.drafter is not None:
         wrapped.executor.drafter.runner._backend = backend
@@ -383,15 +394,3 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
     assert len(followed) == before, "the waiting request has to be let in first"
     engine.step()
     assert len(engine._inflight.schedule.rows) == 2
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch, owner: type, name: str) -> list[Any]:
-    """What the method was called with, from now on."""
-    plain, calls = getattr(owner, name), []
-
-    def counting(self: Any, *args: Any) -> Any:
-        calls.append(args)
-        return plain(self, *args)
-
-    monkeypatch.setattr(owner, name, counting)
-    return calls

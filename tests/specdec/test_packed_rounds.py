@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import eagle3_head, random_prompts, tiny_llama, wrap
+from fakes import count_calls, eagle3_head, random_prompts, tiny_llama, wrap
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernel compiled", allow_module_level=True)
@@ -16,9 +16,8 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from attention.flashinfer_backend import FlashInferBackend, FlashInferPlan
 from attention.packed_kernel import PackedKernel
 from attention.torch_backend import TorchBackend
-from specdec.graphs import GraphExecutor
 from specdec.sampling import SamplingParams
-from tests.specdec.test_graphs import graphs_on_cpu, recorded_on_cpu  # noqa: F401 (fixtures)
+from tests.specdec.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
 PROMPTS = random_prompts((5, 33, 17))
@@ -39,37 +38,24 @@ class OnCpu(FlashInferBackend):
 
 
 @pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Tokens of every launch of the kernel."""
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the kernel runs on, in batches of any size and heads of 16."""
     monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
     monkeypatch.setattr("attention.packed_kernel.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.flashinfer_backend.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.flashinfer_backend._FLOAT_WORKSPACE_BYTES", 1)
-    found: list[int] = []
-    run = PackedKernel.run
-
-    def noted(self: PackedKernel, query: torch.Tensor, *args: Any) -> None:
-        found.append(len(query))
-        run(self, query, *args)
-
-    monkeypatch.setattr(PackedKernel, "run", noted)
-    return found
-
-
-def generate(graphs: bool) -> list[Any]:
-    target = tiny_llama().half()
-    wrapped = wrap(target, eagle3_head(tiny_llama()).half(), num_speculative_tokens=2, max_num_seqs=4, page_size=16)
-    if graphs:
-        backend = OnCpu()
-        wrapped.target.runner._backend = wrapped.executor.drafter.runner._backend = backend
-        wrapped._engine._executor = GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
-        wrapped._engine._launch_ahead = True
-    return wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=12, return_drafts=True))
+    return count_calls(monkeypatch, PackedKernel, "run")
 
 
 @pytest.mark.slow
-def test_tokens_and_drafts_are_those_of_the_eager_road(graphs_on_cpu: list[Any], launches: list[int]) -> None:  # noqa: F811
-    eager, graphed = generate(False), generate(True)
-    assert {4 * 3, 4} <= set(launches)  # verifications and draft steps of four rows
+def test_tokens_and_drafts_are_those_of_the_eager_road(graphs_on_cpu: list[Any], launches: list[Any]) -> None:  # noqa: F811
+    head, target = eagle3_head(tiny_llama()).half(), tiny_llama().half()
+    options = {"num_speculative_tokens": 2, "max_num_seqs": 4, "page_size": 16}
+    params = SamplingParams(max_new_tokens=12, return_drafts=True)
+    eager = wrap(target, head, **options).generate(PROMPTS, params)
+    graphed = with_graphs(eagle3_head(tiny_llama()).half(), tiny_llama().half(), OnCpu(), **options).generate(
+        PROMPTS, params
+    )
+    assert {4 * 3, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps of four rows
     assert [c.token_ids for c in graphed] == [c.token_ids for c in eager]
     assert [c.drafts for c in graphed] == [c.drafts for c in eager]
