@@ -38,7 +38,7 @@ from specdec.sampling import SamplingParams
 from specdec.target import probe_target
 from specdec.verify import unpack_outcome
 
-_GAP_ROUNDS, _TRACED_ROUNDS = 30, 12
+_GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
 _STRATA = 32
 
 
@@ -217,18 +217,33 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
 def full_rounds(
     model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int
 ) -> Iterator[Callable[[int], int]]:
-    """What makes as many rounds as it is told, in each of which every row decodes; nothing goes on after them."""
+    """What makes at most as many rounds as it is told, in each of which every row decodes, and returns their number.
+
+    It stops early where a row could come to its last token.
+
+    Raises:
+        ValueError: `new_tokens` leaves too few such rounds.
+    """
     read.moments.clear()
     updates = model.stream(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    emitted = np.zeros(len(ids), np.int64)
+    last = new_tokens - 3 * (model.config.num_speculative_tokens + 1)
+
+    def advance() -> None:
+        update = next(updates)
+        emitted[update.index] += len(update.token_ids)
 
     def go_on(rounds: int) -> int:
         start = len(read.moments)
-        while len(read.moments) < start + rounds:
-            next(updates)
-        return rounds
+        while len(read.moments) < start + rounds and emitted.max() <= last:
+            advance()
+        made = len(read.moments) - start
+        if made < _LEAST_ROUNDS:
+            raise ValueError(f"{new_tokens} new tokens leave {made} rounds of {len(ids)} decoding rows; give more")
+        return made
 
     while sum(rows == len(ids) for _, rows, _ in read.moments) < 4:
-        next(updates)
+        advance()
     try:
         yield go_on
     finally:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 
-from benchmarks.bench_round import SyntheticRead, geometric
+from benchmarks.bench_round import SyntheticRead, full_rounds, geometric
 
 
 def test_acceptance_has_its_distribution_in_every_run() -> None:
@@ -35,3 +39,37 @@ def test_rows_have_draws_of_their_own_and_short_rounds_accept_no_more_than_they_
     assert (accepted <= num_drafts).all() and (accepted[:, 2] == 0).all()
     assert (accepted[:, 0] != accepted[:, 3]).any() and (accepted[1:, 0] != accepted[:-1, 0]).any()
     assert len(read.moments) == 200
+
+
+class Rows:
+    """A model whose rows take one and four tokens a round, with K = 3."""
+
+    config = SimpleNamespace(num_speculative_tokens=3)
+
+    def __init__(self, read: SyntheticRead) -> None:
+        self.read = read
+
+    def stream(self, ids: list[list[int]], params: Any) -> Iterator[Any]:
+        left = np.full(len(ids), params.max_new_tokens)
+        while left.any():
+            rows = np.flatnonzero(left)
+            self.read.moments.append((0.0, len(rows), 0))
+            for row in rows:
+                took = min(4 if row else 1, left[row])
+                left[row] -= took
+                yield SimpleNamespace(index=row, token_ids=[0] * took)
+
+
+@pytest.mark.parametrize(("new_tokens", "rounds"), [(256, 30), (128, 26), (60, 9)])
+def test_rounds_end_before_a_row_comes_to_its_last_token(new_tokens: int, rounds: int) -> None:
+    read = SyntheticRead(0.8, 50, np.random.default_rng(0), alters_tokens=True)
+    with full_rounds(Rows(read), read, [[1], [1]], new_tokens) as go_on:  # type: ignore[arg-type]
+        assert go_on(30) == rounds
+    assert all(rows == 2 for _, rows, _ in read.moments) and len(read.moments) * 4 <= new_tokens
+
+
+def test_too_few_tokens_for_full_rounds_are_refused() -> None:
+    read = SyntheticRead(0.8, 50, np.random.default_rng(0), alters_tokens=True)
+    made = full_rounds(Rows(read), read, [[1], [1]], 40)  # type: ignore[arg-type]
+    with made as go_on, pytest.raises(ValueError, match="40 new tokens leave 4 rounds of 2 decoding rows"):
+        go_on(30)
