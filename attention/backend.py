@@ -51,6 +51,8 @@ class AttentionBackend(Protocol):
     """A family of attention kernels over the paged KV cache."""
 
     name: str
+    batch_invariant: bool
+    """Whether a token's result is the same bits whatever else is in the batch, and however its row is cut in pieces."""
 
     def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
         """Which kernels serve `key`, in words, for people."""

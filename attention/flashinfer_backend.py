@@ -251,6 +251,7 @@ class FlashInferBackend:
     caches; and latent attention in absorbed form (fa3 on Hopper)."""
 
     name = "flashinfer"
+    batch_invariant = False
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)

@@ -54,6 +54,11 @@ class GroupRunner:
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     @property
+    def batch_invariant(self) -> bool:
+        """See `AttentionBackend.batch_invariant`."""
+        return self._backend.batch_invariant
+
+    @property
     def routes(self) -> tuple[str, ...]:
         """Which kernels serve the group, in words; equal ones once."""
         return tuple(dict.fromkeys(self._backend.route(self.group, key, self._dtype) for key in self._builders))

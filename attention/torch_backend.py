@@ -116,6 +116,7 @@ class TorchBackend:
     """Reference attention: GQA, window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND, 8-bit caches."""
 
     name = "torch"
+    batch_invariant = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -40,6 +40,7 @@ from specdec.verify import unpack_outcome
 
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
 _STRATA = 32
+_BACKENDS = ("flashinfer", "batch_invariant")
 
 
 def geometric(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
@@ -146,6 +147,7 @@ class DevicePlannedBackend:
 
     def __init__(self, backend: GraphBackend) -> None:
         self.run = backend.run
+        self.batch_invariant = backend.batch_invariant
         self.route = backend.route
         self._backend = backend
 
@@ -160,10 +162,10 @@ class DevicePlannedBackend:
         return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
 
 
-def engine(pair: Pair, config: EngineConfig, read: SyntheticRead, plan_from: str) -> SpeculativeModel:
+def engine(pair: Pair, config: EngineConfig, read: SyntheticRead, name: str, plan_from: str) -> SpeculativeModel:
     """The public model over a pair."""
     device = pair.target.device
-    backend: Any = make_backend("flashinfer", device)
+    backend: Any = make_backend(name, device)
     if plan_from == "device":
         backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
@@ -290,6 +292,7 @@ def wait_for(file: Path) -> None:
 @click.option("--new-tokens", type=int, default=256, show_default=True)
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
+@click.option("--backend", type=click.Choice(_BACKENDS), default="flashinfer", show_default=True)
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
@@ -302,6 +305,7 @@ def main(
     new_tokens: int,
     repeats: int,
     acceptance: float,
+    backend: str,
     plan_from: str,
     trace: str,
     hold: Path | None,
@@ -317,14 +321,14 @@ def main(
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
     vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
     read = SyntheticRead(acceptance, vocab, rng, alters_tokens=drafts > 0)
-    model = engine(pair, config, read, plan_from)
+    model = engine(pair, config, read, backend, plan_from)
     if not drafts:
         draw_on_device(model, vocab, rng)
     start_s = time.perf_counter() - started
     if hold is not None:
         wait_for(hold)
     common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
-    common |= {"acceptance": acceptance, "plan_from": plan_from, "start_s": start_s, **provenance()}
+    common |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, "start_s": start_s, **provenance()}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
     lines: list[dict[str, Any]] = []
     try:

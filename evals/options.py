@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from specdec.config import BACKENDS
 from specdec.options import CUDA_GRAPHS, DEFAULT_MODEL, KV_CACHE_DTYPE, MTP_OPTIONS
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def _stacked(*decorators: Decorator) -> Decorator:
 
 model_options = _stacked(
     click.option("--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."),
-    click.option("--backend", default="auto", show_default=True, help="auto, torch or flashinfer."),
+    click.option("--backend", default="auto", show_default=True, help=f"{', '.join(BACKENDS)}."),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
     click.option("--device", default=None, help="cpu, cuda, cuda:1, ...; default CUDA where there is one."),
     click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),

@@ -8,12 +8,14 @@ from importlib.util import find_spec
 
 import torch
 
-from attention.backend import AttentionBackend
+from attention.backend import AttentionBackend, GraphBackend
 from attention.kv_cache import FP8, KVFormat
 from attention.torch_backend import TorchBackend
+from drafters.base import Head
+from drafters.mtp_modules import MtpStack
+from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
-BACKENDS = ("auto", "torch", "flashinfer")
 KV_CACHE_DTYPES = {"auto": None, "fp8": FP8}
 
 
@@ -32,18 +34,39 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(KV_CACHE_DTYPES[dtype], tuple((pair[0], pair[1]) for pair in scales or ()))
 
 
+def check_graphs(backend: AttentionBackend, head: Head | None, cuda_graphs: bool) -> None:
+    """Refuse what cannot run from CUDA graphs, and what cannot run without.
+
+    Raises:
+        InvalidInputError: see there.
+    """
+    if cuda_graphs and not isinstance(backend, GraphBackend):
+        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
+    if isinstance(head, MtpStack) and (cuda_graphs or backend.batch_invariant):
+        raise InvalidInputError(
+            "several multi-token-prediction modules run without CUDA graphs, and so not with "
+            "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
+        )
+    if backend.batch_invariant and not cuda_graphs:
+        raise InvalidInputError(f"backend={backend.name!r} needs cuda_graphs=True: its model is a compiled one")
+
+
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
     """The attention backend: "auto" is FlashInfer on CUDA and the torch reference elsewhere.
 
     Raises:
-        InvalidInputError: unknown name, FlashInfer off CUDA, or FlashInfer not installed.
+        InvalidInputError: unknown name, a backend for CUDA elsewhere, or FlashInfer not installed.
     """
     if name not in BACKENDS:
         raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return TorchBackend(device)
     if device.type != "cuda":
-        raise InvalidInputError(f"backend='flashinfer' needs a CUDA device, not {device}; use backend='torch'")
+        raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
+    if name == "batch_invariant":
+        from attention.invariant_backend import InvariantBackend
+
+        return InvariantBackend()
     if find_spec("flashinfer") is None:
         raise InvalidInputError(
             "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='torch' (slow on a GPU)"

@@ -16,7 +16,7 @@ from attention.staging import Staged
 from drafters.chain import Draft, paged_attend
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
-from specdec.compiling import EaglePasses, HeadPasses, MtpPasses
+from specdec.compiling import EaglePasses, HeadPasses, MtpPasses, compiler_settings
 from specdec.executor import Drafter, EagerExecutor
 from specdec.transfer import DeviceRound
 from specdec.verify import fill_drafts, in_order
@@ -186,7 +186,11 @@ class DraftCapture:
 def capture_bucket(
     eager: EagerExecutor, model: Callable[..., Any], drafts: DraftCapture | None, round_: EmptyRound, pool: Any
 ) -> Bucket:
-    """Capture everything of one bucket. `model`: the compiled target."""
+    """Capture everything of one bucket. `model`: the compiled target; every row of it is judged.
+
+    Where the rounds outside of graphs run it too, it is asked as they do, so that it is compiled once.
+    """
+    judged = None if eager.model is None else round_.target.judged_rows
     rows, query_len = round_.target.logit_index.shape
     planner = eager.target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(round_.target.metadata)
@@ -195,11 +199,12 @@ def capture_bucket(
     def verify() -> tuple[torch.Tensor, torch.Tensor]:
         drafted = in_order(all_drafts, round_.target)
         token_ids = fill_drafts(round_.target, drafted)
-        logits = eager.target.forward(token_ids, planned, None, model).logits
+        logits = eager.target.forward(token_ids, planned, judged, model).logits
         return logits, eager.judge(logits, round_.target, drafted)
 
     graph, (logits, packed) = record(verify, pool)
-    draft = None if drafts is None else drafts.capture(packed, round_, planner)
+    with compiler_settings():  # the head's: what it says decides no token
+        draft = None if drafts is None else drafts.capture(packed, round_, planner)
     return Bucket(planner, graph, round_.target.token_ids, round_.target.logit_index, logits, packed, draft)
 
 

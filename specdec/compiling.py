@@ -14,11 +14,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.fx.experimental import _config as size_config
 
 from attention.opaque import Channel, opaque_attend
 from drafters.base import Attend, Head
 from drafters.eagle3 import Eagle3Head
 from drafters.mtp import MtpHead
+from specdec.errors import SpecdecError
 from specdec.greedy import greedy_ids
 from specdec.rewriting import Rewriting
 
@@ -123,16 +125,50 @@ def store_angles(model: nn.Module) -> int:
 
 
 @contextmanager
-def compiler_settings() -> Iterator[None]:
+def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
     """The compiler's settings while our code is compiled (compilation happens at the first call).
 
     Floats such as an epsilon are constants: taken as inputs, they make the compiler start over once it has found out
     that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
+
+    batch_invariant: one code for all sizes (two sizes that happen to be equal at the first call stay two), which rounds
+    where eager code rounds, whatever it fuses, and whose form is not chosen by timing.
     """
-    inductor = torch._inductor.config.patch(post_grad_custom_pre_pass=Rewriting())
-    with inductor, torch._dynamo.config.patch(specialize_float=True, recompile_limit=256):
+    options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
+    if batch_invariant:
+        options |= {"emulate_precision_casts": True, "deterministic": True}
+    sizes = size_config.patch(use_duck_shape=not batch_invariant)  # type: ignore[attr-defined]
+    dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=256)
+    with torch._inductor.config.patch(options), sizes, dynamo:
         yield
+
+
+@contextmanager
+def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
+    """Raise an error of ours that the compiler met on its way as what it was."""
+    try:
+        yield
+    except Exception as error:
+        found: BaseException | None = error
+        while found is not None and not isinstance(found, kind):
+            found = getattr(found, "inner_exception", None) or found.__cause__ or found.__context__
+        if found is None or found is error:
+            raise
+        raise found from None
+
+
+def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A batch-invariant compiled model for calls of the engine's: it runs the code of the graphs, compiled once.
+
+    The engine calls in inference mode, whose tensors the compiler would tell from those of the capture.
+    """
+
+    def run(**inputs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
+            return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
+
+    return run
 
 
 def compiled_model(model: nn.Module) -> Callable[..., Any]:

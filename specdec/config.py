@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from specdec.errors import InvalidInputError
 
+BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
+"""Names of attention backends, see `specdec.backends`."""
+
 
 @dataclass(frozen=True)
 class EngineConfig:

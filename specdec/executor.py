@@ -72,8 +72,16 @@ class Executor(Protocol):
 class EagerExecutor:
     """Launches one operator after the other."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        config: EngineConfig,
+        model: Callable[..., Any] | None = None,
+    ) -> None:
+        """model: the target in another form, see `Target.forward`."""
         self.target = target
+        self.model = model
         self.drafter = drafter
         self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
         self.reads = HostReads(config.max_num_seqs * 2 * (config.num_speculative_tokens + 1), target.hf_model.device)
@@ -104,7 +112,7 @@ class EagerExecutor:
         """See `Executor.verify`."""
         planned = self.target.runner.plan(round_.metadata)
         draft = in_order(draft, round_)
-        output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows)
+        output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows, self.model)
         return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
 
     def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:

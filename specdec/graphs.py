@@ -19,12 +19,21 @@ import torch
 
 from drafters.chain import Draft
 from specdec.capture import Bucket, DraftBuffers, DraftCapture, EmptyRound, capture_bucket, head_metadata
-from specdec.compiling import compiled_model, compiler_settings, fuse_siblings, store_angles
+from specdec.compiling import (
+    compiled_model,
+    compiler_settings,
+    for_any_batch,
+    fuse_siblings,
+    store_angles,
+    unwrapped,
+)
 from specdec.config import EngineConfig
+from specdec.errors import UnsupportedModelError
 from specdec.executor import Drafter, EagerExecutor, Verification
-from specdec.experts import using_capturable_experts
+from specdec.experts import mixtures, using_capturable_experts
 from specdec.fixed import FixedRound, empty_round, fixed_shape, uniform_verified
 from specdec.round import DraftArrays, SamplingRound, TargetArrays, Verified, steps_after
+from specdec.selftest import invariance_test, products_test
 from specdec.target import Target
 from specdec.transfer import DeviceRound, fixed_views, step_views
 from specdec.verify import in_order
@@ -87,7 +96,8 @@ def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
 class GraphExecutor:
     """Runs rounds of verifications only from CUDA graphs, all others as `EagerExecutor` does.
 
-    Rounds with sampled rows draft eagerly and verify from the graph.
+    Rounds with sampled rows draft eagerly and verify from the graph. Over a batch-invariant backend the target is the
+    compiled one in all rounds.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -95,9 +105,17 @@ class GraphExecutor:
 
         Raises:
             UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
+            UnsupportedModelError: the backend is batch-invariant and the model is not.
         """
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
-        self._eager = EagerExecutor(target, drafter, config)
+        invariant = target.runner.batch_invariant
+        if invariant and mixtures(target.hf_model):
+            raise UnsupportedModelError(
+                f"{type(target.hf_model).__name__} is a mixture of experts, whose products are not batch-invariant; "
+                "use backend='flashinfer'"
+            )
+        model = compiled_model(target.hf_model)
+        self._eager = EagerExecutor(target, drafter, config, for_any_batch(model) if invariant else None)
         self._target = target
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
@@ -106,7 +124,7 @@ class GraphExecutor:
         self._fixed = {n: FixedRound(fixed_shape(config, n), drafting, target.hf_model.device) for n in rows}
         head = None if drafter is None else drafter.head
         modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
-        with torch.no_grad(), compiler_settings(), using_capturable_experts(*modules):
+        with torch.no_grad(), compiler_settings(invariant), using_capturable_experts(*modules):
             pool = torch.cuda.graph_pool_handle()
             drafts = None
             if drafter is not None and drafting:
@@ -115,7 +133,11 @@ class GraphExecutor:
             self._drafts: DraftBuffers | None = None if drafts is None else drafts.buffers
             fused = self._fuse(rows[-1], drafter, drafts)
             store_angles(target.hf_model)
-            model = compiled_model(target.hf_model)
+            if self._eager.model is not None:
+                log.info("testing that results do not depend on the batch")
+                with unwrapped(UnsupportedModelError):
+                    invariance_test(target, self._eager.model)
+                    products_test(target.hf_model)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)

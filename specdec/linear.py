@@ -36,6 +36,32 @@ def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
 
 
+@torch.library.custom_op("specdec::invariant_linear", mutates_args=())
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
+
+    Raises:
+        ValueError: tensors that are not in half precision on a GPU.
+    """
+    if not x.is_cuda or x.dtype not in HALF:
+        raise ValueError(f"batch-invariant products are for half precision on a GPU, not {x.dtype} on {x.device}")
+    from specdec.triton_invariant_linear import launch_invariant_linear
+    from specdec.triton_linear import fits, launch_linear
+
+    if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
+        return launch_linear(x, weight)  # sums alike
+    return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
+
+
+@invariant_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _without_gaps(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 @cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from attention.backend import AttentionBackend, GraphBackend
+from attention.backend import AttentionBackend
 from attention.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_spec import Concat, Feedback, MtpReading
-from specdec.backends import kv_format, make_backend
+from specdec.backends import check_graphs, kv_format, make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
 from specdec.errors import InvalidInputError, SpecdecError
@@ -83,9 +83,11 @@ class SpeculativeModel:
             format: how the target's keys and values are stored.
 
         Raises:
+            InvalidInputError: the backend or the head cannot do with CUDA graphs, or not without.
             UnsupportedModelError: the target would come out wrong.
             UnsupportedAttentionError: the backend lacks a variant.
         """
+        check_graphs(backend, head, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -141,7 +143,9 @@ class SpeculativeModel:
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: "auto", "torch" or "flashinfer".
+            backend: "auto", "torch", "flashinfer", or "batch_invariant": kernels by which a token's result has the same
+                bits whatever else is in the batch, so that half precision says the same with and without speculation.
+                Needs cuda_graphs=True; slower, see the README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: default the target's own; needed when `target` is a model without a name.
@@ -156,9 +160,9 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
-            cuda_graphs: compile the model and decode from CUDA graphs (FlashInfer only): many times faster for small
-                batches, after a start of one to two minutes. In half precision, rounds of different sizes then run
-                through different kernels, and more answers differ from those without drafts (docs/log.md).
+            cuda_graphs: compile the model and decode from CUDA graphs (on a GPU): many times faster for small batches,
+                after a start of one to two minutes. In half precision, rounds of different sizes then run through
+                different kernels, and more answers differ from those without drafts, but with "batch_invariant".
             mtp_concat: what a multi-token-prediction module's projection reads first, "embedding_first" or
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
@@ -191,8 +195,6 @@ class SpeculativeModel:
         )
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
-        if cuda_graphs and not isinstance(backend_, GraphBackend):
-            raise InvalidInputError(f"cuda_graphs=True needs backend='flashinfer', not {backend_.name!r}")
         with memory_named(place, tokens, per_token):
             return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored)
 
@@ -292,8 +294,6 @@ class SpeculativeModel:
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
     if drafter is not None and isinstance(drafter.head, MtpStack):
-        if cuda_graphs:
-            raise InvalidInputError("cuda_graphs=True: several multi-token-prediction modules run without CUDA graphs")
         return MtpExecutor(target, drafter, drafter.head, config)
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specdec.config import BACKENDS
+
 if TYPE_CHECKING:
     from drafters.mtp_spec import Concat, Feedback
     from specdec.model import SpeculativeModel
@@ -38,9 +40,7 @@ KV_CACHE_DTYPE = click.option(
     show_default=True,
     help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
 )
-CUDA_GRAPHS = click.option(
-    "--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (FlashInfer only)."
-)
+CUDA_GRAPHS = click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (on a GPU).")
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
@@ -48,7 +48,7 @@ _MODEL_OPTIONS = (
         "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
     ),
     *MTP_OPTIONS,
-    click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
+    click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
     click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),
     KV_CACHE_DTYPE,

@@ -15,28 +15,34 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
-from specdec.linear import HALF, few_tokens_linear  # noqa: F401 (registers the operator)
+from specdec.errors import UnsupportedModelError
+from specdec.linear import HALF, few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.rms_norm import add_rms_norm, rms_norm  # noqa: F401
 from specdec.rotation import rotated  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
     """Equal products become one; products with a weight, norms and rotations become operators with kernels of ours."""
 
+    def __init__(self, batch_invariant: bool = False) -> None:
+        """batch_invariant: products with a weight are to give a token the same bits in any batch."""
+        self._batch_invariant = batch_invariant
+
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
         leave_one_product(graph)
-        read_weights_once(graph)
+        (sum_alike if self._batch_invariant else read_weights_once)(graph)
         norm_at_once(graph)
         rotate_at_once(graph)
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return "specdec-rewriting-2"
+        return f"specdec-rewriting-2{'-batch-invariant' if self._batch_invariant else ''}"
 
 
 def leave_one_product(graph: Graph) -> None:
@@ -56,13 +62,47 @@ def leave_one_product(graph: Graph) -> None:
 def read_weights_once(graph: Graph) -> None:
     """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph asks `few_tokens_linear`."""
     for node in list(graph.nodes):
-        if node.target is not aten.mm.default or not (weight := _transposed_input(node.args[1])):
+        if node.target is aten.mm.default and (weight := _transposed_input(node.args[1])):
+            _replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
+
+
+def sum_alike(graph: Graph) -> None:
+    """Every product of a matrix [T, I] with a transposed input [O, I], a bias [O] added or not: `invariant_linear`.
+
+    Raises:
+        UnsupportedModelError: there is a product of another form, or not in half precision.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _PRODUCTS or _sums_nothing(node):
             continue
-        with graph.inserting_before(node):
-            linear = graph.call_function(torch.ops.specdec.few_tokens_linear.default, (node.args[0], weight))
-        linear.meta.update(node.meta)
-        node.replace_all_uses_with(linear)
-        graph.erase_node(node)
+        if (args := _product_with_weight(node)) is None:
+            sizes = (f"{list(_shape(arg))} {_dtype(arg)}" for arg in node.args if _shape(arg))
+            raise UnsupportedModelError(f"not batch-invariant: a product {node.target} of {' and '.join(sizes)}")
+        _replace(graph, node, torch.ops.specdec.invariant_linear, args)
+
+
+def _product_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
+    """(x, weight, bias or None) of x · weightᵀ + bias in half precision, when `node` is one."""
+    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    *biases, x, transposed = node.args
+    weight, bias = _transposed_input(transposed), biases[0] if biases else None
+    if weight is None or _dtype(x) not in HALF or (bias is not None and _shape(bias) != _shape(weight)[:1]):
+        return None
+    return x, weight, bias
+
+
+def _sums_nothing(node: Node) -> bool:
+    """Whether a product has one term a result, as that of rotary frequencies with positions."""
+    return not node.kwargs and node.target is aten.bmm.default and _shape(node.args[0])[2:] == (1,)
+
+
+def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = _call(graph, packet, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
 
 
 def norm_at_once(graph: Graph) -> None:

@@ -6,6 +6,7 @@ read as it was trained.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from drafters.mtp import MtpHead
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading
 from specdec.errors import CacheTooSmallError, UnsupportedModelError
+from specdec.linear import invariant_linear
 from specdec.prompts import encode_prompts
 from specdec.target import Target
 
@@ -42,6 +44,8 @@ _TEXT = (
 )
 """Plain enough for any tokenizer and any target that knows English."""
 _MOST_TOKENS = 256
+_BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
+"""Tokens for every tile of `triton_invariant_linear`."""
 
 
 @torch.inference_mode()
@@ -57,11 +61,11 @@ def self_test(target: Target) -> float:
         UnsupportedModelError: the target comes out wrong through the paged attention.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    table = _scrambled_table(target)
-    ids = _dummy_ids(target)
+    lens = _PROMPT_LENS + _VERIFY_LEN
+    table, ids = _scrambled_table(target, lens), _dummy_ids(target, lens)
     no_tokens = np.zeros(len(ids), np.int64)
     ours = [_paged(target, ids, no_tokens, _PROMPT_LENS, table)]
-    ours.append(_paged(target, ids, _PROMPT_LENS, _PROMPT_LENS + _VERIFY_LEN, table))
+    ours.append(_paged(target, ids, _PROMPT_LENS, lens, table))
     errors = []
     for row, own in enumerate(_eager(target, ids)):
         pieces = own.split((int(_PROMPT_LENS[row]), _VERIFY_LEN))
@@ -76,6 +80,58 @@ def self_test(target: Target) -> float:
             f"{error:.2g} against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g}){hint}"
         )
     return error
+
+
+@torch.inference_mode()
+def invariance_test(target: Target, model: Callable[..., Any]) -> None:
+    """Read three rows at once and again in pieces, and compare all logits bit by bit.
+
+    Args:
+        model: the form of the target that is tested, see `Target.forward`.
+
+    Raises:
+        UnsupportedModelError: a token's logits depend on what else is in the batch, or are not those of the model.
+        CacheTooSmallError: the cache cannot hold the test's tokens.
+    """
+    ends = _lens_that_fit(target)
+    table, ids = _scrambled_table(target, ends), _dummy_ids(target, ends)
+    no_tokens = np.zeros(len(ids), np.int64)
+    whole = _paged(target, ids, no_tokens, ends, table, model)
+    error = max(float(_error(own, right)) for own, right in zip(whole, _eager(target, ids), strict=True))
+    if not error <= _TOLERANCE[target.hf_model.dtype]:
+        raise UnsupportedModelError(
+            f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
+        )
+    cuts = (ends - _VERIFY_LEN, ends - 1)
+    pieces = [(slice(None), no_tokens, cuts[0])] + [(slice(None), cut, ends) for cut in cuts]
+    pieces += [(slice(row, row + 1), cut, ends) for row in range(len(ids)) for cut in cuts]
+    for rows, start, stop in pieces:
+        found = _paged(target, ids[rows], start[rows], stop[rows], table[rows], model)
+        for right, own, a, b in zip(whole[rows], found, start[rows], stop[rows], strict=True):
+            if not torch.equal(own, right[a:b]):
+                raise UnsupportedModelError(
+                    f"{type(target.hf_model).__name__} is not batch-invariant: the logits of tokens {a} to {b} of a "
+                    f"row of {len(right)} differ by up to {float((own - right[a:b]).abs().max()):.2g} when they are "
+                    "read apart; use backend='flashinfer'"
+                )
+
+
+@torch.inference_mode()
+def products_test(model: PreTrainedModel) -> None:
+    """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
+
+    Raises:
+        UnsupportedModelError: on this device the result for a token depends on how many there are.
+    """
+    weights = {m.weight.shape: m.weight for m in model.modules() if isinstance(m, torch.nn.Linear)}
+    for weight in weights.values():
+        x = torch.randn(_LARGE_BATCH, weight.shape[1], device=weight.device, dtype=weight.dtype)
+        whole = invariant_linear(x, weight, None)
+        if not all(torch.equal(invariant_linear(x[:n], weight, None), whole[:n]) for n in _BATCHES):
+            raise UnsupportedModelError(
+                f"products with a weight of {list(weight.shape)} are not batch-invariant on "
+                f"{torch.cuda.get_device_name(weight.device)}; use backend='flashinfer'"
+            )
 
 
 @torch.inference_mode()
@@ -105,28 +161,42 @@ def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     return errors.median()
 
 
-def _scrambled_table(target: Target) -> np.ndarray:
+def _lens_that_fit(target: Target) -> np.ndarray:
+    """Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it."""
+    group, lens = target.runner.group, _PROMPT_LENS + _VERIFY_LEN
+    most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
+    room = (group.num_pages - 1) // len(lens) * group.page_size
+    lens[0] = max(lens[0], min(_MOST_TOKENS, most, room))
+    return lens
+
+
+def _scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
+    """A block table for rows of these lengths."""
     group = target.runner.group
-    width = -(-int((_PROMPT_LENS + _VERIFY_LEN).max()) // group.page_size)
-    pages = np.random.default_rng(0).permutation(np.arange(1, group.num_pages))[: len(_PROMPT_LENS) * width]
-    if len(pages) < len(_PROMPT_LENS) * width:
+    width = -(-int(lens.max()) // group.page_size)
+    pages = np.random.default_rng(0).permutation(np.arange(1, group.num_pages))[: len(lens) * width]
+    if len(pages) < len(lens) * width:
         raise CacheTooSmallError(
             f"the KV cache has {group.num_pages - 1} pages of {group.page_size} tokens; at least "
-            f"{len(_PROMPT_LENS) * width} are needed"
+            f"{len(lens) * width} are needed"
         )
-    return pages.reshape(len(_PROMPT_LENS), width).astype(np.int32)
+    return pages.reshape(len(lens), width).astype(np.int32)
 
 
-def _dummy_ids(target: Target) -> list[torch.Tensor]:
+def _dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
     embedding: torch.Tensor = target.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
     vocab = min(target.vocab_size, embedding.shape[0])
-    lens = (_PROMPT_LENS + _VERIFY_LEN).tolist()
-    return [torch.randint(vocab, (n,), generator=generator).to(target.hf_model.device) for n in lens]
+    return [torch.randint(vocab, (n,), generator=generator).to(target.hf_model.device) for n in lens.tolist()]
 
 
 def _paged(
-    target: Target, ids: list[torch.Tensor], start: np.ndarray, stop: np.ndarray, table: np.ndarray
+    target: Target,
+    ids: list[torch.Tensor],
+    start: np.ndarray,
+    stop: np.ndarray,
+    table: np.ndarray,
+    model: Callable[..., Any] | None = None,
 ) -> list[torch.Tensor]:
     """Logits [stop - start, V] of each row, float32."""
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
@@ -134,7 +204,7 @@ def _paged(
     arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
     planned = target.runner.plan(stage(batch, arena, bucket))
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    logits = target.forward(flat, planned, torch.arange(len(flat), device=flat.device)).logits
+    logits = target.forward(flat, planned, torch.arange(len(flat), device=flat.device), model).logits
     return list(logits.float().split((stop - start).tolist()))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.kv_cache import KVFormat, bytes_per_token
 from drafters.base import Head
@@ -31,17 +31,36 @@ def num_drafts(asked: int | None, head: Head | None) -> int:
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     """Most tokens of one request: what was asked for, else the model's own limit.
 
+    Rotary embeddings of type longrope and dynamic look at the largest position of the whole batch: one long request
+    would change the others. So with them no request may be longer than the length from which on they change.
+
     Raises:
         InvalidInputError: more than the model was made for, or the model does not say.
     """
-    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    kind, original = _changing_rope(config)
     if asked is None:
         if most is None:
             raise InvalidInputError("the model does not say its longest sequence; give max_model_len=…")
-        return int(most)
+        return int(most) if original is None else min(int(most), original)
     if most is not None and asked > most:
         raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
+    if original is not None and asked > original:
+        raise InvalidInputError(
+            f"max_model_len={asked}: beyond {original} positions the model's rotary embedding ({kind}) changes for all "
+            f"rows of a batch at once; allowed is {original} or less"
+        )
     return asked
+
+
+def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
+    """The type of a rotary embedding that depends on the batch's longest row, and the last length before it does."""
+    own = getattr(config, "rope_parameters", None) or {}
+    for parameters in (own, *(p for p in own.values() if isinstance(p, dict))):
+        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
+            return kind, int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return "", None
 
 
 def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) -> int:

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from transformers import PreTrainedModel
 
 from attention.hf import AttentionCall, AttentionPort, probe
@@ -177,17 +178,38 @@ class Target:
         Args:
             token_ids: [T] int64; planned: the batch's attention, positions included.
             judged_rows: [R] int64 token rows whose logits are wanted, or None for all.
-            model: the model in another form (compiled); default the model itself.
+            model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
+                two judged rows: code compiled for any number is compiled anew for one and for none, and where nothing
+                is judged the compiler leaves out all that nobody reads, the cache's keys and values among it.
         """
-        with self._port.using(partial(self.runner.attend, planned)), self._taps.recording():
+        attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
+        count = len(token_ids if judged_rows is None else judged_rows)
+        ids, rows = token_ids, judged_rows
+        if model is not None:
+            ids, positions = _at_least_two(ids), _at_least_two(positions)
+            rows = None if rows is None else _at_least_two(rows)
+        with self._port.using(attend if len(ids) == len(token_ids) else _once(attend)), self._taps.recording():
             output = (self.hf_model if model is None else model)(
-                input_ids=token_ids[None],
-                position_ids=planned.metadata.positions[None],
+                input_ids=ids[None],
+                position_ids=positions[None],
                 use_cache=False,
-                logits_to_keep=0 if judged_rows is None else judged_rows,
+                logits_to_keep=0 if rows is None else rows,
             )
-        return TargetOutput(output.logits[0], self.tapped(len(token_ids)))
+        return TargetOutput(output.logits[0, :count], self.tapped(len(token_ids)))
 
     def tapped(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] tapped states of the last forward; always the same memory."""
         return self._taps.buffer[:num_tokens]
+
+
+def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
+
+
+def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention of the only token of a batch, to which another was added: the cache gets the one."""
+
+    def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
+        return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
+
+    return first

@@ -17,16 +17,22 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backend import PlanKey
+from attention.invariant_backend import InvariantBackend
 from attention.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.metadata import single_batch_arena, stage
 from attention.packed_kernel import PackedKernel
+from attention.runner import GroupRunner
+from attention.torch_backend import TorchBackend
 from attention.triton_latent import write_latent
 from attention.triton_packed import launch_packed
 from attention.triton_write import write_kv
+from drafters.inputs import rows_batch
 from specdec.experts import expert_products
 from specdec.rms_norm import add_rms_norm, rms_norm
 from specdec.rotation import rotated
 from specdec.triton_experts import launch_products
 from specdec.triton_greedy import launch_greedy
+from specdec.triton_invariant_linear import launch_invariant_linear
 from specdec.triton_linear import fits, launch_linear
 from specdec.triton_norm import launch_norm
 from specdec.triton_rotation import launch_rotation
@@ -113,6 +119,55 @@ def test_packed_kernel_follows_its_part() -> None:
         expected = attended(query, layer.keys[page, :length], layer.values[page, :length], key.scale)
         assert (outs[-1] - expected).norm() <= 2e-3 * expected.norm()
     assert kernel.generation == 2 and kernel.keeps(host)
+
+
+KINDS = {
+    "plain": {},
+    "window": {"window": 40},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"has_sinks": True},
+    "all": {"window": 150, "softcap": 5.0, "has_sinks": True},
+}
+
+
+@pytest.mark.parametrize(("heads", "page_size", "layout"), [((8, 2), 16, "NHD"), ((6, 2), 1, "HND")])
+@pytest.mark.parametrize("kind", KINDS)
+def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size: int, layout: KVLayout) -> None:
+    """Decoding, verification and a chunk of a prompt in one batch, over lengths at the edges of the tiles of keys."""
+    key = PlanKey(*heads, 64, 64, 0.125, **KINDS[kind])  # type: ignore[arg-type]
+    query_lens, start = np.array([1, 6, 50, 3]), np.array([127, 250, 150, 0])
+    counts = -(-(query_lens + start) // page_size)
+    table = np.zeros((4, counts.max()), np.int32)
+    table[np.arange(counts.max()) < counts[:, None]] = np.random.default_rng(1).permutation(counts.sum()) + 1
+    batch = rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
+    arena, bucket = single_batch_arena(4, batch.num_tokens, table.shape[1], CPU)
+    metadata = stage(batch, arena, bucket)
+    group = CacheGroup("test", (key,), int(counts.sum()) + 1, page_size, layout)
+    ours, reference = (GroupRunner(b, group, torch.float16, CPU) for b in (InvariantBackend(), TorchBackend(CPU)))
+    for mine, theirs in zip(ours.layers, reference.layers, strict=True):
+        theirs.keys.copy_(mine.keys.normal_())
+        theirs.values.copy_(mine.values.normal_())
+    fused = torch.randn(batch.num_tokens, heads[0] + 2 * heads[1], 64, dtype=torch.float16)
+    states = fused.split((heads[0], heads[1], heads[1]), 1)
+    sinks = torch.randn(heads[0], dtype=torch.float16) if key.has_sinks else None
+    out = ours.attend(ours.plan(metadata), 0, *states, sinks)
+    expected = reference.attend(reference.plan(metadata), 0, states[0].float(), states[1], states[2], sinks)
+    for token in range(batch.num_tokens):
+        assert (out[token] - expected[token]).norm() <= 4e-3 * expected[token].norm()
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("width", [96, 256])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 40, 70, 513])
+def test_batch_invariant_products(tokens: int, width: int, has_bias: bool) -> None:
+    """Every size of tiles, over more weight rows than a group of tiles has, the last tile cut off."""
+    dtype = torch.float16
+    wide = torch.randn(tokens, width + 8, dtype=dtype)
+    x, weight, bias = wide[:, :width], torch.randn(8 * 128 + 70, width, dtype=dtype), torch.randn(8 * 128 + 70)
+    added = bias.to(dtype) if has_bias else None
+    right = x.double() @ weight.double().T + (0 if added is None else added.double())
+    got = launch_invariant_linear(x, weight, added)
+    torch.testing.assert_close(got.double(), right, rtol=2 * torch.finfo(dtype).eps, atol=1e-2)
 
 
 @pytest.mark.parametrize("width", [48, 512])

@@ -10,8 +10,11 @@ import pytest
 import torch
 from fakes import free_everywhere, random_prompts, wrap
 
+from attention.invariant_backend import InvariantBackend
+from attention.torch_backend import TorchBackend
 from drafters.mtp_modules import MtpStack
 from drafters.oracle import oracle_module_drafts
+from specdec.backends import check_graphs
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.sampling import SamplingParams
@@ -121,9 +124,9 @@ def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) 
     assert alone[0].token_ids == first[3]
 
 
-def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel]) -> None:
-    from specdec.model import _executor
-
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
-    with pytest.raises(InvalidInputError, match="without CUDA graphs"):
-        _executor(wrapped.target, wrapped._engine._drafter, wrapped.config, True)
+    with pytest.raises(InvalidInputError, match="without CUDA graphs, and so not with backend='batch_invariant'"):
+        check_graphs(InvariantBackend(), wrapped.head, cuda_graphs)
+    check_graphs(TorchBackend(torch.device("cpu")), wrapped.head, False)

@@ -26,6 +26,7 @@ from specdec.errors import (
 from specdec.model import SpeculativeModel
 from specdec.prompts import encode_prompts
 from specdec.sampling import SamplingParams
+from specdec.sizes import max_model_len
 
 PROMPTS = random_prompts((5, 33))
 SHORT = SamplingParams(max_new_tokens=8)
@@ -110,11 +111,12 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "max_model_len": ({"max_model_len": 129}, "max_model_len=129: the model was made for at most 128"),
     "max_model_len 0": ({"max_model_len": 0}, "max_model_len=0: allowed is 1 or more"),
     "negative k": ({"num_speculative_tokens": -1}, "num_speculative_tokens=-1: allowed is 0 or more"),
-    "backend": ({"backend": "flash"}, "backend='flash': allowed are auto, torch, flashinfer"),
+    "backend": ({"backend": "flash"}, "backend='flash': allowed are auto, torch, flashinfer, batch_invariant"),
     "flashinfer on cpu": ({"backend": "flashinfer"}, "needs a CUDA device, not cpu; use backend='torch'"),
+    "invariant on cpu": ({"backend": "batch_invariant"}, "backend='batch_invariant' needs a CUDA device, not cpu"),
     "device": ({"device": "cpu"}, "device='cpu': the model is loaded already"),
     "dtype": ({"dtype": "float64"}, "dtype='float64', device=None: the model is loaded already"),
-    "graphs": ({"cuda_graphs": True}, "cuda_graphs=True needs backend='flashinfer', not 'torch'"),
+    "graphs": ({"cuda_graphs": True}, "cuda_graphs=True needs a backend for a GPU, not 'torch'"),
     "no cache": ({"kv_cache_tokens": 0}, "kv_cache_tokens=0: allowed is 1 or more"),
     "cache": ({"kv_cache_tokens": 12}, "the KV cache has 3 pages of 4 tokens"),
 }
@@ -270,3 +272,34 @@ def test_kinds_of_prompts() -> None:
     assert encode_prompts(torch.tensor(letters).numpy().tolist(), tokenizer) == [letters]
     assert encode_prompts(chat, tokenizer) == [tokenizer("u.abc")["input_ids"]]
     assert encode_prompts(["abc", letters, chat], tokenizer) == [letters, letters, tokenizer("u.abc")["input_ids"]]
+
+
+ROPES: dict[str, tuple[dict[str, Any], int]] = {
+    "longrope": (
+        {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [2.0] * 4,
+            "original_max_position_embeddings": 32,
+        },
+        32,
+    ),
+    "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 128),
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_a_rotary_embedding_that_looks_at_the_whole_batch_bounds_the_length(kind: str) -> None:
+    """Beyond the bound a request would come out otherwise beside a longer one."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    parameters, most = ROPES[kind]
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=64, max_position_embeddings=128, pad_token_id=None, **sizes)
+    config.rope_parameters = {"rope_theta": 10000.0, **parameters}
+    model = LlamaForCausalLM(config).eval()
+    assert max_model_len(None, model) == most == max_model_len(most, model)
+    if most < 128:
+        message = rf"max_model_len={most + 1}: beyond {most} positions the model's rotary embedding \({kind}\) changes"
+        with pytest.raises(InvalidInputError, match=message):
+            max_model_len(most + 1, model)

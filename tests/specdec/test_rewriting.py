@@ -34,6 +34,7 @@ class Counted(Rewriting):
     """Counts operators before and after."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.before: Counter[str] = Counter()
         self.after: Counter[str] = Counter()
 

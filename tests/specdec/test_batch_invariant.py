@@ -1,0 +1,240 @@
+"""Batch-invariant rounds on a CPU: one model for all rounds, and what is asked of it. That bits are equal is a matter
+of the kernels: tests/gpu/test_batch_invariant.py."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import specdec.compiling
+import specdec.graphs
+import specdec.target
+from specdec.compiling import unwrapped
+from specdec.errors import UnsupportedModelError
+from specdec.linear import invariant_linear
+from specdec.rewriting import Rewriting, read_weights_once, sum_alike
+from specdec.sampling import SamplingParams
+from specdec.selftest import invariance_test, products_test
+from tests.specdec.test_graphs import (  # noqa: F401 (fixtures)
+    FixedPlaceBackend,
+    Replayed,
+    graphs_on_cpu,
+    latent_mixture_pair,
+    recorded_on_cpu,
+    with_graphs,
+)
+
+PROMPTS = random_prompts((5, 60, 1, 50, 9))
+"""Two are longer than a round's 24 tokens: parts of them are read in rounds in which nothing is judged."""
+PARAMS = SamplingParams(max_new_tokens=16)
+
+
+class Invariant(FixedPlaceBackend):
+    """Says that it is; in float32 it may differ by a rounding, which decides no token here."""
+
+    name = "batch_invariant"
+    batch_invariant = True
+
+
+def graphed(head: Any, **options: Any) -> Any:
+    return with_graphs(head, backend=Invariant(torch.device("cpu")), **options)
+
+
+@pytest.fixture
+def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The self-tests run, though no CPU passes them."""
+    found: list[Any] = []
+
+    def run(target: Any, model: Any) -> None:
+        found.append(model)
+        with suppress(UnsupportedModelError):
+            invariance_test(target, model)
+
+    monkeypatch.setattr(specdec.graphs, "invariance_test", run)
+    monkeypatch.setattr(specdec.graphs, "products_test", found.append)
+    return found
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_all_rounds_run_the_model_of_the_graphs(
+    drafts: int,
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    tested: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    calls: list[tuple[int, int, bool]] = []
+
+    def compiled_model(model: Callable[..., Any]) -> Callable[..., Any]:
+        def run(**inputs: Any) -> Any:
+            judged = inputs["logits_to_keep"]
+            calls.append((inputs["input_ids"].shape[1], len(judged), torch.is_inference_mode_enabled()))
+            return model(**inputs)
+
+        return run
+
+    monkeypatch.setattr(specdec.graphs, "compiled_model", compiled_model)
+    model = graphed(eagle3_head(tiny_llama()) if drafts else None, num_speculative_tokens=drafts)
+    assert tested == [model._engine._executor._eager.model, model.hf_model]
+    forwards: list[Any] = []
+    plain = model.hf_model.forward
+    monkeypatch.setattr(model.hf_model, "forward", lambda *a, **k: (forwards.append(1), plain(*a, **k))[1])
+    calls.clear()
+    completions = model.generate(PROMPTS, PARAMS)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 16) for p in PROMPTS]
+    assert len(forwards) == len(calls)
+    assert all(tokens >= 2 and judged >= 2 for tokens, judged, _ in calls)
+    assert {inference for *_, inference in calls} == {False, True}  # rounds apart from graphs, and replays
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("defect", [False, True])
+def test_it_is_compiled_once_and_the_cache_is_written_where_nothing_is_judged(
+    defect: bool,
+    recorded_on_cpu: list[Replayed],  # noqa: F811
+    tested: list[Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted defect: a model that is asked for no logits is asked for nothing. Products stay those of a CPU."""
+    monkeypatch.setattr(specdec.compiling, "Rewriting", lambda batch_invariant: Rewriting())
+    if defect:
+        monkeypatch.setattr(specdec.target, "_at_least_two", lambda x: x)
+    compilations = []
+
+    def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
+        run = plain(model)
+
+        def counted(**inputs: Any) -> Any:
+            before = counters["stats"]["unique_graphs"]
+            output = run(**inputs)
+            compilations.append(counters["stats"]["unique_graphs"] - before)
+            return output
+
+        return counted
+
+    plain = specdec.graphs.for_any_batch
+    monkeypatch.setattr(specdec.graphs, "for_any_batch", for_any_batch)
+    torch._dynamo.reset()
+    model = graphed(None, num_speculative_tokens=0, max_num_seqs=1)
+    right = [c.token_ids for c in model.generate(PROMPTS, PARAMS)] == [hf_greedy(p, 16) for p in PROMPTS]
+    assert right == (not defect)
+    assert len(compilations) > 7 and compilations[0] == 1 and (sum(compilations) == 1) == (not defect)
+
+
+def rounded(target: Any, sizes: list[int], error: Callable[[int], float]) -> Callable[..., Any]:
+    """A model of double precision whose logits are rounded to single, so that the CPU's own differences do not show."""
+
+    def run(**inputs: Any) -> Any:
+        sizes.append(inputs["input_ids"].shape[1])
+        output = target.hf_model(**inputs)
+        output.logits = output.logits.float().double() + error(sizes[-1])
+        return output
+
+    return run
+
+
+@pytest.mark.parametrize(("kv_cache_tokens", "longest"), [(400, 128), (100, 32)])
+def test_the_self_test_compares_bits(kv_cache_tokens: int, longest: int) -> None:
+    target = wrap(tiny_llama().double(), kv_cache_tokens=kv_cache_tokens, max_model_len=64).target
+    sizes: list[int] = []
+    invariance_test(target, rounded(target, sizes, lambda tokens: 0.0))
+    assert max(sizes) == longest + 9 + 15 and min(sizes) == 2  # one token gets a second
+    for few in (5, 20):
+        with pytest.raises(
+            UnsupportedModelError, match=r"LlamaForCausalLM is not batch-invariant: the logits of tokens"
+        ):
+            invariance_test(target, rounded(target, sizes, lambda tokens, few=few: 1e-6 if tokens < few else 0.0))
+
+
+def test_the_self_test_compares_with_the_model() -> None:
+    target = wrap(tiny_llama().double()).target
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM comes out wrong when compiled"):
+        invariance_test(target, rounded(target, [], lambda tokens: 1.0))
+
+
+@pytest.mark.parametrize("defect", [False, True])
+def test_products_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
+        return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
+
+    monkeypatch.setattr("specdec.selftest.invariant_linear", linear)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
+    if not defect:
+        return products_test(tiny_llama())
+    with pytest.raises(UnsupportedModelError, match=r"a weight of \[\d+, \d+\] are not batch-invariant on Test GPU"):
+        products_test(tiny_llama())
+    return None
+
+
+def test_mixtures_are_refused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
+    target, head = latent_mixture_pair()
+    with pytest.raises(UnsupportedModelError, match="DeepseekV2ForCausalLM is a mixture of experts"):
+        with_graphs(head, target, Invariant(torch.device("cpu")), num_speculative_tokens=2)
+
+
+def graph_of(run: Callable[..., torch.Tensor], dtype: torch.dtype = torch.float16) -> torch.fx.Graph:
+    """run(x [4, 4], weight [4, 4], bias [4]) as the compiler gets it."""
+    args = (torch.randn(4, 4, dtype=dtype), torch.randn(4, 4, dtype=dtype), torch.randn(4, dtype=dtype))
+    return make_fx(run, tracing_mode="fake")(*args).graph
+
+
+def called(graph: torch.fx.Graph) -> Counter[str]:
+    return Counter(node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function")
+
+
+def test_products_with_a_weight_are_found() -> None:
+    def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        angles = torch.bmm(bias.float()[None, :, None], x[:1].float()[None])  # one term a result: nothing is summed
+        return F.linear(x, weight, bias) + F.linear(x, weight) + angles[0]
+
+    graph = graph_of(run)
+    sum_alike(graph)
+    graph.lint()
+    assert called(graph)["invariant_linear"] == 2 and not {"mm", "addmm"} & called(graph).keys()
+    graph = graph_of(run)
+    read_weights_once(graph)
+    assert called(graph)["few_tokens_linear"] == called(graph)["addmm"] == 1
+
+
+OTHERS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype]] = {
+    "product of results": (lambda x, weight, bias: x @ (weight + 1), torch.float16),
+    "weight as it lies": (lambda x, weight, bias: torch.addmm(bias, x, weight), torch.float16),
+    "sum of a matrix": (lambda x, weight, bias: torch.addmm(x, x, weight.t()), torch.float16),
+    "scaled": (lambda x, weight, bias: torch.addmm(bias, x, weight.t(), beta=2), torch.float16),
+    "batched": (lambda x, weight, bias: torch.bmm(x[None], weight[None]), torch.float16),
+    "single precision": (lambda x, weight, bias: F.linear(x, weight), torch.float32),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_products_are_refused(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="not batch-invariant: a product aten"):
+        sum_alike(graph_of(*OTHERS[name]))
+
+
+def test_an_error_that_the_compiler_met_is_raised_as_it_was() -> None:
+    def refusing(module: Any, inputs: Any) -> Any:
+        raise UnsupportedModelError("no")
+
+    with pytest.raises(UnsupportedModelError, match="no"), unwrapped(UnsupportedModelError):
+        torch.compile(torch.sin, backend=refusing)(torch.ones(2))
+    with pytest.raises(ValueError, match="another"), unwrapped(UnsupportedModelError):
+        raise ValueError("another")
+
+
+def test_compiled_code_of_the_two_kinds_is_kept_apart() -> None:
+    assert Rewriting(True).uuid() != Rewriting().uuid()
+
+
+def test_the_product_serves_a_gpu_only() -> None:
+    x = torch.randn(2, 4, dtype=torch.float16)
+    with pytest.raises(ValueError, match=r"half precision on a GPU, not torch.float16 on cpu"):
+        invariant_linear(x, x, None)
