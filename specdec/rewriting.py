@@ -94,7 +94,7 @@ def _product_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
 
 def _sums_nothing(node: Node) -> bool:
     """Whether a product has one term a result, as that of rotary frequencies with positions."""
-    return not node.kwargs and node.target is aten.bmm.default and _shape(node.args[0])[2:] == (1,)
+    return not node.kwargs and len(node.args) == 2 and _shape(node.args[0])[-1:] == (1,)
 
 
 def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
