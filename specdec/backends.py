@@ -38,7 +38,7 @@ def check_graphs(backend: AttentionBackend, head: Head | None, cuda_graphs: bool
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
     Raises:
-        InvalidInputError: see there.
+        InvalidInputError: a backend or a head that has no graphs, or a backend that needs them.
     """
     if cuda_graphs and not isinstance(backend, GraphBackend):
         raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
