@@ -91,7 +91,7 @@ def test_drafts_equal_the_oracles(name: str, options: dict[str, int], make: Call
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe", "mimo"])
+@pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "glm4_moe", "mimo"])
 @torch.inference_mode()
 def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pair]) -> None:
     model, head = make(name)

@@ -84,6 +84,7 @@ def test_a_missing_prompt_is_said_before_anything_is_loaded(arguments: list[str]
         run([*arguments, "--model", "no such model"], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_inspect_says_where_every_field_of_the_head_is_from(model: SpeculativeModel) -> None:
     result = CliRunner().invoke(inspect, ["--device", "cpu"], env={"COLUMNS": "200"})
     assert result.exit_code == 0 and "self_test_error" in result.stdout

@@ -48,7 +48,7 @@ def head_of(kind: str) -> Head:
         pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3}, marks=pytest.mark.slow),
         pytest.param({"max_num_batched_tokens": 18, "page_size": 1}, marks=pytest.mark.slow),
         pytest.param({"kv_cache_tokens": 104}, marks=pytest.mark.slow),
-        {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
+        pytest.param({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}, marks=pytest.mark.slow),
     ],
 )
 def test_drafts_equal_the_oracle_round_by_round(kind: str, options: dict[str, int]) -> None:

@@ -28,7 +28,7 @@ def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> No
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.parametrize("context", [0.35, 1.0])
+@pytest.mark.parametrize("context", [0.35, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_tokens_are_right_when_attention_decides_most_of_them(context: float) -> None:
     model = tiny_llama(context=context)
     wrapped = wrap(model, eagle3_head(model), num_speculative_tokens=3)

@@ -157,7 +157,7 @@ def test_tokens_and_drafts_are_those_of_the_eager_road(
     assert free_everywhere(graphed)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 5])
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 1, 5])
 def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     """What is reserved for the round behind a launched one is no more than the block tables hold."""
     head = table_head(tiny_llama()) if num_drafts else None

@@ -328,6 +328,7 @@ def test_other_rotations_stay(name: str) -> None:
     assert_alike(out, run(*args))
 
 
+@pytest.mark.slow
 def test_the_quick_way_sees_what_the_compiler_sees() -> None:
     """Else nothing would be found in the cases that must stay."""
     norm, args = Residual(), query_key_angles()
