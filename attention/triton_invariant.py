@@ -3,7 +3,6 @@
 A program serves one KV head of one row and one tile of the row's queries, and walks along the row's keys in tiles that
 begin at fixed positions. The tile has the same form for every query, keys are divided among nobody, and tiles without a
 visible key change nothing: the same bits alone, with drafts, in a chunk of a prompt, beside any other rows.
-Source of the running softmax: Dao et al., FlashAttention-2, algorithm 1.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from attention.checking import checking, require
 from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import LayerKV
 from attention.metadata import CommonAttentionMetadata
+from attention.triton_tiles import attend_tile, key_places
 
 _TILE_QUERIES, _WARPS = 32, 4
 _TILE_KEYS, _STAGES = 128, 3
@@ -85,8 +85,8 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     for start in tl.range(begin, end, TILE_KEYS, num_stages=STAGES):
         position = start + key_at
         inside = position < length
-        page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        at = page * page_stride + (position % PAGE_SIZE) * slot_stride + kv_head * head_stride
+        at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
+        at += kv_head * head_stride
         key = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         value = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(query, key.T) * scale
@@ -96,12 +96,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
         if HAS_WINDOW:
             visible = visible & (position[None, :] > last_key[:, None] - window)
         scores = tl.where(visible, scores * LOG2_E, -1e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(value.dtype), value, out * shrink[:, None])
-        highest = higher
+        highest, total, out = attend_tile(scores, value, highest, total, out)
     if HAS_SINKS:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         higher = tl.maximum(highest, sink)

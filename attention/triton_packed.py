@@ -2,7 +2,6 @@
 
 A program serves one KV head of one row: all query heads of it, of all the row's tokens, in one tile, which meets every
 key once. Keys are divided among nobody, so nothing is merged and nothing is planned.
-Source of the running softmax: Dao et al., FlashAttention-2, algorithm 1.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from attention.backend import PlanKey
 from attention.checking import checking, require
 from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import LayerKV
+from attention.triton_tiles import attend_tile, key_places
 
 _NARROW, _WIDE = (64, 2), (128, 4)
 """Keys a tile and warps."""
@@ -71,18 +71,13 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     for start in tl.range(0, length, TILE_KEYS, num_stages=STAGES):
         position = start + key_at
         inside = position < length
-        page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
-        at = page * page_stride + (position % PAGE_SIZE) * slot_stride + kv_head * head_stride
+        at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
+        at += kv_head * head_stride
         key = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         value = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
         scores = tl.dot(query, key.T) * scale_log2
         scores = tl.where(position[None, :] <= last_key[:, None], scores, -1e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.sum(weights, 1)
-        out = tl.dot(weights.to(value.dtype), value, out * shrink[:, None])
-        highest = higher
+        highest, total, out = attend_tile(scores, value, highest, total, out)
     to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]
     tl.store(to, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 
