@@ -149,8 +149,8 @@ class SpeculativeModel:
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: default the target's own; needed when `target` is a model without a name.
-            max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins to
-                depend on the longest request of the batch (longrope, dynamic).
+            max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins
+                to depend on the longest request of the batch (longrope, dynamic).
             max_num_seqs: most requests in one batch.
             max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
             page_size: tokens a page of the KV cache.
