@@ -32,10 +32,9 @@ from attention.flashinfer_mla import (
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.metadata import CommonAttentionMetadata
 from attention.packed_kernel import MOST_QUERIES, PackedKernel, is_packed
+from attention.variants import HALF, check_heads
 
-HEAD_DIMS = (64, 128, 256)
 PAGE_SIZES = (1, 16, 32, 64)
-DTYPES = (torch.float16, torch.bfloat16)
 _FLOAT_WORKSPACE_BYTES = 256 << 20
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel takes one tile size a plan,
@@ -63,18 +62,10 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
         return
     where = f"group {group.name}: FlashInfer"
     elsewhere = "; use backend='torch'"
-    if dtype not in DTYPES:
-        names = " and ".join(str(d).removeprefix("torch.") for d in DTYPES)
+    if dtype not in HALF:
+        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
-    if key.num_q_heads % key.num_kv_heads:
-        raise UnsupportedAttentionError(
-            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
-        )
-    if key.head_dim_k != key.head_dim_v or key.head_dim_k not in HEAD_DIMS:
-        raise UnsupportedAttentionError(
-            f"{where} takes head dims {HEAD_DIMS}, equal for keys and values; "
-            f"given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"
-        )
+    check_heads(key, where, elsewhere)
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
     if key.has_sinks and key.softcap is not None:

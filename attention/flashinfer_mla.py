@@ -22,10 +22,10 @@ from attention.errors import UnsupportedAttentionError
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.latent_work import LATENT_DIM, Division, Layout, Tiles, write_all, write_lengths
 from attention.metadata import CommonAttentionMetadata
+from attention.variants import HALF
 
 ROPE_DIM = 64
 QUERY_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
-DTYPES = (torch.float16, torch.bfloat16)
 PAGE_SIZES = (1, 16, 32, 64)
 _LIST_BYTES = 256 << 10
 
@@ -38,7 +38,7 @@ def check_latent_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) 
     """
     where, elsewhere = f"group {group.name}: FlashInfer's latent attention", "; use backend='torch'"
     widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
-    if dtype not in DTYPES:
+    if dtype not in HALF:
         raise UnsupportedAttentionError(f"{where} has no {dtype}, only float16 and bfloat16{elsewhere}")
     if widths != (LATENT_DIM, ROPE_DIM) or key.num_kv_heads != 1:
         raise UnsupportedAttentionError(

@@ -15,9 +15,7 @@ from attention.batch import HostBatch
 from attention.errors import UnsupportedAttentionError
 from attention.kv_cache import CacheGroup, LayerKV
 from attention.metadata import CommonAttentionMetadata
-
-HEAD_DIMS = (64, 128, 256)
-DTYPES = (torch.float16, torch.bfloat16)
+from attention.variants import HALF, check_heads
 
 
 @dataclass(frozen=True)
@@ -93,20 +91,12 @@ def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None
         UnsupportedAttentionError: dtype, head dim, head counts, latent attention, or a cache in 8 bits.
     """
     where = f"group {group.name}: batch-invariant attention"
-    if dtype not in DTYPES:
+    if dtype not in HALF:
         raise UnsupportedAttentionError(
             f"{where} takes float16 and bfloat16, given {dtype}; in float32 backend='torch' decides every answer alike"
         )
     if key.value_in_key:
         raise UnsupportedAttentionError(f"{where} does not serve latent attention; use backend='flashinfer'")
-    if key.num_q_heads % key.num_kv_heads:
-        raise UnsupportedAttentionError(
-            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
-        )
-    if key.head_dim_k != key.head_dim_v or key.head_dim_k not in HEAD_DIMS:
-        raise UnsupportedAttentionError(
-            f"{where} takes head dims {HEAD_DIMS}, equal for keys and values; "
-            f"given {key.head_dim_k} and {key.head_dim_v}"
-        )
+    check_heads(key, where)
     if group.format.dtype is not None:
         raise UnsupportedAttentionError(f"{where} has no cache in 8 bits; use kv_cache_dtype='auto'")

@@ -16,7 +16,7 @@ from attention.checking import checking, require
 from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import LayerKV
 from attention.metadata import CommonAttentionMetadata
-from attention.triton_tiles import attend_tile, key_places
+from attention.triton_tiles import attend_tile, key_places, row_keys
 
 _TILE_QUERIES, _WARPS = 32, 4
 _TILE_KEYS, _STAGES = 128, 3
@@ -72,9 +72,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     place = first_token.to(tl.int64) + token
     query_at = place * query_token + head * query_head
     query = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)
-    first_page = tl.load(page_indptr_ptr + row)
-    pages = tl.load(page_indptr_ptr + row + 1) - first_page
-    length = (pages - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
+    first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
     last_key = length - query_len + token
     begin, end = 0, tl.minimum(length, length - query_len + (first_query + TILE_QUERIES - 1) // GROUP + 1)
     if HAS_WINDOW:

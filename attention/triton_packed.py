@@ -16,7 +16,7 @@ from attention.backend import PlanKey
 from attention.checking import checking, require
 from attention.dependent import dependent_launch, wait_for_predecessor
 from attention.kv_cache import LayerKV
-from attention.triton_tiles import attend_tile, key_places
+from attention.triton_tiles import attend_tile, key_places, row_keys
 
 _NARROW, _WIDE = (64, 2), (128, 4)
 """Keys a tile and warps."""
@@ -61,9 +61,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     place = row.to(tl.int64) * query_len + token
     query_at = place * query_token + head * query_head
     query = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)
-    first_page = tl.load(page_indptr_ptr + row)
-    pages = tl.load(page_indptr_ptr + row + 1) - first_page
-    length = (pages - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
+    first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
     last_key = length - query_len + token
     highest = tl.full((TILE_QUERIES,), -1e30, tl.float32)
     total = tl.zeros((TILE_QUERIES,), tl.float32)

@@ -7,6 +7,14 @@ import triton.language as tl
 
 
 @triton.jit
+def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where the pages of a row begin in the list of all, and how many keys the row has."""
+    first_page = tl.load(page_indptr_ptr + row)
+    pages = tl.load(page_indptr_ptr + row + 1) - first_page
+    return first_page, (pages - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
+
+
+@triton.jit
 def key_places(  # type: ignore[no-untyped-def]
     page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: tl.constexpr
 ):

@@ -7,6 +7,8 @@ from functools import cache
 import torch
 import torch.nn.functional as F
 
+from attention.variants import HALF
+
 MOST_TOKENS = 16
 """Up to so many tokens the kernel of `triton_linear` runs."""
 MOST_TOKENS_BIASED = 96
@@ -14,7 +16,6 @@ MOST_TOKENS_BIASED = 96
 then asks cuBLASLt, where cuBLAS splits the sum and adds the parts with a second kernel. µs on an H200 with 48 tokens:
 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens 40.1 and
 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide products take as long either way."""
-HALF = (torch.float16, torch.bfloat16)
 
 
 @torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())

@@ -15,8 +15,9 @@ import torch
 from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
+from attention.variants import HALF
 from specdec.errors import UnsupportedModelError
-from specdec.linear import HALF, few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
+from specdec.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.rms_norm import add_rms_norm, rms_norm  # noqa: F401
 from specdec.rotation import rotated  # noqa: F401
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from specdec.linear import HALF
+from attention.variants import HALF
 from specdec.rms_norm import add_rms_norm, rms_norm
 
 

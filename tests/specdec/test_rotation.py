@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from specdec.linear import HALF
+from attention.variants import HALF
 from specdec.rotation import rotated
 
 
