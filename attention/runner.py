@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from attention.backend import AttentionBackend, FixedMetadataBuilder, GraphBackend, PlanKey
-from attention.batch import HostBatch
+from attention.backends.base import AttentionBackend, FixedMetadataBuilder, GraphBackend, PlanKey
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.errors import UnsupportedAttentionError
-from attention.kv_cache import CacheGroup, LayerKV, allocate
-from attention.metadata import CommonAttentionMetadata
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.commit import Outcome
-from specdec.executor import EagerExecutor
+from specdec.engine.commit import Outcome
+from specdec.execution.eager import EagerExecutor
 
 Logits = dict[tuple[int, int], torch.Tensor]
 """(request id, position of the token that is decided) -> [V] on the CPU, in the model's dtype."""

@@ -26,7 +26,7 @@ import torch
 from attention_arms import CUDA, PAGE_SIZE, Arm, Case, Scene, arms, make_scene
 from document import provenance
 
-from attention.kv_cache import FP8
+from attention.cache.kv_cache import FP8
 
 _REPEATS = 15
 _LEAST_LAUNCHES = 16

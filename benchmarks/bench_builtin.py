@@ -25,8 +25,8 @@ import torch
 from document import publish
 
 from specdec import Completion, SamplingParams, SpeculativeModel
-from specdec.prompts import encode_prompts
-from specdec.stats import RoundRecord, pool, pool_requests
+from specdec.requests.prompts import encode_prompts
+from specdec.requests.stats import RoundRecord, pool, pool_requests
 
 Propose = Callable[[list[int]], list[int]]
 Arm = Callable[[list[int]], list[int]]

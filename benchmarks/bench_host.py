@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from document import publish
 
-from attention.pages import BlockTables
-from attention.staging import StagingArena
+from attention.batch.staging import StagingArena
+from attention.cache.pages import BlockTables
 from specdec.config import EngineConfig
-from specdec.fields import largest_bucket, round_bucket, round_fields
-from specdec.round import Verified, draft_arrays, sampling_round, target_arrays
-from specdec.rows import RowTable
-from specdec.sampling import SamplingParams
-from specdec.scheduler import Schedule
-from specdec.transfer import send_round
+from specdec.engine.scheduler import Schedule
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
+from specdec.rounds.rows import RowTable
+from specdec.rounds.transfer import send_round
+from specdec.rounds.verification import Verified, draft_arrays, sampling_round, target_arrays
 
 PAGE_SIZE = 16
 CONTEXT = 1024

@@ -24,15 +24,15 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from attention.backend import PlanKey
-from attention.flashinfer_backend import FlashInferBackend
-from attention.kv_cache import CacheGroup
-from attention.metadata import single_batch_arena, stage
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer.backend import FlashInferBackend
+from attention.batch.metadata import single_batch_arena, stage
+from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from benchmarks.document import provenance
 from benchmarks.shapes import COPY_BYTES_PER_S
-from drafters.inputs import rows_batch
-from specdec.experts import CAPTURABLE
+from drafters.loops.chain.index import rows_batch
+from specdec.ops.experts import CAPTURABLE
 
 CUDA = torch.device("cuda")
 LAYERS, PAGE_SIZE, REPEATS = 16, 16, 15

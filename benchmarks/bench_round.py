@@ -22,21 +22,21 @@ import click
 import numpy as np
 import torch
 
-from attention.backend import GraphBackend, PlanKey
-from attention.batch import HostBatch
-from attention.kv_cache import CacheGroup
-from attention.metadata import CommonAttentionMetadata
+from attention.backends.base import GraphBackend, PlanKey
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup
 from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
-from specdec.backends import make_backend
-from specdec.commit import Outcome
+from specdec.acceptance.judge import unpack_outcome
 from specdec.config import EngineConfig
+from specdec.engine.commit import Outcome
+from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
-from specdec.sampling import SamplingParams
-from specdec.target import probe_target
-from specdec.verify import unpack_outcome
+from specdec.requests.sampling import SamplingParams
+from specdec.target.target import probe_target
 
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
 _STRATA = 32

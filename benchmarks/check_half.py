@@ -28,9 +28,9 @@ from arm_logits import recorded_logits
 from check_pair import drafted_rounds, matching, test_chats
 from document import provenance
 
-from evals.replay import Replay
+from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
-from specdec.stats import pool_requests
+from specdec.requests.stats import pool_requests
 
 MAX_NEW_TOKENS = 320
 TIE_ERRORS = 4.0

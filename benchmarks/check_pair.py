@@ -23,9 +23,9 @@ from document import publish
 from rich.progress import track
 
 from drafters.oracle import oracle_drafts
-from evals.replay import Replay
+from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
-from specdec.prompts import encode_prompts
+from specdec.requests.prompts import encode_prompts
 
 TIE = 1e-4
 MAX_NEW_TOKENS = 320

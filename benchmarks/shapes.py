@@ -9,13 +9,13 @@ import torch
 from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
 from transformers.models.auto import AutoModelForCausalLM
 
-from attention.hf import probe
-from attention.kv_cache import bytes_per_token
+from attention.cache.kv_cache import bytes_per_token
+from attention.hf.interface import probe
 from benchmarks.routing import ExpertWork, expert_work
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec, default_taps
-from drafters.mtp import MtpHead
-from drafters.mtp_spec import MtpSpec, mtp_target
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.mtp.head import MtpHead
+from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.vocab import offsets_of
 
 COPY_BYTES_PER_S = 4.25e12

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from attention.backend import PlanKey
+    from attention.backends.base import PlanKey
 
 FINAL_NORM = -1
 """Tap id of the target's state after its final norm (what feeds lm_head). Other tap ids are boundaries b >= 0:

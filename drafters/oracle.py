@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import torch
 
-from attention.torch_backend import attend as dense_attend
+from attention.backends.reference import attend as dense_attend
 from drafters.base import Attend, Head
-from drafters.mtp_modules import MtpStack
+from drafters.mtp.stack import MtpStack
 
 
 def oracle_drafts(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, num_drafts: int) -> list[int]:

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.table import Table
 
 from specdec import Completion, SamplingParams, SpeculativeModel
-from specdec.stats import pool_requests
-from specdec.tables import percentages, tokens_per_second
+from specdec.cli.tables import percentages, tokens_per_second
+from specdec.requests.stats import pool_requests
 
 PROBLEMS = (
     "Bella has 146 puzzles. She buys 3 boxes with 10 puzzles in each. She gives 27 puzzles to Henry. How many puzzles "
@@ -24,7 +24,7 @@ PROBLEMS = (
     "Maria orders a chair for $79 and a table for $134. She has a coupon for $46 off. How much does Maria pay?",
 )
 """Written for this demonstration in sentences of the kind the built-in target knows. None was trained on: each falls to
-the held-out side of `specdec.models.arithmetic.is_heldout`, by which every training problem was filtered."""
+the held-out side of `evals.data.arithmetic.is_heldout`, by which every training problem was filtered."""
 
 NOTE = (
     "The built-in model has 6.8 million parameters: it solves unseen problems in sentences of the kind it knows, and "

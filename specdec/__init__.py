@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from specdec.errors import SpecdecError
     from specdec.model import SpeculativeModel
-    from specdec.request import Completion
-    from specdec.sampling import SamplingParams
+    from specdec.requests.request import Completion
+    from specdec.requests.sampling import SamplingParams
 
 _PUBLIC = {
-    "Completion": "specdec.request",
-    "SamplingParams": "specdec.sampling",
+    "Completion": "specdec.requests.request",
+    "SamplingParams": "specdec.requests.sampling",
     "SpecdecError": "specdec.errors",
     "SpeculativeModel": "specdec.model",
 }

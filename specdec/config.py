@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specdec.errors import InvalidInputError
 
 BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
-"""Names of attention backends, see `specdec.backends`."""
+"""Names of attention backends, see `specdec.loading.backends`."""
 
 
 @dataclass(frozen=True)

@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel
 
-from attention.backend import AttentionBackend
-from attention.kv_cache import CacheGroup, KVFormat
+from attention.backends.base import AttentionBackend
+from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.mtp_modules import MtpStack
-from drafters.mtp_spec import Concat, Feedback, MtpReading
-from specdec.backends import check_graphs, kv_format, make_backend
+from drafters.mtp.spec import Concat, Feedback, MtpReading
+from drafters.mtp.stack import MtpStack
+from specdec.acceptance.judge import unpack_outcome
 from specdec.config import EngineConfig
-from specdec.engine import Engine, EngineStats, ReadOutcome
+from specdec.engine.engine import Engine, EngineStats, ReadOutcome
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.executor import Drafter, EagerExecutor, Executor
-from specdec.facts import facts_of
-from specdec.generation_config import eos_ids, from_generation_config
-from specdec.loading import load_head, open_target, open_tokenizer
-from specdec.memory import memory_named
-from specdec.mtp_executor import MtpExecutor
-from specdec.progress import log, startup_progress
-from specdec.prompts import Prompts, encode_prompts
-from specdec.request import Completion, Update
-from specdec.sampling import SamplingParams
-from specdec.selftest import self_test, self_test_head
-from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
-from specdec.sizes import max_model_len as max_model_len_of
-from specdec.target import Target, TargetProbe, probe_target
-from specdec.verify import unpack_outcome
+from specdec.execution.eager import Drafter, EagerExecutor, Executor
+from specdec.execution.modules import MtpExecutor
+from specdec.loading.backends import check_graphs, kv_format, make_backend
+from specdec.loading.facts import facts_of
+from specdec.loading.memory import memory_named
+from specdec.loading.progress import log, startup_progress
+from specdec.loading.sizes import cache_token_bytes, cache_tokens, num_drafts
+from specdec.loading.sizes import max_model_len as max_model_len_of
+from specdec.loading.targets import load_head, open_target, open_tokenizer
+from specdec.requests.generation_config import eos_ids, from_generation_config
+from specdec.requests.prompts import Prompts, encode_prompts
+from specdec.requests.request import Completion, Update
+from specdec.requests.sampling import SamplingParams
+from specdec.target.selftest import self_test, self_test_head
+from specdec.target.target import Target, TargetProbe, probe_target
 
 MODEL_FORMAT = KVFormat()
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
@@ -298,6 +298,6 @@ def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cud
         return MtpExecutor(target, drafter, drafter.head, config)
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)
-    from specdec.graphs import GraphExecutor
+    from specdec.execution.graphs import GraphExecutor
 
     return GraphExecutor(target, drafter, config)

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from attention import latent_work
-from attention.backend import PlanKey
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer import mla_plan as latent_work
 from drafters.base import Attend, Head
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
@@ -141,8 +141,8 @@ def table_head(
 
 def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None) -> Head:
     """A random EAGLE-3 head for a tiny Llama."""
-    from drafters.eagle3 import Eagle3Head
-    from drafters.eagle3_spec import Eagle3Spec
+    from drafters.eagle3.head import Eagle3Head
+    from drafters.eagle3.spec import Eagle3Spec
 
     config = model.config
     vocab = config.vocab_size

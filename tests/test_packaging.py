@@ -29,4 +29,4 @@ def packaged() -> set[Path]:
 def test_every_data_file_is_packaged() -> None:
     assert data_files() - packaged() == set()
     names = {path.relative_to(ROOT).as_posix() for path in data_files()}
-    assert {"specdec/models/gsm-llama/model.safetensors", "evals/templates/report.html.j2"} <= names
+    assert {"specdec/models/gsm-llama/model.safetensors", "evals/report/templates/report.html.j2"} <= names

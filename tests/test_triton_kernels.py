@@ -16,26 +16,26 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backend import PlanKey
-from attention.invariant_backend import InvariantBackend
-from attention.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
-from attention.metadata import single_batch_arena, stage
-from attention.packed_kernel import PackedKernel
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.invariant import InvariantBackend
+from attention.backends.reference import TorchBackend
+from attention.batch.metadata import single_batch_arena, stage
+from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.kernels.packed import launch_packed
+from attention.kernels.write import write_kv
+from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
-from attention.torch_backend import TorchBackend
-from attention.triton_latent import write_latent
-from attention.triton_packed import launch_packed
-from attention.triton_write import write_kv
-from drafters.inputs import rows_batch
-from specdec.experts import expert_products
-from specdec.rms_norm import add_rms_norm, rms_norm
-from specdec.rotation import rotated
-from specdec.triton_experts import launch_products
-from specdec.triton_greedy import launch_greedy
-from specdec.triton_invariant_linear import launch_invariant_linear
-from specdec.triton_linear import fits, launch_linear
-from specdec.triton_norm import launch_norm
-from specdec.triton_rotation import launch_rotation
+from drafters.loops.chain.index import rows_batch
+from specdec.ops.argmax_kernel import launch_greedy
+from specdec.ops.experts import expert_products
+from specdec.ops.experts_kernel import launch_products
+from specdec.ops.invariant_linear_kernel import launch_invariant_linear
+from specdec.ops.linear_kernel import fits, launch_linear
+from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.norm_kernel import launch_norm
+from specdec.ops.rotary import rotated
+from specdec.ops.rotary_kernel import launch_rotation
 
 CPU = torch.device("cpu")
 
@@ -82,7 +82,7 @@ def test_packed_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Lengths at the edges of pages and of the tiles of keys, narrow and wide, over pages in any order."""
-    monkeypatch.setattr("attention.triton_packed._FEW_PROGRAMS", few_programs)
+    monkeypatch.setattr("attention.kernels.packed._FEW_PROGRAMS", few_programs)
     key, lengths = PlanKey(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
@@ -104,7 +104,7 @@ def test_packed_attention(
 
 def test_packed_kernel_follows_its_part() -> None:
     """`PackedKernel` launches over the device arrays of the last plan."""
-    from attention.flashinfer_kernel import Part
+    from attention.backends.flashinfer.wrapper import Part
 
     key = PlanKey(4, 2, 64, 64, 0.125)
     layer = cache(key, 4, 16, "NHD")

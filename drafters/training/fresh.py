@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from drafters.checkpoints import TargetFacts
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec
+from drafters.eagle3.checkpoint import TargetFacts
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec
 from drafters.vocab import most_frequent
 
 

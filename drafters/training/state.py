@@ -13,8 +13,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from attention.errors import InvalidInputError
-from drafters.eagle3 import Eagle3Head
-from drafters.mtp import MtpHead
+from drafters.eagle3.head import Eagle3Head
+from drafters.mtp.head import MtpHead
 from drafters.training.config import TrainConfig
 
 TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)

@@ -17,7 +17,7 @@ from collections import defaultdict
 
 import torch
 
-from attention.backend import PlanKey
+from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError
 from drafters.base import Head
 

@@ -17,7 +17,7 @@ import torch
 
 from drafters.oracle import oracle_drafts
 from specdec import SamplingParams, SpeculativeModel
-from specdec.stats import pool_requests
+from specdec.requests.stats import pool_requests
 
 LIMIT = 320
 

@@ -9,8 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from evals.data.nouns import MEN, WOMEN
 from specdec.errors import InvalidInputError
-from specdec.models.nouns import MEN, WOMEN
 
 DEV_SIZE = 500
 _DEV_SEED = 2026

@@ -17,7 +17,7 @@ from pathlib import Path
 import click
 import gsm8k_text
 
-from specdec.models import arithmetic
+from evals.data import arithmetic
 
 _SENTENCE = re.compile(r"(?<=[.?!])\s+")
 _NUMBER = re.compile(r"(?<![\d.,/])\d{1,3}(?![\d.,/%])")

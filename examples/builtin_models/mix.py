@@ -16,7 +16,7 @@ import numpy as np
 from gsm8k_text import Pair
 from transformers import PreTrainedTokenizerFast
 
-from specdec.models import arithmetic
+from evals.data import arithmetic
 
 SHORT, LONG = 512, 2048
 SOURCES = ("generated", "gsm8k")

@@ -25,11 +25,11 @@ from train_target import LONG_EVERY, Recipe, batches, build_model, save
 from transformers import AutoTokenizer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from drafters.mtp import MtpHead
-from drafters.mtp_checkpoints import deepseek_tensors
-from drafters.mtp_spec import MtpSpec, mtp_target
+from drafters.mtp.checkpoint import deepseek_tensors
+from drafters.mtp.head import MtpHead
+from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.training.ttt import shift_left, unroll
-from specdec.models import arithmetic
+from evals.data import arithmetic
 
 DECAY = 0.8  # weight of each further step of the module
 BALANCE = 1e-3  # step of the routing biases

@@ -21,7 +21,7 @@ from gsm8k_text import Pair
 from make_tokenizer import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from specdec.models import arithmetic
+from evals.data import arithmetic
 
 LONG_EVERY = 6  # every sixth step takes long rows
 

@@ -14,11 +14,11 @@ import torch
 from fakes import eagle3_head, free_everywhere, random_prompts, table_head, tiny_llama, wrap
 
 from drafters.base import FINAL_NORM
-from drafters.mtp_checkpoints import load_mtp
-from drafters.mtp_spec import mtp_target
+from drafters.mtp.checkpoint import load_mtp
+from drafters.mtp.spec import mtp_target
 from drafters.oracle import oracle_drafts
 from specdec.errors import HeadLoadError
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)

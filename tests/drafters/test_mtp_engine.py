@@ -10,14 +10,14 @@ import pytest
 import torch
 from fakes import free_everywhere, random_prompts, wrap
 
-from attention.invariant_backend import InvariantBackend
-from attention.torch_backend import TorchBackend
-from drafters.mtp_modules import MtpStack
+from attention.backends.invariant import InvariantBackend
+from attention.backends.reference import TorchBackend
+from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_module_drafts
-from specdec.backends import check_graphs
 from specdec.errors import InvalidInputError
+from specdec.loading.backends import check_graphs
 from specdec.model import SpeculativeModel
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 2))
 GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)

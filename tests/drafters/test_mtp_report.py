@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import DeepseekV3ForCausalLM, Qwen2ForCausalLM
 
-from specdec.loading import load_target
+from specdec.loading.targets import load_target
 
 CPU = torch.device("cpu")
 

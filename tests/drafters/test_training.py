@@ -14,9 +14,9 @@ from rich.console import Console
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.errors import InvalidInputError
-from drafters.checkpoints import TargetFacts, load_eagle3, save_eagle3
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec
+from drafters.eagle3.checkpoint import TargetFacts, load_eagle3, save_eagle3
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec
 from drafters.oracle import oracle_drafts
 from drafters.training.answers import answer
 from drafters.training.config import TrainConfig

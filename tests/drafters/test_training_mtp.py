@@ -15,19 +15,19 @@ from fakes import random_prompts, wrap
 from rich.console import Console
 from safetensors.torch import load_file
 
-import specdec.training
+import specdec.training.run
 from drafters.errors import HeadLoadError
-from drafters.mtp_checkpoints import has_mtp, load_mtp, save_mtp
-from drafters.mtp_spec import MtpReading, mtp_target
+from drafters.mtp.checkpoint import has_mtp, load_mtp, save_mtp
+from drafters.mtp.spec import MtpReading, mtp_target
 from drafters.training.answers import AnswerSet, answer
 from drafters.training.config import TrainConfig
 from drafters.training.trainer import TrainResult
+from specdec.cli.train import train
 from specdec.errors import InvalidInputError
+from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
-from specdec.models import builtin_path
-from specdec.sampling import SamplingParams
-from specdec.stats import pool_requests
-from specdec.train_commands import train
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import pool_requests
 
 pytestmark = pytest.mark.slow
 
@@ -68,7 +68,7 @@ class Bench:
         config = TrainConfig(**{**SHORT, **settings})
         quiet = Console(file=io.StringIO())
         how = reading or MtpReading()
-        return specdec.training.train_mtp(
+        return specdec.training.run.train_mtp(
             self.model, self.folder, self.answers, how, config, output, held_out=12, console=quiet
         )
 
@@ -110,7 +110,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = bench.train(tmp_path / "whole", steps=8)
-    real = specdec.training.final_features
+    real = specdec.training.run.final_features
 
     def deadly(model: SpeculativeModel) -> Any:
         features, left = real(model), iter(range(calls))
@@ -123,7 +123,7 @@ def test_a_killed_run_goes_on_with_the_same_result(
         return counted
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(specdec.training, "final_features", deadly)
+        patch.setattr(specdec.training.run, "final_features", deadly)
         bench.train(tmp_path / "cut", steps=8)
     resumed = bench.train(tmp_path / "cut", steps=8)
     assert same(weights(whole), weights(resumed))

@@ -9,11 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.backend import PlanKey
+from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError
 from drafters.base import Attend
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec
 from drafters.oracle import oracle_drafts
 from drafters.training.batches import Batch
 from drafters.training.objective import chain_mask, draft_targets, evaluate_batch

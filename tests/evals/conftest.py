@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from evals.datasets import DataSet, Question, digest
-from evals.runner import Asking
+from evals.data.datasets import DataSet, Question, digest
+from evals.runs.runner import Asking
 from specdec.errors import InvalidInputError
-from specdec.request import Completion
-from specdec.sampling import SamplingParams
-from specdec.stats import RequestStats, RoundRecord
+from specdec.requests.request import Completion
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import RequestStats, RoundRecord
 
 EOS = 0
 

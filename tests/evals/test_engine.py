@@ -11,15 +11,15 @@ import pytest
 import torch
 from fakes import table_head, tiny_llama, wrap
 
-import specdec.verify
-from evals.acceptance import Plan, run, settings, sweep
-from evals.executor import LocalExecutor
-from evals.lossless_run import Check, check
-from evals.runner import Asking
-from evals.store import RunStore
-from evals.worker import ModelSpec, Worker
-from specdec.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
-from specdec.sampling import SamplingParams
+import specdec.acceptance.judge
+from evals.acceptance.acceptance import Plan, run, settings, sweep
+from evals.lossless.run import Check, check
+from evals.runs.executor import LocalExecutor
+from evals.runs.runner import Asking
+from evals.runs.store import RunStore
+from evals.runs.worker import ModelSpec, Worker
+from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
+from specdec.requests.sampling import SamplingParams
 
 pytest.importorskip("scipy")
 K = 3
@@ -66,7 +66,7 @@ def one_too_many(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: tor
 def test_a_wrong_greedy_rule_fails(
     plant: SimpleNamespace, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any
 ) -> None:
-    monkeypatch.setattr(specdec.verify, "accept_greedy", rule)
+    monkeypatch.setattr(specdec.acceptance.judge, "accept_greedy", rule)
     found = verdict(plant, worker, tmp_path / "run", mode="greedy")
     arm = found["greedy"]["arms"][0]
     assert not found["passed"] and arm["defects"] > 0
@@ -93,7 +93,7 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         )
         return Verdict(right.num_accepted, accept_sampled(drafts, none, shifted).next_token)
 
-    monkeypatch.setattr(specdec.verify, "accept_sampled", rule)
+    monkeypatch.setattr(specdec.acceptance.judge, "accept_sampled", rule)
     yield
 
 

@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from evals import html_report
-from evals.acceptance import Plan, run, settings, sweep
-from evals.executor import LocalExecutor
-from evals.metrics import METRICS
-from evals.runner import Arm
-from evals.store import RunStore
-from evals.terminal import RunProgress, print_acceptance
-from evals.worker import ModelSpec, Worker
+from evals.acceptance.acceptance import Plan, run, settings, sweep
+from evals.acceptance.metrics import METRICS
+from evals.report import html as html_report
+from evals.report.terminal import RunProgress, print_acceptance
+from evals.runs.executor import LocalExecutor
+from evals.runs.runner import Arm
+from evals.runs.store import RunStore
+from evals.runs.worker import ModelSpec, Worker
 
 pytest.importorskip("matplotlib")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
-from specdec.models.arithmetic import is_heldout
+from evals.data.arithmetic import is_heldout
 
 _DEMO = Path(__file__).parents[2] / "examples" / "demo.py"
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec.errors import CacheTooSmallError, OutOfDeviceMemoryError, UnsupportedAttentionError
 from specdec.model import SpeculativeModel
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 CUDA = torch.device("cuda")
 PROMPTS = random_prompts((5, 33, 17))

@@ -20,15 +20,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from attention.batch import HostBatch
-from attention.invariant_backend import InvariantBackend
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec
-from drafters.inputs import rows_batch
+from attention.backends.invariant import InvariantBackend
+from attention.batch.host import HostBatch
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec
+from drafters.loops.chain.index import rows_batch
 from specdec.errors import InvalidInputError, UnsupportedAttentionError
-from specdec.linear import invariant_linear
 from specdec.model import SpeculativeModel
-from specdec.sampling import SamplingParams
+from specdec.ops.linear import invariant_linear
+from specdec.requests.sampling import SamplingParams
 from tests.gpu.test_flashinfer import (
     CUDA,
     DECODE,

@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from specdec.experts import expert_products, mixtures, using_capturable_experts
+from specdec.ops.experts import expert_products, mixtures, using_capturable_experts
 
 CUDA = torch.device("cuda")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}

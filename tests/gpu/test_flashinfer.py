@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backend import AttentionBackend, PlanKey
-from attention.batch import HostBatch
+from attention.backends.base import AttentionBackend, PlanKey
+from attention.backends.reference import TorchBackend
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
-from attention.kv_cache import FP8, CacheGroup, KVFormat
-from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.runner import GroupRunner
-from attention.torch_backend import TorchBackend
-from drafters.inputs import rows_batch
+from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 NUM_PAGES = 1200
@@ -63,7 +63,7 @@ class Pair:
         format: KVFormat = MODEL_FORMAT,
         backend: AttentionBackend | None = None,
     ) -> None:
-        from attention.flashinfer_backend import FlashInferBackend
+        from attention.backends.flashinfer.backend import FlashInferBackend
 
         group = CacheGroup("test", (key,), NUM_PAGES * 16 // page_size, page_size, layout, format)  # type: ignore[arg-type]
         self.key = key

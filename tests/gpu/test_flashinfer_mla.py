@@ -7,15 +7,15 @@ import pytest
 import torch
 from fakes import divided_as_by_flashinfer
 
-from attention.backend import PlanKey
-from attention.batch import HostBatch
+from attention.backends.base import PlanKey
+from attention.backends.reference import TorchBackend
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
+from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.errors import InvariantError, UnsupportedAttentionError
-from attention.kv_cache import CacheGroup
-from attention.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.runner import GroupRunner
-from attention.torch_backend import TorchBackend
-from drafters.inputs import rows_batch
+from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 SLOTS = 40_000
@@ -55,7 +55,7 @@ class Pair:
     def __init__(
         self, dtype: torch.dtype = torch.bfloat16, heads: int = 16, page_size: int = 16, layout: str = "NHD"
     ) -> None:
-        from attention.flashinfer_backend import FlashInferBackend
+        from attention.backends.flashinfer.backend import FlashInferBackend
 
         key = plan_key(heads)
         group = CacheGroup("test", (key,), SLOTS // page_size, page_size, layout)  # type: ignore[arg-type]
@@ -262,7 +262,7 @@ def test_a_plan_does_not_outlive_its_work_list(pair: Pair) -> None:
 
 
 def test_other_ranks_are_refused_before_anything_is_allocated() -> None:
-    from attention.flashinfer_backend import FlashInferBackend
+    from attention.backends.flashinfer.backend import FlashInferBackend
 
     backend = FlashInferBackend(CUDA)
     before = torch.cuda.memory_allocated()

@@ -11,13 +11,13 @@ import torch
 from fakes import count_calls
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from attention.packed_kernel import PackedKernel
+from attention.backends.flashinfer.packed import PackedKernel
 from benchmarks.trace import SYNCHRONISE, traced
-from drafters.eagle3 import Eagle3Head
-from drafters.eagle3_spec import Eagle3Spec
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
 from specdec.model import SpeculativeModel
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 CUDA = torch.device("cuda")
 VOCAB = 512
@@ -105,7 +105,7 @@ def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.
     """The kernel of full batches, here for batches of any size."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(5, False).generate(PROMPTS, params)
-    monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
+    monkeypatch.setattr("attention.backends.flashinfer.packed.divides_keys", lambda *args: False)
     launches = count_calls(monkeypatch, PackedKernel, "run")
     graphed = model(5, True).generate(PROMPTS, params)
     assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps

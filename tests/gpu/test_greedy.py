@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.greedy import greedy_ids
+from specdec.ops.argmax import greedy_ids
 
 CUDA = torch.device("cuda")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.linear import MOST_TOKENS, MOST_TOKENS_BIASED, few_tokens_linear
+from specdec.ops.linear import MOST_TOKENS, MOST_TOKENS_BIASED, few_tokens_linear
 
 CUDA = torch.device("cuda")
 
@@ -18,7 +18,7 @@ def test_products_are_those_of_float32(dtype: torch.dtype, tokens: int, rows: in
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 2 * width, device=CUDA, dtype=dtype)[:, width:]
     weight = torch.randn(rows + 1, width, device=CUDA, dtype=dtype)[1:]
-    from specdec.triton_linear import fits
+    from specdec.ops.linear_kernel import fits
 
     assert fits(x, weight)
     got, right = few_tokens_linear(x, weight).float(), x.float() @ weight.float().T

@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
-from attention.variants import HALF
-from specdec.rms_norm import add_rms_norm, rms_norm
-from specdec.rotation import rotated
+from attention.backends.limits import HALF
+from specdec.ops.norm import add_rms_norm, rms_norm
+from specdec.ops.rotary import rotated
 
 pytestmark = pytest.mark.gpu
 

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from attention.kv_cache import FP8, CacheGroup, KVFormat
-from attention.metadata import single_batch_arena, stage
-from attention.packed_kernel import PackedKernel, is_packed
+from attention.backends.flashinfer.packed import PackedKernel, is_packed
+from attention.batch.metadata import single_batch_arena, stage
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from tests.gpu.test_flashinfer import CUDA, LIMIT, NUM_PAGES, Pair, host_batch, metadata_of, plan_key, relative_error
 
 
 def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) -> Pair:
     """A pair without FlashInfer's own kernels, which take minutes to build."""
-    from attention.flashinfer_backend import FlashInferBackend
+    from attention.backends.flashinfer.backend import FlashInferBackend
 
     class FixedOnly(FlashInferBackend):
         def builder(self, *args: Any) -> Any:
@@ -119,7 +119,7 @@ def test_the_public_shape_is_served() -> None:
 
 
 def test_the_route_names_it() -> None:
-    from attention.flashinfer_backend import FlashInferBackend
+    from attention.backends.flashinfer.backend import FlashInferBackend
 
     backend, plain, windowed = FlashInferBackend(CUDA), plan_key(), plan_key(window=100)
     group = CacheGroup("test", (plain, windowed), NUM_PAGES, 16)

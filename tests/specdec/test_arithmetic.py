@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evals.data import frames
+from evals.data.arithmetic import LARGEST, Problem, problems
 from specdec.errors import InvalidInputError
-from specdec.models import frames
-from specdec.models.arithmetic import LARGEST, Problem, problems
 
 NOTE = re.compile(r"(\d+)([-+*/])(\d+) = \$?<<(\d+)([-+*/])(\d+)=(\d+)>>(\d+)")
 RESULT_OF = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}

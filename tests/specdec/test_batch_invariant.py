@@ -12,18 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
-from torch._dynamo.utils import counters
-from torch.fx.experimental.proxy_tensor import make_fx
-
-import specdec.compiling
-import specdec.graphs
-import specdec.target
-from specdec.compiling import unwrapped
-from specdec.errors import UnsupportedModelError
-from specdec.linear import invariant_linear
-from specdec.rewriting import Rewriting, read_weights_once, sum_alike
-from specdec.sampling import SamplingParams
-from specdec.selftest import invariance_test, products_test
 from tests.specdec.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,
     Replayed,
@@ -32,6 +20,18 @@ from tests.specdec.test_graphs import (  # noqa: F401 (fixtures)
     recorded_on_cpu,
     with_graphs,
 )
+from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import specdec.compiler.settings
+import specdec.execution.graphs
+import specdec.target.target
+from specdec.compiler.passes import Rewriting, read_weights_once, sum_alike
+from specdec.compiler.settings import unwrapped
+from specdec.errors import UnsupportedModelError
+from specdec.ops.linear import invariant_linear
+from specdec.requests.sampling import SamplingParams
+from specdec.target.selftest import invariance_test, products_test
 
 PROMPTS = random_prompts((5, 60, 1, 50, 9))
 """Two are longer than a round's 24 tokens: parts of them are read in rounds in which nothing is judged."""
@@ -59,8 +59,8 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         with suppress(UnsupportedModelError):
             invariance_test(target, model)
 
-    monkeypatch.setattr(specdec.graphs, "invariance_test", run)
-    monkeypatch.setattr(specdec.graphs, "products_test", found.append)
+    monkeypatch.setattr(specdec.execution.graphs, "invariance_test", run)
+    monkeypatch.setattr(specdec.execution.graphs, "products_test", found.append)
     return found
 
 
@@ -81,7 +81,7 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
         return run
 
-    monkeypatch.setattr(specdec.graphs, "compiled_model", compiled_model)
+    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", compiled_model)
     model = graphed(eagle3_head(tiny_llama()) if drafts else None, num_speculative_tokens=drafts)
     assert tested == [model._engine._executor._eager.model, model.hf_model]
     forwards: list[Any] = []
@@ -104,9 +104,9 @@ def test_it_is_compiled_once_and_the_cache_is_written_where_nothing_is_judged(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Planted defect: a model that is asked for no logits is asked for nothing. Products stay those of a CPU."""
-    monkeypatch.setattr(specdec.compiling, "Rewriting", lambda batch_invariant: Rewriting())
+    monkeypatch.setattr(specdec.compiler.settings, "Rewriting", lambda batch_invariant: Rewriting())
     if defect:
-        monkeypatch.setattr(specdec.target, "_at_least_two", lambda x: x)
+        monkeypatch.setattr(specdec.target.target, "_at_least_two", lambda x: x)
     compilations = []
 
     def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,8 +120,8 @@ def test_it_is_compiled_once_and_the_cache_is_written_where_nothing_is_judged(
 
         return counted
 
-    plain = specdec.graphs.for_any_batch
-    monkeypatch.setattr(specdec.graphs, "for_any_batch", for_any_batch)
+    plain = specdec.execution.graphs.for_any_batch
+    monkeypatch.setattr(specdec.execution.graphs, "for_any_batch", for_any_batch)
     torch._dynamo.reset()
     model = graphed(None, num_speculative_tokens=0, max_num_seqs=1)
     right = [c.token_ids for c in model.generate(PROMPTS, PARAMS)] == [hf_greedy(p, 16) for p in PROMPTS]
@@ -165,7 +165,7 @@ def test_products_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) ->
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
 
-    monkeypatch.setattr("specdec.selftest.invariant_linear", linear)
+    monkeypatch.setattr("specdec.target.selftest.invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     if not defect:
         return products_test(tiny_llama())

@@ -18,10 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from specdec import models
+import specdec
+from evals.data.arithmetic import Problem, problems
 from specdec.errors import InvalidInputError
-from specdec.models import GSM_LLAMA, builtin_names, builtin_path
-from specdec.models.arithmetic import Problem, problems
+from specdec.loading.builtin import GSM_LLAMA, builtin_names, builtin_path
 
 FOLDER = builtin_path(GSM_LLAMA)
 MIB = 2**20
@@ -39,7 +39,7 @@ def model() -> LlamaForCausalLM:
 
 
 def test_names_are_known_without_importing_torch() -> None:
-    code = "import sys, specdec.models as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
+    code = "import sys, specdec.loading.builtin as m; print(m.builtin_names()); assert 'torch' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert GSM_LLAMA in done.stdout
 
@@ -132,4 +132,4 @@ def greedy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, found: l
 
 
 def test_builtin_path_is_the_installed_folder() -> None:
-    assert Path(str(models.__file__)).parent / GSM_LLAMA == FOLDER
+    assert Path(str(specdec.__file__)).parent / "models" / GSM_LLAMA == FOLDER

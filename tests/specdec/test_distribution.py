@@ -26,10 +26,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-import specdec.verify
+import specdec.acceptance.judge
 from attention.checking import check_mode
-from specdec.accept import SampledInputs, Verdict, accept_sampled
-from specdec.sampling import SamplingParams, draw
+from specdec.acceptance.accept import SampledInputs, Verdict, accept_sampled
+from specdec.requests.sampling import SamplingParams, draw
 
 VOCAB = 6
 PROMPT = random_prompts([7], seed=1, vocab_size=VOCAB)[0]
@@ -159,7 +159,7 @@ def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInp
     [resample_from_p, *(pytest.param(r, marks=pytest.mark.slow) for r in (accept_over_half, same_uniform_twice))],
 )
 def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(specdec.verify, "accept_sampled", rule)
+    monkeypatch.setattr(specdec.acceptance.judge, "accept_sampled", rule)
     outcomes, _ = sample(PLAIN)
     assert p_value(outcomes, PLAIN) < 1e-4
 
@@ -167,7 +167,7 @@ def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.slow
 def test_drafts_that_do_not_come_from_the_q_they_are_judged_by_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the most probable draft is taken, and judged as if it had been drawn."""
-    monkeypatch.setattr(specdec.verify, "draw", lambda q, uniform: q.argmax(-1))
+    monkeypatch.setattr(specdec.acceptance.judge, "draw", lambda q, uniform: q.argmax(-1))
     outcomes, _ = sample(PLAIN)
     assert p_value(outcomes, PLAIN) < 1e-4
 
@@ -177,7 +177,9 @@ def test_judging_drawn_drafts_as_certain_is_lossless_and_accepts_less(monkeypatc
     """Given the draft x, accept with p(x), else p without x: that is p, however x was found. It only costs length."""
     _, right = sample(PLAIN)
     rule = functools.partial(replace, draft_probs=None)
-    monkeypatch.setattr(specdec.verify, "accept_sampled", lambda d, n, inputs: accept_sampled(d, n, rule(inputs)))
+    monkeypatch.setattr(
+        specdec.acceptance.judge, "accept_sampled", lambda d, n, inputs: accept_sampled(d, n, rule(inputs))
+    )
     outcomes, tau = sample(PLAIN)
     assert p_value(outcomes, PLAIN) > 1e-3
     assert tau < right - 0.1

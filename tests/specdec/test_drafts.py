@@ -11,8 +11,8 @@ from fakes import eagle3_head, random_prompts, table_head, tiny_llama, wrap
 
 from drafters.base import Head
 from drafters.oracle import oracle_drafts
-from specdec.request import Completion
-from specdec.sampling import SamplingParams
+from specdec.requests.request import Completion
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 PARAMS = SamplingParams(max_new_tokens=24, return_drafts=True)
@@ -107,16 +107,16 @@ def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
 
 def test_reading_the_neighbours_true_states_fails_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the first pass reads the target's states one row too late."""
-    import specdec.round
+    import specdec.rounds.verification
 
-    real = specdec.round.kept_rows
+    real = specdec.rounds.verification.kept_rows
 
     def one_late(qsl: Any, drafts: Any, accepted: Any, rows: Any) -> Any:
         kept = real(qsl, drafts, accepted, rows)
         kept.token_indices[:-1] = kept.token_indices[1:]
         return kept
 
-    monkeypatch.setattr(specdec.round, "kept_rows", one_late)
+    monkeypatch.setattr(specdec.rounds.verification, "kept_rows", one_late)
     head = head_of("table")
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=3)
     assert any(wrong_rounds(head, c) for c in wrapped.generate(PROMPTS, PARAMS))

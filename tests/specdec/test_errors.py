@@ -11,8 +11,8 @@ import torch
 from fakes import LetterTokenizer, eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 
-import specdec.engine
-from drafters.checkpoints import save_eagle3
+import specdec.engine.engine
+from drafters.eagle3.checkpoint import save_eagle3
 from specdec.config import EngineConfig
 from specdec.errors import (
     CacheTooSmallError,
@@ -23,10 +23,10 @@ from specdec.errors import (
     OutOfPagesError,
     SpecdecError,
 )
+from specdec.loading.sizes import max_model_len
 from specdec.model import SpeculativeModel
-from specdec.prompts import encode_prompts
-from specdec.sampling import SamplingParams
-from specdec.sizes import max_model_len
+from specdec.requests.prompts import encode_prompts
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33))
 SHORT = SamplingParams(max_new_tokens=8)
@@ -145,7 +145,7 @@ def test_a_failing_round_ends_every_call_that_shares_it(wrapped: Any, monkeypatc
     next(first)
     next(second)
     with monkeypatch.context() as planted:
-        planted.setattr(specdec.engine, "target_arrays", lambda *_: 1 / 0)
+        planted.setattr(specdec.engine.engine, "target_arrays", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             list(first)
     with pytest.raises(SpecdecError, match="a round that they shared with another call failed"):

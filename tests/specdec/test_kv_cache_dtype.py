@@ -8,9 +8,9 @@ import pytest
 import torch
 from fakes import eagle3_head, random_prompts, table_head, tiny_llama, wrap
 
+from specdec.cli.tables import route_rows
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.sampling import SamplingParams
-from specdec.tables import route_rows
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 17))
 PARAMS = SamplingParams(max_new_tokens=40)

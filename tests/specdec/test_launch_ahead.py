@@ -9,7 +9,7 @@ import torch
 from fakes import free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 from drafters.oracle import oracle_drafts
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 PARAMS = SamplingParams(max_new_tokens=24, return_drafts=True)

@@ -13,11 +13,12 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.flashinfer_backend import FlashInferBackend, FlashInferPlan
-from attention.packed_kernel import PackedKernel
-from attention.torch_backend import TorchBackend
-from specdec.sampling import SamplingParams
 from tests.specdec.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+
+from attention.backends.flashinfer.backend import FlashInferBackend, FlashInferPlan
+from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.reference import TorchBackend
+from specdec.requests.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 PROMPTS = random_prompts((5, 33, 17))
@@ -40,10 +41,10 @@ class OnCpu(FlashInferBackend):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the kernel runs on, in batches of any size and heads of 16."""
-    monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
-    monkeypatch.setattr("attention.packed_kernel.HEAD_DIMS", (16,))
-    monkeypatch.setattr("attention.variants.HEAD_DIMS", (16,))
-    monkeypatch.setattr("attention.flashinfer_backend._FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr("attention.backends.flashinfer.packed.divides_keys", lambda *args: False)
+    monkeypatch.setattr("attention.backends.flashinfer.packed.HEAD_DIMS", (16,))
+    monkeypatch.setattr("attention.backends.limits.HEAD_DIMS", (16,))
+    monkeypatch.setattr("attention.backends.flashinfer.backend._FLOAT_WORKSPACE_BYTES", 1)
     return count_calls(monkeypatch, PackedKernel, "run")
 
 

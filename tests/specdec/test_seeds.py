@@ -9,7 +9,7 @@ import pytest
 from fakes import random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 
-from specdec.sampling import SamplingParams
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 SAMPLED = SamplingParams(max_new_tokens=16, temperature=1.0, top_p=0.9)

@@ -12,9 +12,9 @@ from fakes import random_prompts, table_head, tiny_llama, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.metadata import CommonAttentionMetadata
-from attention.pages import BlockTables
-from specdec.sampling import SamplingParams
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.pages import BlockTables
+from specdec.requests.sampling import SamplingParams
 
 
 class Watch:
@@ -121,14 +121,14 @@ def test_rows_that_end_leave_padding_on_the_null_page() -> None:
 
 
 def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    import drafters.inputs
+    import drafters.loops.chain.index
     from attention.errors import InvariantError
 
     def plus_one(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
         first = positions - positions % 8
         return table[rows, first // page_size].astype(np.int64) * page_size + positions - first
 
-    monkeypatch.setattr(drafters.inputs, "slots_of", plus_one)
+    monkeypatch.setattr(drafters.loops.chain.index, "slots_of", plus_one)
     model = tiny_llama()
     with pytest.raises((AssertionError, KeyError, InvariantError)):
         wrapped = wrap(model, table_head(model), num_speculative_tokens=4)

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from fakes import LETTERS, LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
-from specdec.request import Completion
-from specdec.sampling import SamplingParams
+from specdec.requests.request import Completion
+from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 NEW = 24

@@ -1,0 +1,119 @@
+"""The two interfaces of this package: `AttentionBackend` and `AttentionMetadataBuilder`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+if TYPE_CHECKING:
+    import torch
+
+    from attention.batch.host import HostBatch
+    from attention.batch.metadata import CommonAttentionMetadata
+    from attention.cache.kv_cache import CacheGroup, LayerKV
+
+
+@dataclass(frozen=True)
+class PlanKey:
+    """What one attention layer needs of a kernel; layers with equal keys share one plan.
+
+    Attributes:
+        num_q_heads, num_kv_heads: Hq and Hkv; Hq is a multiple of Hkv.
+        head_dim_k, head_dim_v: width of a query/key head and of a value head.
+        scale: factor on q·k before softcap and softmax.
+        window: number of visible positions including the own one, or None for all
+            (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
+        softcap: logits become softcap·tanh(logits/softcap), or None.
+        has_sinks: a learned logit per query head joins the softmax's denominator.
+        value_in_key: a value is the first head_dim_v columns of its key (latent attention, see attention/hf/mla.py):
+            the cache keeps keys only.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim_k: int
+    head_dim_v: int
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    has_sinks: bool = False
+    value_in_key: bool = False
+
+
+class AttentionMetadataBuilder(Protocol):
+    """Turns one batch's metadata into a plan for one (CacheGroup, PlanKey). Depends on nothing else."""
+
+    def build(self, metadata: CommonAttentionMetadata) -> Any:
+        """Return the plan that `AttentionBackend.run` takes. Never synchronises with the device."""
+
+
+class AttentionBackend(Protocol):
+    """A family of attention kernels over the paged KV cache."""
+
+    name: str
+    batch_invariant: bool
+    """Whether a token's result is the same bits whatever else is in the batch, and however its row is cut in pieces."""
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """Which kernels serve `key`, in words, for people."""
+
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> AttentionMetadataBuilder:
+        """Return a builder for queries and cache of `dtype`.
+
+        Raises:
+            UnsupportedAttentionError: the variant is not offered.
+        """
+
+    def run(
+        self,
+        plan: Any,
+        key: PlanKey,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V of the batch's tokens into the cache, then attend.
+
+        Args:
+            plan: what this backend's builder returned for `metadata`.
+            query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv] (not read when value_in_key).
+            layer_kv: the layer's cache tensors.
+            sinks: [Hq] or None.
+
+        Returns:
+            [T, Hq, Dv], dtype of `query`.
+        """
+
+
+class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
+    """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+
+
+@runtime_checkable
+class GraphBackend(AttentionBackend, Protocol):
+    """A backend whose launches a CUDA graph can hold while the plan changes from replay to replay."""
+
+    def fixed_builder(
+        self,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: FixedMetadataBuilder | None = None,
+    ) -> FixedMetadataBuilder:
+        """A builder for batches of exactly `rows` rows with `query_len` tokens each.
+
+        Args:
+            beside: a builder of the same shape that is always planned just before, for batches of the same lengths:
+                where the two plans would be equal, the new builder may share its.
+
+        Raises:
+            UnsupportedAttentionError: the variant is not offered.
+        """

@@ -1,0 +1,313 @@
+"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). Latent attention: `flashinfer_mla`.
+
+Everything a plan needs on the device already lies there: the metadata travelled with the round's own transfer, so a
+plan is FlashInfer's C++ planner over the host arrays plus its own copy of the work list. Two rules keep that sound:
+
+- The work list is copied from the wrapper's pinned buffer without an event. A wrapper is planned anew only after an
+  event of ours shows that its last copy is done; until then another wrapper is taken.
+- Wrappers share the float workspace (used only inside one launch) and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer.mla import (
+    FixedLatentBuilder,
+    FixedLatentPlans,
+    LatentBuilder,
+    LatentKernel,
+    LatentPlan,
+    check_latent_supported,
+    run_latent,
+)
+from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
+from attention.backends.flashinfer.wrapper import Kernel, Part, Route, least_undivided
+from attention.backends.limits import HALF, check_heads
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.checking import checking, require
+from attention.errors import UnsupportedAttentionError
+
+PAGE_SIZES = (1, 16, 32, 64)
+_FLOAT_WORKSPACE_BYTES = 256 << 20
+_SHORT_QUERY = 16
+"""Rows with at most this many query tokens are planned apart from prompt chunks: the kernel takes one tile size a plan,
+from the mean query length."""
+FA3_QUERY = 512
+"""Prompt chunks of at least this many tokens a row on average take fa3.
+
+On an H200 it needs 22 % of fa2's time at 512 tokens, 57 % at 2,048 and 64 % at 8,192 (bench_attention); 16 rows of 128
+tokens take as long, and its plan costs the host 60-420 µs more, once a batch. With few query tokens it is up to 4 times
+slower than fa2.
+"""
+_HOPPER = (9, 0)
+
+log = logging.getLogger("specdec")
+
+
+def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or latent attention.
+    """
+    if key.value_in_key:
+        check_latent_supported(group, key, dtype)
+        return
+    where = f"group {group.name}: FlashInfer"
+    elsewhere = "; use backend='torch'"
+    if dtype not in HALF:
+        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
+        raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
+    check_heads(key, where, elsewhere)
+    if group.page_size not in PAGE_SIZES:
+        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
+    if key.has_sinks and key.softcap is not None:
+        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
+
+
+@dataclass(frozen=True)
+class FlashInferPlan:
+    """A planned batch: which kernel attends which token rows."""
+
+    parts: tuple[tuple[Kernel | PackedKernel, int, slice], ...]
+
+
+class _Ring:
+    """Wrappers of one kernel: each is planned anew only after its last plan's copy is done."""
+
+    def __init__(
+        self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route
+    ) -> None:
+        log.info("attention kernel: %s", kernel_name(group, key, dtype, route))
+        self._make = lambda: Kernel(workspace, group, key, dtype, route)
+        self._kernels = [self._make(), self._make()]
+
+    def next(self) -> Kernel:
+        """The wrapper planned longest ago; a new one while its copy still waits in the stream."""
+        if self._kernels[0].ready:
+            self._kernels.append(self._kernels.pop(0))
+        else:
+            self._kernels.append(self._make())
+        return self._kernels[-1]
+
+
+class FlashInferBuilder:
+    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
+
+    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+        """Builds FlashInfer's kernels for `key` when they are not built yet (tens of seconds)."""
+        self._rings: dict[Route, _Ring] = {
+            route: _Ring(workspace, group, key, dtype, route) for route in routes(group, key, dtype, workspace.device)
+        }
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
+        """Plan one batch from its host arrays. Never waits for the device."""
+        planned = []
+        for part in split_batch(metadata):
+            kernel = self._rings[self._route(part)].next()
+            kernel.plan(part)
+            planned.append((kernel, kernel.generation, slice(part.start, part.stop)))
+        return FlashInferPlan(tuple(planned))
+
+    def _route(self, part: Part) -> Route:
+        is_long = part.stop - part.start >= FA3_QUERY * len(part.seq_lens)
+        return "fa3" if is_long and "fa3" in self._rings else "fa2"
+
+
+def routes(group: CacheGroup, key: PlanKey, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
+    """The kernels that serve `key`: fa2 always, and fa3 where it was measured to win.
+
+    That is Hopper, bfloat16 queries and cache, head dim 128, full attention without softcap or sinks: see FA3_QUERY.
+    """
+    measured = dtype == group.format.dtype_for(dtype) == torch.bfloat16 and key.head_dim_k == 128
+    plain = key.window is None and key.softcap is None and not key.has_sinks
+    wins = measured and plain and torch.cuda.get_device_capability(device) == _HOPPER
+    return ("fa2", "fa3") if wins else ("fa2",)
+
+
+def kernel_name(group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route) -> str:
+    """What a kernel is compiled for, in words.
+
+    >>> kernel_name(CacheGroup("g", (), 2, 16), PlanKey(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
+    'fa2, bfloat16, head dim 128, window'
+    """
+    cache = group.format.dtype_for(dtype)
+    words = [route, _name(dtype), f"head dim {key.head_dim_k}"] + ([f"cache {_name(cache)}"] if cache != dtype else [])
+    offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
+    return ", ".join(words + [word for word, present in offered if present])
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+class FixedBuilder:
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
+
+    A captured graph that holds the launches of one plan attends whatever was planned last. Two builders may share a
+    kernel: its launches find pages and lengths where they were at the capture, and the plan divides the work only.
+    """
+
+    def __init__(self, kernel: Kernel | PackedKernel, geometry: tuple[object, ...]) -> None:
+        """geometry: all that a plan depends on beside the page counts."""
+        self._kernel = kernel
+        self.geometry = geometry
+        self._part: Part | None = None
+
+    def sharing(self) -> FixedBuilder:
+        """Another builder over the same kernel."""
+        return FixedBuilder(self._kernel, self.geometry)
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
+        """Plan one batch from its host arrays."""
+        self._part = part = whole_batch(metadata)
+        self._kernel.plan(part)
+        return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        assert self._part is not None
+        if self._kernel.keeps(host.page_indptr):
+            return
+        self._kernel.plan(
+            replace(
+                self._part,
+                query_start_loc=host.query_start_loc,
+                page_indptr=host.page_indptr,
+                seq_lens=host.seq_lens,
+            )
+        )
+
+
+def whole_batch(metadata: CommonAttentionMetadata) -> Part:
+    """All rows as one part."""
+    host = metadata.host
+    return Part(
+        host.query_start_loc,
+        host.page_indptr,
+        host.seq_lens,
+        metadata.query_start_loc,
+        metadata.page_indptr,
+        metadata.last_page_len,
+        metadata.page_indices,
+        0,
+        host.num_tokens,
+    )
+
+
+def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
+    """Decode first: the leading rows with short queries, then everything from the first long one on."""
+    host = metadata.host
+    is_long = host.query_lens > _SHORT_QUERY
+    cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
+    if cut in (0, host.num_reqs):
+        return (whole_batch(metadata),)
+    token = int(host.query_start_loc[cut])
+    first, rest = slice(0, cut), slice(cut, host.num_reqs)
+    starts, rest_starts = slice(0, cut + 1), slice(cut, host.num_reqs + 1)
+    short = Part(
+        host.query_start_loc[starts],
+        host.page_indptr[starts],
+        host.seq_lens[first],
+        metadata.query_start_loc[starts],
+        metadata.page_indptr[starts],
+        metadata.last_page_len[first],
+        metadata.page_indices,
+        0,
+        token,
+    )
+    long = Part(
+        host.query_start_loc[rest_starts] - token,
+        host.page_indptr[rest_starts],
+        host.seq_lens[rest],
+        metadata.query_start_loc[rest_starts] - token,
+        metadata.page_indptr[rest_starts],
+        metadata.last_page_len[rest],
+        metadata.page_indices,
+        token,
+        host.num_tokens,
+    )
+    return short, long
+
+
+class FlashInferBackend:
+    """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
+    caches; and latent attention in absorbed form (fa3 on Hopper)."""
+
+    name = "flashinfer"
+    batch_invariant = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
+        """A builder for `key`; see `check_supported` for what it raises."""
+        check_supported(group, key, dtype)
+        if key.value_in_key:
+            return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
+        return FlashInferBuilder(self._workspace, group, key, dtype)
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """See `attention.backends.base.AttentionBackend.route`."""
+        if key.value_in_key:
+            return f"FlashInfer MLA, {_name(dtype)}"
+        served = routes(group, key, dtype, self._workspace.device)
+        chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
+        rows = least_undivided(key, self._workspace.device)
+        packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
+        packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
+        return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}{packed}"
+
+    def fixed_builder(
+        self,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: object | None = None,
+    ) -> FixedBuilder | FixedLatentBuilder:
+        """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
+        check_supported(group, key, dtype)
+        geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
+        if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
+            return FixedBuilder(PackedKernel(key), geometry)
+        if isinstance(beside, (FixedBuilder, FixedLatentBuilder)) and beside.geometry == geometry:
+            return beside.sharing()
+        if key.value_in_key:
+            plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
+            return FixedLatentBuilder(plans, geometry)
+        return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+
+    def run(
+        self,
+        plan: FlashInferPlan | LatentPlan,
+        key: PlanKey,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V, then attend; see `AttentionBackend.run`."""
+        from attention.kernels.write import write_kv
+
+        if isinstance(plan, LatentPlan):
+            return run_latent(plan, query, key_states, layer_kv, metadata)
+        if checking():
+            metadata.staged.ensure_fresh()
+            for kernel, generation, _ in plan.parts:
+                require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")
+        write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        for kernel, _, tokens in plan.parts:
+            kernel.run(query[tokens], layer_kv, out[tokens], sinks)
+        return out

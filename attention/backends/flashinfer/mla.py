@@ -1,0 +1,242 @@
+"""Latent attention through FlashInfer's MLA kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
+
+The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. It walks a work list, which `latent_work` makes on the
+host: a few KB from a pinned buffer of ours, where the wrapper's own `plan` stages 590 KB whatever the batch, clones its
+device buffers, and reads lengths back where they are given on the device. As in `flashinfer_backend`, a work list is
+filled anew only after an event shows that its last copy is done, and the float workspace, used inside one launch only,
+is all that plans share.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer.mla_plan import LATENT_DIM, Division, Layout, Tiles, write_all, write_lengths
+from attention.backends.limits import HALF
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.checking import checking, require
+from attention.errors import UnsupportedAttentionError
+
+ROPE_DIM = 64
+QUERY_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+PAGE_SIZES = (1, 16, 32, 64)
+_LIST_BYTES = 256 << 10
+
+
+def check_latent_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+    """Refuse what these kernels do not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
+    """
+    where, elsewhere = f"group {group.name}: FlashInfer's latent attention", "; use backend='torch'"
+    widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
+    if dtype not in HALF:
+        raise UnsupportedAttentionError(f"{where} has no {dtype}, only float16 and bfloat16{elsewhere}")
+    if widths != (LATENT_DIM, ROPE_DIM) or key.num_kv_heads != 1:
+        raise UnsupportedAttentionError(
+            f"{where} takes latents of width {LATENT_DIM} (kv_lora_rank) and {ROPE_DIM} (qk_rope_head_dim); "
+            f"given {widths[0]} and {widths[1]}{elsewhere}"
+        )
+    if key.num_q_heads not in QUERY_HEADS:
+        raise UnsupportedAttentionError(
+            f"{where} takes {', '.join(map(str, QUERY_HEADS))} query heads (others would miss keys at the edge of a "
+            f"tile); given {key.num_q_heads}{elsewhere}"
+        )
+    if group.page_size not in PAGE_SIZES:
+        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
+    if key.window is not None or key.softcap is not None or key.has_sinks:
+        raise UnsupportedAttentionError(f"{where} has no window, softcap or sinks{elsewhere}")
+
+
+class WorkList:
+    """One plan's work items: a pinned buffer and its copy on the device."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        with torch.inference_mode(False):  # made inside, it could not be written outside
+            self._pinned = torch.zeros(nbytes // 4, dtype=torch.int32, pin_memory=True)
+            self.remote = torch.zeros(nbytes // 4, dtype=torch.int32, device=device)
+        self.host = self._pinned.numpy()
+        self.generation = 0
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the last copy has left the pinned buffer. Asks, never waits."""
+        return self._copied.query()
+
+    def wait(self) -> None:
+        """Make sure of `ready`; in a running round it is."""
+        if not self.ready:
+            self._copied.synchronize()
+
+    def send(self, nbytes: int) -> None:
+        """Copy the first bytes to the device."""
+        self.remote[: nbytes // 4].copy_(self._pinned[: nbytes // 4], non_blocking=True)
+        self._copied.record()
+        self.generation += 1
+
+
+@dataclass(frozen=True)
+class LatentPlan:
+    """A planned batch: whose work list, the how-manieth plan in it, what a launch is told, and the pages."""
+
+    kernel: LatentKernel
+    work: WorkList
+    generation: int
+    info: tuple[int, ...]
+    page_indices: torch.Tensor
+
+
+class LatentKernel:
+    """FlashInfer's kernel for one (CacheGroup, PlanKey, dtype)."""
+
+    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+        """Builds the kernel when it is not built yet (tens of seconds)."""
+        from flashinfer.mla._batch_mla._backends._fa_common import get_batch_mla_module
+        from flashinfer.utils import MaskMode, is_sm90a_supported
+
+        self.device = workspace.device
+        self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self.num_heads = key.num_q_heads
+        backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
+        adapted: Any = get_batch_mla_module(backend, dtype, dtype, dtype, torch.int32, LATENT_DIM, ROPE_DIM, False)
+        self._module = adapted._module
+        self._workspace = workspace
+        self._tail = (MaskMode.CAUSAL.value, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
+
+    def tiles(self, query_start_loc: np.ndarray) -> Tiles:
+        """The tiles of rows with these queries."""
+        return Tiles.of(query_start_loc, self.num_heads, self.sms)
+
+    def layout(self, tiles: Tiles, items: int) -> Layout:
+        """The layout of a work list with room for `items` items."""
+        return Layout.of(tiles, items, self.sms)
+
+    def run(self, plan: LatentPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
+        """query [T, Hq, 576], out [T, Hq, 512]."""
+        pages = layer_kv.keys.squeeze(layer_kv.slot_and_head[1])  # [num_pages, page_size, 576]
+        self._module.run(
+            self._workspace,
+            plan.work.remote,
+            plan.info,
+            query[..., :LATENT_DIM],
+            query[..., LATENT_DIM:],
+            pages[..., :LATENT_DIM],
+            pages[..., LATENT_DIM:],
+            plan.page_indices,
+            out,
+            None,
+            *self._tail,
+        )
+
+
+class LatentBuilder:
+    """Plans any batch, into one of several work lists in turn."""
+
+    def __init__(self, kernel: LatentKernel) -> None:
+        self._kernel = kernel
+        self._ring: list[WorkList] = []
+
+    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
+        """Plan one batch from its host arrays. Never waits for the device."""
+        kernel, host = self._kernel, metadata.host
+        tiles = kernel.tiles(host.query_start_loc)
+        keys = tiles.keys(host.seq_lens)
+        division = Division.of(tiles, keys)
+        layout = kernel.layout(tiles, len(division.tile))
+        work = self._next_list(layout.nbytes)
+        write_all(layout.arrays(work.host), tiles, division, keys, host)
+        work.send(layout.nbytes)
+        return LatentPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
+
+    def _next_list(self, nbytes: int) -> WorkList:
+        """The list planned longest ago; a new one while its copy still waits in the stream, or where it is small."""
+        work = self._ring.pop(0) if len(self._ring) >= 2 and self._ring[0].ready else None
+        if work is None or work.host.nbytes < nbytes:
+            work = WorkList(max(_LIST_BYTES, 2 * nbytes), self._kernel.device)
+        self._ring.append(work)
+        return work
+
+
+class FixedLatentBuilder:
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same work list.
+
+    Two builders may share one: plans say where in the list of pages a row begins, not which pages they are.
+    """
+
+    def __init__(self, plans: FixedLatentPlans, geometry: tuple[object, ...]) -> None:
+        """geometry: all that a plan depends on beside the lengths."""
+        self._plans = plans
+        self.geometry = geometry
+
+    def sharing(self) -> FixedLatentBuilder:
+        """Another builder over the same work list."""
+        return FixedLatentBuilder(self._plans, self.geometry)
+
+    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
+        """Plan one batch from its host arrays."""
+        return self._plans.plan(metadata.host, metadata.page_indices)
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
+        self._plans.replan(host)
+
+
+class FixedLatentPlans:
+    """The plans of one shape, one at a time, always in the same places."""
+
+    def __init__(self, kernel: LatentKernel, rows: int, query_len: int) -> None:
+        self._kernel = kernel
+        self._tiles = kernel.tiles(np.arange(rows + 1) * query_len)
+        self._layout = kernel.layout(self._tiles, self._tiles.most_items)
+        self._work = WorkList(self._layout.nbytes, kernel.device)
+        self._arrays = self._layout.arrays(self._work.host)
+        self._division: Division | None = None
+        self._planned = np.zeros(rows, np.int32)
+
+    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> LatentPlan:
+        """Plan one batch over these pages."""
+        self.replan(host)
+        return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan rows of other lengths; for the same lengths the plan is kept."""
+        if (host.seq_lens == self._planned).all():
+            return
+        keys = self._tiles.keys(host.seq_lens)
+        self._work.wait()
+        if self._division is not None and self._division.serves(self._tiles, keys):
+            write_lengths(self._arrays, self._division, keys, host)
+        else:
+            self._division = Division.of(self._tiles, keys)
+            write_all(self._arrays, self._tiles, self._division, keys, host)
+        self._work.send(self._layout.nbytes)
+        self._planned = host.seq_lens.copy()
+
+
+def run_latent(
+    plan: LatentPlan,
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    layer_kv: LayerKV,
+    metadata: CommonAttentionMetadata,
+) -> torch.Tensor:
+    """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512]."""
+    from attention.kernels.write_latent import write_latent
+
+    if checking():
+        metadata.staged.ensure_fresh()
+        require(plan.work.generation == plan.generation, "a work list was planned anew before this plan ran")
+    write_latent(layer_kv, key_states, metadata.slot_mapping)
+    out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
+    plan.kernel.run(plan, query, layer_kv, out)
+    return out

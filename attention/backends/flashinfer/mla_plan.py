@@ -1,0 +1,235 @@
+"""The work list of FlashInfer's latent attention kernels, made on the host in numpy.
+
+A tile is 64 (token, head) pairs of one row, or 128 shared by a cluster of two blocks where rows have more than 64 pairs
+on average. An item is a tile and a stretch of keys; every cluster walks its own items. A tile whose keys are divided
+leaves its parts in the workspace, rounded to the output's dtype, and some blocks merge them afterwards.
+
+FlashInfer's planner divides keys down to stretches of 32, by what the whole batch has to do. So a row's result depends
+on its neighbours, through the rounding of its parts. Here stretches are `LEAST_KEYS` long while the batch has no more
+than that many keys a cluster, and as FlashInfer's beyond; a tile that reads up to `WHOLE_KEYS` is not divided. So only
+in batches of more than `LEAST_KEYS` keys a cluster does a row depend on its neighbours.
+
+Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (MLAPlan) and mla_hopper.cuh, which says
+what each array means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import HostBatch, offsets_within
+from attention.checking import require
+
+PAIRS = 64
+LEAST_KEYS, WHOLE_KEYS = 128, 256
+"""Merging costs as much as reading some hundred keys. µs on an H200, 16 heads, stretches of 32 and fewer, of 128, and
+whole rows: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens 20.9,
+20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
+LATENT_DIM = 512
+_PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
+_MERGES = (
+    "merge_packed_offset_start",
+    "merge_packed_offset_end",
+    "merge_partial_packed_offset_start",
+    "merge_partial_packed_offset_end",
+    "merge_partial_stride",
+)
+_ORDER = (*_PER_ITEM[:3], *_MERGES, *_PER_ITEM[3:], "work_indptr")
+"""The arrays as the kernel's plan names them, in its order."""
+
+Arrays = Mapping[str, np.ndarray]
+"""The arrays of a work list, int32, by name."""
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What the lengths of the queries decide.
+
+    Attributes:
+        cluster: blocks a cluster, 1 or 2; clusters: how many there are; size: most pairs of a tile.
+        query_lens: [B]; query_start_loc: [B+1].
+        row: [T] the row of each tile; first: [T] its first pair, in the row; width: [T] its pairs.
+        start: [T] its first pair, in the batch; unseen: [T] keys at the end of the row that none of its pairs sees.
+    """
+
+    cluster: int
+    clusters: int
+    size: int
+    query_lens: np.ndarray
+    query_start_loc: np.ndarray
+    row: np.ndarray
+    first: np.ndarray
+    width: np.ndarray
+    start: np.ndarray
+    unseen: np.ndarray
+
+    @classmethod
+    def of(cls, query_start_loc: np.ndarray, heads: int, sms: int) -> Tiles:
+        """query_start_loc [B+1]; `sms` multiprocessors."""
+        query_lens = np.diff(query_start_loc)
+        pairs = query_lens.astype(np.int64) * heads
+        cluster = 2 if int(pairs.sum()) // len(pairs) > PAIRS else 1
+        size = PAIRS * cluster
+        counts = -(-pairs // size)
+        row = np.repeat(np.arange(len(counts)), counts)
+        number = offsets_within(counts)
+        first = number * size
+        seen = -(-(first + size) // heads)
+        return cls(
+            cluster=cluster,
+            clusters=sms // cluster,
+            size=size,
+            query_lens=query_lens,
+            query_start_loc=query_start_loc,
+            row=row,
+            first=first,
+            width=np.minimum(size, pairs[row] - first),
+            start=query_start_loc[row].astype(np.int64) * heads + first,
+            unseen=np.where(number + 1 == counts[row], 0, np.maximum(query_lens[row] - seen, 0)),
+        )
+
+    @property
+    def most_items(self) -> int:
+        """Items that a batch of these tiles has at most: dividing keys adds no more than one a cluster."""
+        return len(self.row) + self.clusters
+
+    def keys(self, seq_lens: np.ndarray) -> np.ndarray:
+        """[T] keys that each tile reads, of rows with seq_lens [B]."""
+        return np.maximum(seq_lens[self.row] - self.unseen, 0)
+
+    def stretch(self, keys: np.ndarray) -> int:
+        """Most keys of an item, for tiles with keys [T]."""
+        mean = max(-(-int(keys.sum()) // self.clusters), 1)
+        return LEAST_KEYS if mean <= LEAST_KEYS else -(-mean // 256) * 256
+
+
+@dataclass(frozen=True)
+class Division:
+    """How keys are divided into items.
+
+    Attributes:
+        stretch: most keys of an item of a divided tile; parts: [T] items of each tile.
+        tile, row: [N] the tile of each item, clusters one after the other, and its row; begin: [N] its first key;
+            limit: [N] the key behind its last where the tile goes on.
+        starts: [clusters+1] item `starts[c]` is the first of cluster c.
+        place: [T] where a divided tile's parts begin in the workspace, in pairs.
+    """
+
+    stretch: int
+    parts: np.ndarray
+    tile: np.ndarray
+    row: np.ndarray
+    begin: np.ndarray
+    limit: np.ndarray
+    starts: np.ndarray
+    place: np.ndarray
+
+    @classmethod
+    def of(cls, tiles: Tiles, keys: np.ndarray) -> Division:
+        """keys: [T]."""
+        stretch = tiles.stretch(keys)
+        parts = _parts(keys, stretch)
+        tile = np.repeat(np.arange(len(parts)), parts)
+        begin = offsets_within(parts) * stretch
+        limit = np.where(parts[tile] > 1, begin + stretch, np.iinfo(np.int32).max)
+        order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
+        size = np.where(parts > 1, parts * tiles.width, 0)
+        tile = tile[order]
+        return cls(stretch, parts, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size)
+
+    def serves(self, tiles: Tiles, keys: np.ndarray) -> bool:
+        """Whether rows of other lengths are divided the same way."""
+        stretch = tiles.stretch(keys)
+        return stretch == self.stretch and bool((_parts(keys, stretch) == self.parts).all())
+
+
+def _parts(keys: np.ndarray, stretch: int) -> np.ndarray:
+    return np.where(keys <= WHOLE_KEYS, 1, -(-keys // stretch))
+
+
+def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
+    """The order of items with `keys` [N] by cluster, and where each cluster's begin [clusters+1].
+
+    One a cluster while that is enough; then the longest first, to and fro over the clusters.
+    """
+    count = len(keys)
+    if count <= clusters:
+        return np.arange(count), np.minimum(np.arange(clusters + 1), count)
+    turn, place = np.divmod(np.arange(count), clusters)
+    cluster = np.where(turn % 2, clusters - 1 - place, place)
+    order = np.argsort(-keys, kind="stable")[np.argsort(cluster, kind="stable")]
+    return order, np.concatenate([[0], np.cumsum(np.bincount(cluster, minlength=clusters))])
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the arrays of a work list lie, one after the other, each on a multiple of 16 bytes.
+
+    Attributes:
+        info: what a launch is told: the grid, the arrays' byte offsets, and where in the workspace the parts and their
+            sums of exponentials begin. starts: the arrays' first entries; counts: their entries; nbytes: of all.
+    """
+
+    info: tuple[int, ...]
+    starts: Mapping[str, int]
+    counts: Mapping[str, int]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tiles: Tiles, items: int, sms: int) -> Layout:
+        """Room for `items` items."""
+        counts = dict.fromkeys(_PER_ITEM, items) | dict.fromkeys(_MERGES, sms) | {"work_indptr": tiles.clusters + 1}
+        starts, end = {}, 0
+        for name in _ORDER:
+            starts[name] = end
+            end += -(-counts[name] // 4) * 4
+        places = [4 * start for start in starts.values()]
+        parts_bytes = 2 * tiles.clusters * tiles.size * LATENT_DIM * 2
+        return cls((tiles.cluster, tiles.clusters, *places, 0, parts_bytes), starts, counts, 4 * end)
+
+    def arrays(self, out: np.ndarray) -> Arrays:
+        """The arrays in `out`, int32."""
+        return {name: out[start : start + self.counts[name]] for name, start in self.starts.items()}
+
+
+def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray, host: HostBatch) -> None:
+    """Write a whole work list for tiles with keys [T] of a batch; entries past the last item stay as they are."""
+    tile, row, count = division.tile, division.row, len(division.tile)
+    require(count <= len(arrays["q_len"]), f"a work list has no room for {count} items")
+    arrays["q_indptr"][:count] = tiles.query_start_loc[row]
+    arrays["q_len"][:count] = tiles.query_lens[row]
+    arrays["q_start"][:count] = tiles.first[tile]
+    arrays["kv_start"][:count] = division.begin
+    places = division.place[tile] + division.begin // division.stretch * tiles.width[tile]
+    arrays["partial_indptr"][:count] = np.where(division.parts[tile] > 1, places, -1)
+    arrays["work_indptr"][:] = division.starts
+    for name, values in zip(_MERGES, _merges(tiles, division, keys), strict=True):
+        arrays[name][:] = 0
+        arrays[name][: len(values)] = values
+    write_lengths(arrays, division, keys, host)
+
+
+def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: HostBatch) -> None:
+    """Write what other lengths change in a list whose division stays."""
+    tile, row, count = division.tile, division.row, len(division.tile)
+    arrays["kv_indptr"][:count] = host.page_indptr[row]
+    arrays["kv_len"][:count] = host.seq_lens[row]
+    np.minimum(division.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
+
+
+def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:
+    """[5, M] int64, one column a block that merges some pairs of a divided tile, in the order of `_MERGES`."""
+    divided = np.flatnonzero(division.parts > 1)
+    width = tiles.width[divided]
+    wanted = np.maximum(keys[divided] * tiles.cluster // division.stretch, 1)
+    share = -(-width // wanted)
+    counts = -(-width // share)
+    at = np.repeat(np.arange(len(divided)), counts)
+    offset = offsets_within(counts) * share[at]
+    tile, width = divided[at], width[at]
+    start, place = tiles.start[tile], division.place[tile]
+    stop = start + np.minimum(offset + share[at], width)
+    return np.stack([start + offset, stop, place + offset, place + division.parts[tile] * width, width])

@@ -1,0 +1,56 @@
+"""Attention of full batches with short queries, by a kernel of ours instead of FlashInfer's.
+
+FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
+verification with K = 5 has 24 such queries, so that two thirds of its tensor work are for nobody, and on a card at its
+power limit that is time. Here the tile is 16 or 32. Only batches that fill the card without dividing keys are served.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from attention.backends.base import PlanKey
+from attention.backends.flashinfer.wrapper import Part, divides_keys
+from attention.cache.kv_cache import CacheGroup, LayerKV
+
+MOST_QUERIES = 32
+"""Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
+HEAD_DIMS = (64, 128)
+
+
+def is_packed(
+    group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, device: torch.device
+) -> bool:
+    """Whether `PackedKernel` serves `rows` rows of `query_len` tokens."""
+    plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
+    fits = key.head_dim_k == key.head_dim_v in HEAD_DIMS and group.format.dtype_for(dtype) == dtype
+    queries = query_len * key.num_q_heads // key.num_kv_heads
+    return plain and fits and queries <= MOST_QUERIES and not divides_keys(key, rows, device)
+
+
+class PackedKernel:
+    """What `flashinfer_kernel.Kernel` is for a fixed batch, but with nothing to plan: it finds pages and lengths where
+    those of the last planned batch lay."""
+
+    def __init__(self, key: PlanKey) -> None:
+        self.generation = 0
+        self._key = key
+        self._part: Part | None = None
+
+    def plan(self, part: Part) -> None:
+        """Attend over this part's pages from now on."""
+        self._part = part
+        self.generation += 1
+
+    def keeps(self, page_indptr: object) -> bool:
+        """See `Kernel.keeps`: any lengths will do."""
+        return True
+
+    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """See `Kernel.run`; there are no sinks."""
+        from attention.kernels.packed import launch_packed
+
+        assert self._part is not None and sinks is None
+        part = self._part
+        places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
+        launch_packed(query, layer_kv, self._key, *places, out)

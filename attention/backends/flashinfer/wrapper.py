@@ -1,0 +1,195 @@
+"""One FlashInfer paged-attention wrapper: which kernel it is, and planning it from host arrays.
+
+Two routes. "fa2" splits the keys of a row over the card, for few query tokens against many keys; it reads 8-bit caches
+and has sinks. "fa3" is Hopper's own pipeline, for long prompt chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from attention.backends.base import PlanKey
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.checking import checking, require
+
+Route = Literal["fa2", "fa3"]
+_INT_WORKSPACE_BYTES = 2 << 20
+_SPLIT_SHARE = 0.9
+"""Rows, as a share of `most_tiles`, from which on there is next to nothing left to divide."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows planned together: host arrays for the planner, device arrays for the kernel; token rows [start, stop)."""
+
+    query_start_loc: np.ndarray
+    page_indptr: np.ndarray
+    seq_lens: np.ndarray
+    device_query_start_loc: torch.Tensor
+    device_page_indptr: torch.Tensor
+    device_last_page_len: torch.Tensor
+    device_page_indices: torch.Tensor
+    start: int
+    stop: int
+
+
+def most_tiles(key: PlanKey, device: torch.device) -> int:
+    """Tiles of queries up to which FlashInfer's fa2 planner divides keys: two blocks a multiprocessor in all.
+
+    Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
+    """
+    return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
+
+
+def least_undivided(key: PlanKey, device: torch.device) -> int:
+    """So many rows fill the card, and the planner would hardly divide the keys of one."""
+    return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
+
+
+def divides_keys(key: PlanKey, rows: int, device: torch.device) -> bool:
+    """Whether there are so few rows that the planner would divide the keys of a row over the card."""
+    return rows < least_undivided(key, device)
+
+
+class Kernel:
+    """One FlashInfer wrapper: holds one plan at a time.
+
+    Where a plan divides the keys of a row over the card, it depends on lengths. A fixed batch with so many rows that
+    the planner would not divide them gets a kernel without the parts and their merging, planned once.
+
+    Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
+    """
+
+    def __init__(
+        self,
+        workspace: torch.Tensor,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        route: Route = "fa2",
+        fixed: tuple[int, int] | None = None,
+    ) -> None:
+        """Builds FlashInfer's kernel when it is not built yet (tens of seconds)."""
+        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+
+        self.route = route
+        self.generation = 0
+        self._planned = np.zeros(0, np.int32)  # page_indptr [B+1]
+        self._scale = key.scale if key.has_sinks else None
+        rows, query_len = fixed or (1, 1)
+        self._splits = fixed is None or route != "fa2" or divides_keys(key, rows, workspace.device)
+        ones = torch.arange(rows + 1, dtype=torch.int32)
+        buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
+        names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
+        fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
+        variant = _sink_variant(group, key, dtype) if key.has_sinks else {}
+        self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
+            workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
+        )
+        work_list = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._wrapper.reset_workspace_buffer(workspace, work_list)
+        window_left = -1 if key.window is None else key.window - 1
+        self._wrapper.plan(
+            *buffers[:2],
+            buffers[2].to(workspace.device),
+            buffers[3],
+            key.num_q_heads,
+            key.num_kv_heads,
+            key.head_dim_k,
+            group.page_size,
+            causal=True,
+            sm_scale=key.scale,
+            window_left=window_left,
+            logits_soft_cap=key.softcap,
+            q_data_type=dtype,
+            kv_data_type=group.format.dtype_for(dtype),
+            uniform_q_len=query_len if fixed else None,
+            disable_split_kv=not self._splits,
+        )
+        self._tokens = rows * query_len if fixed else None
+        heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
+        self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
+        if route == "fa2":
+            self._plan_tail += (-1, not self._splits, 0, query_len if fixed else 0)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+
+    @property
+    def ready(self) -> bool:
+        """Whether the last plan's copy has left the pinned buffer. Asks, never waits."""
+        return self._copied.query()
+
+    def plan(self, part: Part) -> None:
+        """Plan a part: FlashInfer's planner over the host arrays, and the device arrays as they are.
+
+        Source: the same short cut as sgl-project/sglang, python/sglang/srt/layers/attention/flashinfer_backend.py
+        (fast_decode_plan): set the wrapper's index buffers and call the module's planner.
+        """
+        if not self.ready:
+            self._copied.synchronize()
+        wrapper = self._wrapper
+        wrapper._qo_indptr_buf = part.device_query_start_loc
+        wrapper._paged_kv_indptr_buf = part.device_page_indptr
+        wrapper._paged_kv_last_page_len_buf = part.device_last_page_len
+        wrapper._paged_kv_indices_buf = part.device_page_indices
+        tokens = part.stop - part.start
+        wrapper._qo_indptr_last = tokens
+        before = wrapper._plan_info
+        wrapper._plan_info = wrapper._cached_module.plan(
+            wrapper._float_workspace_buffer,
+            wrapper._int_workspace_buffer,
+            wrapper._pin_memory_int_workspace_buffer,
+            torch.from_numpy(part.query_start_loc),
+            torch.from_numpy(part.page_indptr),
+            torch.from_numpy(part.seq_lens),
+            tokens,
+            len(part.seq_lens),
+            *self._plan_tail,
+        )
+        if self._tokens is not None and checking():
+            require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
+        self._copied.record()
+        self._planned = part.page_indptr.copy()  # a batch's own memory may be written anew in a later round
+        self.generation += 1
+
+    def keeps(self, page_indptr: np.ndarray) -> bool:
+        """Whether the last plan serves rows with these pages, [B+1] int32, as it does those that it was made for.
+
+        The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
+        csrc/batch_prefill.cu: kv_len_arr is not read). A plan that divides no keys serves all.
+        """
+        return not self._splits or bool((page_indptr == self._planned).all())
+
+    def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
+        """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a PlanKey with sinks, else None."""
+        pages, scales = (layer_kv.keys, layer_kv.values), (layer_kv.key_scale, layer_kv.value_scale)
+        if self._scale is None:
+            self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
+        else:
+            assert sinks is not None
+            self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
+
+
+def _sink_variant(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> dict[str, Any]:
+    """Constructor arguments for FlashInfer's fa2 kernel with attention sinks.
+
+    Source: flashinfer-ai/flashinfer, flashinfer/attention/_core.py (BatchAttentionWithAttentionSinkWrapper). The name
+    under which the built kernel is kept is ours: theirs says neither head dim nor cache dtype.
+    """
+    from flashinfer.jit.attention.variants import attention_sink_decl
+
+    cache, windowed = group.format.dtype_for(dtype), key.window is not None
+    q_name, kv_name = (str(d).removeprefix("torch.") for d in (dtype, cache))
+    name = f"specdec_sink_fa2_q_{q_name}_kv_{kv_name}_d{key.head_dim_k}_window_{windowed}"
+    dims = (key.head_dim_k, key.head_dim_v)
+    tensors, scalars = (["sink"], ["float"]), (["sm_scale"], ["double"])
+    declared = ("AttentionSink", attention_sink_decl["fa2"])
+    return {
+        "jit_args": [name, dtype, cache, dtype, torch.int32, *dims, *tensors, *scalars, *declared],
+        "jit_kwargs": {"use_sliding_window": windowed, "paged_kv_stride_mode": "equal", "module_surface": "full"},
+    }

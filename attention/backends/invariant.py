@@ -1,0 +1,102 @@
+"""Attention whose result for a token is the same bits whatever else is in the batch, by a kernel of ours.
+
+With it, matmuls and norms of the same kind (`specdec/ops/linear.py`), half precision gives the same tokens with drafts
+and without: what a verification of several tokens computes is what steps of one token compute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.backends.base import PlanKey
+from attention.backends.limits import HALF, check_heads
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.errors import UnsupportedAttentionError
+
+
+@dataclass(frozen=True)
+class InvariantPlan:
+    """All that a launch needs to know beside the batch's arrays on the device."""
+
+    max_query_len: int
+
+
+class InvariantBuilder:
+    """Nothing is divided, so there is nothing to plan."""
+
+    def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
+        """See `AttentionMetadataBuilder`."""
+        return InvariantPlan(metadata.max_query_len)
+
+    def replan(self, host: HostBatch) -> None:
+        """See `FixedMetadataBuilder`."""
+
+
+class InvariantBackend:
+    """GQA, sliding window, softcap, sinks, NHD and HND pages of any size; caches in the dtype of the model."""
+
+    name = "batch_invariant"
+    batch_invariant = True
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """See `AttentionBackend.route`."""
+        return f"batch-invariant Triton kernel, {str(dtype).removeprefix('torch.')}, head dim {key.head_dim_k}"
+
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> InvariantBuilder:
+        """A builder for `key`; see `check_supported` for what it raises."""
+        check_supported(group, key, dtype)
+        return InvariantBuilder()
+
+    def fixed_builder(
+        self,
+        group: CacheGroup,
+        key: PlanKey,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: object | None = None,
+    ) -> InvariantBuilder:
+        """See `attention.backends.base.GraphBackend`."""
+        return self.builder(group, key, dtype)
+
+    def run(
+        self,
+        plan: InvariantPlan,
+        key: PlanKey,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V, then attend; see `AttentionBackend.run`."""
+        from attention.kernels.invariant import launch_invariant_attention
+        from attention.kernels.write import write_kv
+
+        write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
+        return out
+
+
+def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: dtype, head dim, head counts, latent attention, or a cache in 8 bits.
+    """
+    where = f"group {group.name}: batch-invariant attention"
+    if dtype not in HALF:
+        raise UnsupportedAttentionError(
+            f"{where} takes float16 and bfloat16, given {dtype}; in float32 backend='torch' decides every answer alike"
+        )
+    if key.value_in_key:
+        raise UnsupportedAttentionError(f"{where} does not serve latent attention; use backend='flashinfer'")
+    check_heads(key, where)
+    if group.format.dtype is not None:
+        raise UnsupportedAttentionError(f"{where} has no cache in 8 bits; use kv_cache_dtype='auto'")

@@ -1,0 +1,31 @@
+"""What the GPU kernels agree on: their dtypes, and the heads they take."""
+
+from __future__ import annotations
+
+import torch
+
+from attention.backends.base import PlanKey
+from attention.errors import UnsupportedAttentionError
+
+HALF = (torch.float16, torch.bfloat16)
+HEAD_DIMS = (64, 128, 256)
+
+
+def check_heads(key: PlanKey, where: str, elsewhere: str = "") -> None:
+    """Refuse heads that no kernel is built for.
+
+    Args:
+        where, elsewhere: how the message begins, and what it recommends in the end.
+
+    Raises:
+        UnsupportedAttentionError: head counts or head dims.
+    """
+    if key.num_q_heads % key.num_kv_heads:
+        raise UnsupportedAttentionError(
+            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
+        )
+    if key.head_dim_k != key.head_dim_v or key.head_dim_k not in HEAD_DIMS:
+        raise UnsupportedAttentionError(
+            f"{where} takes head dims {HEAD_DIMS}, equal for keys and values; "
+            f"given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"
+        )

@@ -1,0 +1,238 @@
+"""The torch reference backend: attention over the same pages in plain torch, softmax in float32.
+
+It is the CPU path and the oracle of every kernel test. Rows with few query tokens (decoding, verification) are padded
+together; every longer row (a prompt chunk) is a segment of its own, so that memory stays B·Q·S for small Q only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from attention.backends.base import PlanKey
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
+from attention.checking import checking
+from attention.errors import UnsupportedAttentionError
+
+_SHORT_QUERY = 16
+"""Rows with at most this many query tokens are padded into one segment."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Rows attended together.
+
+    Attributes:
+        tokens: [b·Q] int64 token rows of the batch (padding repeats the row's last token), or None when the segment
+            is the whole batch with equal query lengths.
+        real: [n] int64 indices into b·Q of the tokens that are not padding, or None when all are real.
+        slots: [b·S] int64 cache slots of the rows' keys (padding: slot 0).
+        mask: [b, 1, G·Q, S] bool, True = visible, for G query heads a KV head; None when everything is visible.
+        shape: (b, Q, S).
+    """
+
+    tokens: torch.Tensor | None
+    real: torch.Tensor | None
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+    shape: tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """The segments of one batch for one PlanKey."""
+
+    segments: tuple[Segment, ...]
+
+
+class TorchBuilder:
+    """Builds gather indices and masks for one PlanKey."""
+
+    def __init__(self, key: PlanKey, device: torch.device) -> None:
+        self._window = key.window
+        self._groups = key.num_q_heads // key.num_kv_heads
+        self._device = device
+
+    def build(self, metadata: CommonAttentionMetadata) -> TorchPlan:
+        """Plan one batch: its rows as padded segments, from host arrays only."""
+        host = metadata.host
+        lens = host.query_lens
+        if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
+            return TorchPlan((self._segment(host, np.arange(host.num_reqs)),))
+        short = np.flatnonzero((lens > 0) & (lens <= _SHORT_QUERY))
+        groups = ([short] if len(short) else []) + [np.array([i]) for i in np.flatnonzero(lens > _SHORT_QUERY)]
+        return TorchPlan(tuple(self._segment(host, rows) for rows in groups))
+
+    def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
+        lens, seqs = host.query_lens[rows], host.seq_lens[rows]
+        num_queries, num_keys = int(lens.max()), int(seqs.max())
+        even = int(lens.min()) == num_queries
+        whole = even and len(rows) == host.num_reqs
+        return Segment(
+            tokens=None if whole else self._send(_padded_tokens(host.query_start_loc[:-1][rows], lens).reshape(-1)),
+            real=None if even else self._send(np.flatnonzero(np.arange(num_queries) < lens[:, None])),
+            slots=self._send(_key_slots(host, rows, seqs).reshape(-1)),
+            mask=self._mask(host.num_computed_tokens[rows], lens, seqs),
+            shape=(len(rows), num_queries, num_keys),
+        )
+
+    def _mask(self, computed: np.ndarray, lens: np.ndarray, seqs: np.ndarray) -> torch.Tensor | None:
+        num_queries, num_keys = int(lens.max()), int(seqs.max())
+        if num_queries == 1 and int(seqs.min()) == num_keys and (self._window is None or self._window >= num_keys):
+            return None
+        place = _padded_tokens(computed, lens)[:, :, None]  # [b, Q, 1] position in the cache
+        key = np.arange(num_keys)
+        visible = key <= place  # [b, Q, S]
+        if self._window is not None:
+            visible &= key > place - self._window
+        return self._send(np.tile(visible[:, None], (1, 1, self._groups, 1)))
+
+    def _send(self, array: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self._device)
+
+
+def _padded_tokens(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
+    """[b, Q] int64: starts[i] + 0 … lens[i]-1, the last one repeated."""
+    query = np.arange(int(lens.max()))
+    return starts[:, None].astype(np.int64) + np.minimum(query, lens[:, None] - 1)
+
+
+def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarray:
+    """[b, S] int64 slots of each row's keys; past its end slot 0 of the null page."""
+    num_keys, page_size = int(seqs.max()), host.page_size
+    pages = host.block_table[rows, : -(-num_keys // page_size)].astype(np.int64)
+    slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(rows), -1)[:, :num_keys]
+    if int(seqs.min()) == num_keys:
+        return slots
+    return np.where(np.arange(num_keys) < seqs[:, None], slots, 0)
+
+
+class TorchBackend:
+    """Reference attention: GQA, window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND, 8-bit caches."""
+
+    name = "torch"
+    batch_invariant = False
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+        """See `AttentionBackend.route`."""
+        return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
+
+    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> TorchBuilder:
+        """A builder for `key`, any floating dtype.
+
+        Raises:
+            UnsupportedAttentionError: Hq is not a multiple of Hkv.
+        """
+        if key.num_q_heads % key.num_kv_heads:
+            raise UnsupportedAttentionError(
+                f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"
+            )
+        return TorchBuilder(key, self._device)
+
+    def run(
+        self,
+        plan: TorchPlan,
+        key: PlanKey,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V, then attend; see `AttentionBackend.run`."""
+        if checking():
+            metadata.staged.ensure_fresh()
+        write(layer_kv, key_states, value_states, metadata.slot_mapping)
+        if len(plan.segments) == 1 and plan.segments[0].tokens is None:
+            return _attend_segment(plan.segments[0], key, query, layer_kv, sinks)
+        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        for segment in plan.segments:
+            assert segment.tokens is not None
+            tokens = segment.tokens
+            part = _attend_segment(segment, key, query.index_select(0, tokens), layer_kv, sinks)
+            if segment.real is not None:
+                tokens, part = tokens[segment.real], part[segment.real]
+            out.index_copy_(0, tokens, part)
+        return out
+
+
+def _attend_segment(
+    segment: Segment, key: PlanKey, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
+) -> torch.Tensor:
+    rows, num_queries, num_keys = segment.shape
+    heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+    q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
+    k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
+    k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
+    if key.value_in_key:
+        v = k[..., : key.head_dim_v]
+    else:
+        v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
+        v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
+    out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
+    out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
+    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype)
+
+
+def attend(
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    mask: torch.Tensor,
+    key: PlanKey,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention with float32 softmax.
+
+    Args:
+        query: [b, Hq, Q, Dk]; key_states: [b, Hkv, S, Dk]; value_states: [b, Hkv, S, Dv].
+        mask: [b, 1, Q, S] bool, True = visible.
+        key: scale, softcap.
+        sinks: [Hq] logits that join the denominator (Source: huggingface/transformers, modeling_gpt_oss.py).
+
+    Returns:
+        [b, Hq, Q, Dv] float32 (float64 for float64 input).
+    """
+    rows, _, num_queries, _ = query.shape
+    groups = key.num_q_heads // key.num_kv_heads
+    folded = query.reshape(rows, key.num_kv_heads, groups * num_queries, -1)
+    out = _attend_folded(folded, key_states, value_states, mask.repeat(1, 1, groups, 1), key, sinks)
+    return out.reshape(rows, key.num_q_heads, num_queries, -1)
+
+
+def _attend_folded(
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    mask: torch.Tensor | None,
+    key: PlanKey,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`attend` with the G query heads of a KV head folded into the query axis.
+
+    query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None.
+    """
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    q, k, v = query.to(dtype), key_states.to(dtype), value_states.to(dtype)
+    if key.softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=key.scale)
+    scores = (q @ k.transpose(-1, -2)) * key.scale  # [b, Hkv, G·Q, S]
+    if key.softcap is not None:
+        scores = key.softcap * torch.tanh(scores / key.softcap)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    per_query = sinks.to(dtype).view(key.num_kv_heads, -1, 1)  # [Hkv, G, 1]
+    column = per_query.expand(-1, -1, q.shape[2] // per_query.shape[1]).reshape(1, key.num_kv_heads, -1, 1)
+    column = column.expand(q.shape[0], -1, -1, -1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v

@@ -1,0 +1,130 @@
+"""HostBatch: the attention of one batch as numpy arrays, before anything is sent to a device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from attention.checking import require
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
+
+    Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block
+    table 0. Padding tokens behind a row's own (see specdec/rounds/static.py) write to slot 0.
+
+    Attributes:
+        query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.
+        seq_lens: [B] int32, keys visible to the row's last token: num_computed_tokens + query length.
+        num_computed_tokens: [B] int32, keys that were in the cache before this batch.
+        block_table: [B, P] int32 page ids; entries past the row's own pages are 0.
+        slot_mapping: [T] int64, cache slot of every token (page·page_size + offset).
+        positions: [T] int64, rotary position of every token.
+        page_size: tokens a page.
+    """
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    num_computed_tokens: np.ndarray
+    block_table: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+    page_size: int
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return len(self.seq_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return len(self.positions)
+
+    @cached_property
+    def query_lens(self) -> np.ndarray:
+        """[B] int32."""
+        return np.diff(self.query_start_loc)
+
+    @cached_property
+    def page_counts(self) -> np.ndarray:
+        """[B] int32, pages that hold the row's seq_len keys."""
+        return (self.seq_lens + (self.page_size - 1)) // self.page_size
+
+    @cached_property
+    def page_indices(self) -> np.ndarray:
+        """[sum(page_counts)] int32, the rows' pages, concatenated (FlashInfer's kv_indices)."""
+        return flat_pages(self.block_table, self.page_counts)
+
+    @cached_property
+    def page_indptr(self) -> np.ndarray:
+        """[B+1] int32, row i's pages are page_indices[page_indptr[i] : page_indptr[i+1]]."""
+        return np.concatenate([[0], np.cumsum(self.page_counts)]).astype(np.int32)
+
+    @cached_property
+    def last_page_len(self) -> np.ndarray:
+        """[B] int32, keys on each row's last page, 1 … page_size."""
+        return (self.seq_lens - 1) % self.page_size + 1
+
+    def validate(self) -> None:
+        """Check the arrays against each other.
+
+        Raises:
+            InvariantError: shapes, dtypes, lengths or slots contradict each other.
+        """
+        rows, tokens = self.num_reqs, self.num_tokens
+        require(self.query_start_loc.shape == (rows + 1,), "query_start_loc must be [B+1]")
+        require(
+            int(self.query_start_loc[0]) == 0 and int(self.query_start_loc[-1]) == tokens, "query_start_loc must span T"
+        )
+        require(bool((self.query_lens >= 0).all()), "query lengths must not be negative")
+        require(
+            bool((self.seq_lens == self.num_computed_tokens + self.query_lens).all()),
+            "seq_lens must equal num_computed_tokens + query lengths",
+        )
+        require(self.slot_mapping.shape == (tokens,), "slot_mapping must be [T]")
+        require(int(self.page_counts.max(initial=0)) <= self.block_table.shape[1], "block_table is too narrow")
+        owner = np.repeat(np.arange(rows), self.query_lens)
+        expected = slots_of(self.block_table, owner, self._cache_positions(owner), self.page_size)
+        own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
+        require(bool(own.all()), "a slot is neither the one its row owns at that position nor the null slot")
+
+    def _cache_positions(self, owner: np.ndarray) -> np.ndarray:
+        within = np.arange(self.num_tokens) - self.query_start_loc[:-1][owner]
+        return self.num_computed_tokens[owner] + within
+
+
+def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
+    """Cache slots of (row, position) pairs: block_table[row, pos // ps]·ps + pos % ps, int64.
+
+    A page crossing is a jump to another page id, never +1:
+
+    >>> slots_of(np.array([[5, 9, 2, 7]]), np.zeros(3, int), np.array([47, 48, 49]), 16).tolist()
+    [47, 112, 113]
+    """
+    pages = block_table[rows, positions // page_size].astype(np.int64)
+    return pages * page_size + positions % page_size
+
+
+def offsets_within(counts: np.ndarray) -> np.ndarray:
+    """0 … n-1 for every n of counts [B], one after the other: [sum(counts)] int64.
+
+    >>> offsets_within(np.array([2, 0, 3])).tolist()
+    [0, 1, 0, 1, 2]
+    """
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
+    """Concatenate the first page_counts[i] entries of every row of block_table [B, P] -> [sum(page_counts)] int32.
+
+    >>> flat_pages(np.array([[7, 9], [3, 4]], np.int32), np.array([1, 2])).tolist()
+    [7, 3, 4]
+    """
+    width = int(page_counts.max(initial=0))
+    used = np.arange(width) < page_counts[:, None]
+    return block_table[:, :width][used]

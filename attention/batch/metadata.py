@@ -1,0 +1,111 @@
+"""CommonAttentionMetadata: what an attention builder gets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from attention.batch.host import HostBatch
+from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of
+from attention.checking import checking
+
+BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
+    ("query_start_loc", np.int32, ("rows_plus_1",)),
+    ("seq_lens", np.int32, ("rows",)),
+    ("block_table", np.int32, ("rows", "pages")),
+    ("slot_mapping", np.int64, ("tokens",)),
+    ("positions", np.int64, ("tokens",)),
+    ("page_indices", np.int32, ("rows_times_pages",)),
+    ("page_indptr", np.int32, ("rows_plus_1",)),
+    ("last_page_len", np.int32, ("rows",)),
+)
+"""Arrays of a HostBatch that travel to the device: name, dtype, symbolic dimensions."""
+
+
+@dataclass(frozen=True)
+class CommonAttentionMetadata:
+    """A batch's attention: exact host arrays, and the device views of those that kernels read.
+
+    Nobody edits it in place. Builders plan from `host`; kernels read the device side.
+
+    Attributes:
+        host: the numpy side.
+        query_start_loc: [B+1] int32; seq_lens: [B] int32; block_table: [B, P] int32, None in rounds of a fixed shape
+            (kernels read the flat list of pages; tables as wide as the longest row there can be would only be sent).
+        slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
+        page_indptr: [B+1] int32; last_page_len: [B] int32.
+        staged: the transfer they came with (for the staleness check).
+        causal: every token sees the keys up to its own position.
+    """
+
+    host: HostBatch
+    query_start_loc: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor | None
+    slot_mapping: torch.Tensor
+    positions: torch.Tensor
+    page_indices: torch.Tensor
+    page_indptr: torch.Tensor
+    last_page_len: torch.Tensor
+    staged: Staged
+    causal: bool = True
+
+    @property
+    def num_reqs(self) -> int:
+        """B."""
+        return self.host.num_reqs
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.host.num_tokens
+
+    @property
+    def max_query_len(self) -> int:
+        """Longest query of the batch."""
+        return int(self.host.query_lens.max(initial=0))
+
+    @property
+    def max_seq_len(self) -> int:
+        """Longest row of the batch."""
+        return int(self.host.seq_lens.max(initial=0))
+
+
+def batch_fields(prefix: str) -> list[Field]:
+    """Arena fields of one HostBatch; names and dimensions carry `prefix`, so that several batches share an arena."""
+    return [
+        Field(f"{prefix}.{name}", dtype, tuple(f"{prefix}.{d}" for d in dims)) for name, dtype, dims in BATCH_FIELDS
+    ]
+
+
+def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, int]:
+    """Dimension sizes of one HostBatch's fields for a bucket: `pages` is P."""
+    sizes = {"rows": rows, "rows_plus_1": rows + 1, "tokens": tokens, "pages": pages, "rows_times_pages": rows * pages}
+    return {f"{prefix}.{name}": size for name, size in sizes.items()}
+
+
+def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
+    """The arrays of a HostBatch under their arena names."""
+    return {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+
+
+def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:
+    """Join a HostBatch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
+    if checking():
+        batch.validate()
+    views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
+    table = staged.views.get(f"{prefix}.block_table")
+    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, block_table=table, **views)
+
+
+def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:
+    """Send one HostBatch to the device in one copy and wrap it."""
+    return from_staged(prefix, batch, arena.send(bucket, batch_arrays(prefix, batch)))
+
+
+def single_batch_arena(rows: int, tokens: int, pages: int, device: torch.device) -> tuple[StagingArena, Bucket]:
+    """An arena for one batch at a time (probes, self-tests, tests), and its bucket."""
+    bucket = bucket_of(**batch_sizes("batch", rows, tokens, pages))
+    return StagingArena(batch_fields("batch"), bucket, device), bucket

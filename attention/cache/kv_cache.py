@@ -1,0 +1,189 @@
+"""The paged KV cache: which layers share block tables, how their keys and values are stored, and the tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from attention.backends.base import PlanKey
+from attention.errors import InvalidInputError, UnsupportedAttentionError
+
+KVLayout = Literal["NHD", "HND"]
+FP8 = torch.float8_e4m3fn
+FP8_MAX = torch.finfo(FP8).max
+
+
+@dataclass(frozen=True)
+class KVFormat:
+    """How keys and values are stored.
+
+    In 8 bits (e4m3) x is stored as x / scale, clamped to ±448 and rounded to nearest even, and read as stored · scale.
+    Scales are static. With 1.0 values beyond ±448 are cut off and those below 2^-6 lose precision; a calibrated scale
+    is the largest magnitude that occurs over 448.
+
+    Attributes:
+        dtype: None for the dtype of the model, or torch.float8_e4m3fn.
+        scales: (scale of keys, scale of values) of each layer in layer order; empty is 1.0 everywhere.
+    """
+
+    dtype: torch.dtype | None = None
+    scales: tuple[tuple[float, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for another dtype, for scales without 8 bits, and for scales that are no scales."""
+        if self.dtype not in (None, FP8):
+            raise InvalidInputError(f"a KV cache of {self.dtype}: allowed are the model's dtype and {FP8}")
+        if self.scales and self.dtype is None:
+            raise InvalidInputError("KV cache scales are for an fp8 cache; this one has the dtype of the model")
+        for layer, pair in enumerate(self.scales):
+            if len(pair) != 2 or not all(math.isfinite(scale) and scale > 0 for scale in pair):
+                raise InvalidInputError(
+                    f"KV cache scales of layer {layer}: {pair}; allowed are two positive numbers (keys, values)"
+                )
+
+    def of_layer(self, layer: int) -> tuple[float, float]:
+        """(scale of keys, scale of values) of one layer."""
+        return self.scales[layer] if self.scales else (1.0, 1.0)
+
+    def dtype_for(self, model: torch.dtype) -> torch.dtype:
+        """The dtype of the cache tensors for a model of dtype `model`."""
+        return model if self.dtype is None else self.dtype
+
+
+@dataclass(frozen=True)
+class CacheGroup:
+    """Layers that share page ownership (one set of block tables). A draft head always has its own group.
+
+    Attributes:
+        name: for messages.
+        plan_keys: one per layer, in layer order.
+        num_pages: pages of the group's pool, page 0 (the null page) included.
+        page_size: tokens a page.
+        layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
+        format: how keys and values are stored.
+    """
+
+    name: str
+    plan_keys: tuple[PlanKey, ...]
+    num_pages: int
+    page_size: int
+    layout: KVLayout = "NHD"
+    format: KVFormat = KVFormat()
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for scales of other layers, UnsupportedAttentionError for latents in 8 bits."""
+        scales, layers = len(self.format.scales), len(self.plan_keys)
+        if scales not in (0, layers):
+            raise InvalidInputError(f"KV cache scales of {scales} layers were given; group {self.name} has {layers}")
+        if self.format.dtype is not None and any(key.value_in_key for key in self.plan_keys):
+            raise UnsupportedAttentionError(
+                f"group {self.name}: latent attention has no cache in 8 bits, only one in the dtype of the model; use "
+                "kv_cache_dtype='auto'"
+            )
+
+
+@dataclass(frozen=True)
+class LayerKV:
+    """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv].
+
+    `values` is a view of `keys` when `value_in_key` (latent attention): there is one tensor only. A key is what is
+    stored times `key_scale`, see `KVFormat`; both scales are 1.0 when the cache has the dtype of the model.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    layout: KVLayout
+    value_in_key: bool = False
+    key_scale: float = 1.0
+    value_scale: float = 1.0
+
+    @property
+    def slot_and_head(self) -> tuple[int, int]:
+        """The axes of `keys` and `values` along which the slots of a page and its heads lie."""
+        return (1, 2) if self.layout == "NHD" else (2, 1)
+
+
+def bytes_per_token(plan_keys: tuple[PlanKey, ...], dtype: torch.dtype) -> int:
+    """Cache bytes of one token over all layers, in a cache of `dtype`."""
+    elements = sum(k.num_kv_heads * (k.head_dim_k + (0 if k.value_in_key else k.head_dim_v)) for k in plan_keys)
+    return elements * dtype.itemsize
+
+
+def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tuple[LayerKV, ...]:
+    """Allocate the group's tensors for a model of `dtype`, one LayerKV a layer, zeroed.
+
+    Zeros, not garbage: masked-out slots of a page take part in 0·value products, and NaN there would spread.
+    """
+
+    def tensor(heads: int, dim: int) -> torch.Tensor:
+        inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
+        return torch.zeros((group.num_pages, *inner, dim), dtype=group.format.dtype_for(dtype), device=device)
+
+    def layer(number: int, k: PlanKey) -> LayerKV:
+        keys = tensor(k.num_kv_heads, k.head_dim_k)
+        values = keys[..., : k.head_dim_v] if k.value_in_key else tensor(k.num_kv_heads, k.head_dim_v)
+        return LayerKV(keys, values, group.layout, k.value_in_key, *group.format.of_layer(number))
+
+    return tuple(layer(number, k) for number, k in enumerate(group.plan_keys))
+
+
+def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:
+    """View [num_pages, …] cache pages as [num_slots, Hkv, D].
+
+    Raises:
+        InvalidInputError: the layout is HND, where the rows of a slot are not contiguous.
+    """
+    if layout != "NHD":
+        raise InvalidInputError(f"slots_view needs the NHD layout, not {layout}")
+    return pages.view(-1, *pages.shape[2:])
+
+
+def write(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
+    """Write key [T, Hkv, Dk] and value [T, Hkv, Dv] of T tokens to their slots [T] int64, in place."""
+    both = ((layer.keys, key, layer.key_scale), (layer.values, value, layer.value_scale))
+    for pages, states, scale in both[:1] if layer.value_in_key else both:
+        _put(_raw(pages), _raw(to_stored(states, pages.dtype, scale)), slot_mapping, layer.layout)
+
+
+def _put(pages: torch.Tensor, stored: torch.Tensor, slot_mapping: torch.Tensor, layout: KVLayout) -> None:
+    if layout == "NHD":
+        slots_view(pages, "NHD").index_copy_(0, slot_mapping, stored)
+    else:
+        page_size = pages.shape[2]
+        pages[slot_mapping // page_size, :, slot_mapping % page_size] = stored
+
+
+def gather(pages: torch.Tensor, slots: torch.Tensor, layout: KVLayout, scale: float = 1.0) -> torch.Tensor:
+    """Read slots (any shape, int64) -> [*slots.shape, Hkv, D], in float32 from a cache in 8 bits."""
+    raw = _raw(pages)
+    if layout == "NHD":
+        rows = slots_view(raw, "NHD").index_select(0, slots.reshape(-1))
+        found = rows.view(*slots.shape, *rows.shape[1:])
+    else:
+        page_size = pages.shape[2]
+        found = raw[slots // page_size, :, slots % page_size]
+    return from_stored(found.view(pages.dtype), scale)
+
+
+def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
+    """Keys or values as the cache of `dtype` holds them; the rule stands in `KVFormat`.
+
+    >>> to_stored(torch.tensor([1.0, 1.06, 500.0, -9.0]), FP8, 0.5).float().tolist()
+    [2.0, 2.0, 448.0, -18.0]
+    """
+    if dtype != FP8:
+        return states.to(dtype)
+    return (states.float() * (1 / scale)).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+
+def from_stored(stored: torch.Tensor, scale: float) -> torch.Tensor:
+    """The inverse of `to_stored`, float32 from 8 bits; other dtypes stay as they are."""
+    return stored.float() * scale if stored.dtype == FP8 else stored
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """A view whose dtype torch can index: 8-bit floats as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor

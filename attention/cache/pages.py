@@ -1,0 +1,144 @@
+"""Page ownership: a free list, and block tables that say which row owns which page."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from attention.batch.host import offsets_within
+from attention.checking import checking, require
+from attention.errors import InvalidInputError, OutOfPagesError
+
+NULL_PAGE = 0
+"""Page 0 belongs to nobody: padding rows write and read there. No -1 ever reaches a kernel."""
+
+
+class PageAllocator:
+    """Pages 1 … num_pages-1 on a free list; page 0 is the null page."""
+
+    def __init__(self, num_pages: int) -> None:
+        """Raises InvalidInputError when there is not even one page beside the null page."""
+        if num_pages < 2:
+            raise InvalidInputError(f"num_pages={num_pages}: at least 2 are needed (page 0 is the null page)")
+        self.num_pages = num_pages
+        self._free = list(range(num_pages - 1, NULL_PAGE, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Pages on the free list."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` pages.
+
+        Raises:
+            OutOfPagesError: fewer are free; nothing was taken.
+        """
+        if count > len(self._free):
+            raise OutOfPagesError(f"{count} pages wanted, {len(self._free)} of {self.num_pages - 1} are free")
+        cut = len(self._free) - count
+        taken = self._free[cut:][::-1]
+        del self._free[cut:]
+        return taken
+
+    def release(self, pages: list[int]) -> None:
+        """Return pages to the free list."""
+        self._free.extend(reversed(pages))
+
+    def free_pages(self) -> list[int]:
+        """A copy of the free list (for the ownership checker)."""
+        return list(self._free)
+
+
+class BlockTables:
+    """Rows of page ids, one row a running request, over one allocator.
+
+    `table` is [max_rows, P] int32; entries past a row's own pages are 0.
+    """
+
+    def __init__(self, num_pages: int, max_rows: int, max_tokens_per_row: int, page_size: int) -> None:
+        self.page_size = page_size
+        self.allocator = PageAllocator(num_pages)
+        self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
+        self._counts = np.zeros(max_rows, np.int64)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that fit when one request has every page."""
+        return (self.allocator.num_pages - 1) * self.page_size
+
+    def pages_for(self, num_tokens: int) -> int:
+        """Pages that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.page_size)
+
+    def release(self, row: int) -> None:
+        """Return all pages of a row."""
+        self.resize([row], [0])
+
+    def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
+        """Give each row exactly the pages that num_tokens[i] tokens need; what lies beyond is returned.
+
+        All or nothing: pages that lie beyond count as free for the other rows of the same call.
+
+        Raises:
+            OutOfPagesError: too few pages; nothing was changed.
+            InvalidInputError: a row would be longer than the block table is wide; nothing was changed.
+        """
+        self._set(np.asarray(rows, np.int64), self._pages_of(num_tokens))
+
+    def extend(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
+        """As `resize`, but what a row has beyond stays with it."""
+        owners = np.asarray(rows, np.int64)
+        self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
+
+    def validate(self) -> None:
+        """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
+
+        Raises:
+            InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
+        """
+        owned = [int(p) for row, n in zip(self.table, self._counts, strict=True) for p in row[:n]]
+        seen = Counter(owned + self.allocator.free_pages())
+        require(NULL_PAGE not in seen, "the null page has an owner")
+        require(set(seen.values()) <= {1}, f"pages owned twice: {[p for p, n in seen.items() if n > 1][:8]}")
+        require(len(seen) == self.allocator.num_pages - 1, f"{self.allocator.num_pages - 1 - len(seen)} pages are lost")
+        tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
+        require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
+
+    def _pages_of(self, num_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
+        return (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size
+
+    def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:
+        """Give row rows[i] exactly wanted[i] pages."""
+        more = wanted - self._counts[rows]
+        if more.any():
+            self._check_fits(wanted, int(more.sum()))
+            fewer, greater = more < 0, more > 0
+            for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
+                self._shrink(row, count)
+            self._grow(rows[greater], more[greater])
+        if checking():
+            self.validate()
+
+    def _check_fits(self, wanted: np.ndarray, growth: int) -> None:
+        width, free = self.table.shape[1], self.allocator.num_free
+        if wanted.max() > width:
+            raise InvalidInputError(
+                f"a row of {wanted.max()} pages was asked for; the block table is {width} pages wide"
+            )
+        if growth > free:
+            raise OutOfPagesError(f"{growth - free} pages are missing for {len(wanted)} rows; {free} are free")
+
+    def _shrink(self, row: int, count: int) -> None:
+        have = self._counts[row]
+        self.allocator.release(self.table[row, count:have].tolist())
+        self.table[row, count:have] = NULL_PAGE
+        self._counts[row] = count
+
+    def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:
+        """more: [len(rows)] pages that each row gets behind its own."""
+        columns = np.repeat(self._counts[rows], more) + offsets_within(more)
+        self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
+        self._counts[rows] += more

@@ -1,0 +1,241 @@
+"""Plugs a backend into a transformers model's attention. The only file that touches Hugging Face attention.
+
+The model runs unmodified: its attention interface calls one registered function, which finds its layer through a handle
+bound to the attention module. No mask function is registered, so transformers builds no mask; therefore the function
+raises when it is called outside a forward of ours instead of attending without a mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from attention.backends.base import PlanKey
+from attention.errors import UnsupportedAttentionError
+from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
+from attention.hf.mla import LatentAttention, latent_attention, unexpanded
+
+ATTENTION_NAME = "specdec"
+_PROBE_NAME = "specdec_probe"
+
+_KNOWN_ARGUMENTS = frozenset(
+    [
+        "dropout",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "deterministic",
+        "num_items_in_batch",
+    ]
+)
+"""Keyword arguments of the attention interface that need no action of ours, or that PlanKey carries."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module asked of the interface during the probe pass.
+
+    Attributes:
+        module: the attention module.
+        plan_key: what it needs of a kernel, in absorbed form where it has one.
+        latent: its absorbed form, or None.
+    """
+
+    module: torch.nn.Module
+    plan_key: PlanKey
+    latent: LatentAttention | None
+
+
+class AttentionPort:
+    """Connects a model's attention modules to attention of ours while a forward of ours runs."""
+
+    def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
+        AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+        self._attend: LayerAttend | None = None
+        self._channel = Channel()
+        self._configs = _attention_configs(root)
+        self._latent = [call.latent for call in calls]
+        self._modules = [call.module for call in calls]
+
+    @contextmanager
+    def using(self, attend: LayerAttend) -> Iterator[None]:
+        """Route the modules' attention through `attend` for the duration of one forward."""
+        self._bind()
+        self._attend = attend
+        latent = [layer for layer in self._latent if layer is not None]
+        try:
+            with (
+                attention_implementation(self._configs, ATTENTION_NAME),
+                unexpanded(latent),
+                self._channel.carrying(attend),
+            ):
+                yield
+        finally:
+            self._attend = None
+
+    def _bind(self) -> None:
+        """Point the modules at this port, unless they are: a model wrapped twice has two ports."""
+        for index, module in enumerate(self._modules):
+            if getattr(module, "_specdec_layer", (None,))[0] is not self:
+                module._specdec_layer = (self, index)  # type: ignore[assignment]
+
+    def attend(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        """query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head].
+
+        Raises:
+            UnsupportedAttentionError: no forward of ours is running.
+        """
+        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        latent = self._latent[layer]
+        if latent is None:
+            return self._call(layer, query[0].transpose(0, 1), k, v, sinks)[None]
+        attended = self._call(layer, latent.absorb_query(query[0]), k, v, sinks)
+        return latent.project_output(attended)[None]
+
+    def _call(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return opaque_attend(query, key, value, sinks, self._channel.number, layer)
+        if self._attend is None:
+            raise UnsupportedAttentionError(
+                f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
+                "model.set_attn_implementation('sdpa')"
+            )
+        return self._attend(layer, query, key, value, sinks)
+
+
+def specdec_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function behind transformers' attention interface.
+
+    Raises:
+        UnsupportedAttentionError: the module was not bound by an AttentionPort.
+    """
+    bound = getattr(module, "_specdec_layer", None)
+    if bound is None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} is not bound to a paged cache")
+    port, layer = bound
+    return port.attend(layer, query, key, value, kwargs.get("s_aux")), None
+
+
+@contextmanager
+def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[None]:
+    """Set the attention implementation on a model's configs and put the old ones back after.
+
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had.
+    """
+    before = [config._attn_implementation_internal for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation_internal = name
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._attn_implementation_internal = old
+
+
+def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionCall, ...], int]:
+    """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
+
+    Returns:
+        The calls in layer order, and the width V of the logits.
+
+    Raises:
+        UnsupportedAttentionError: as `recorded_calls`.
+    """
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+    positions = torch.arange(num_tokens, device=model.device)[None]
+    with torch.no_grad(), recorded_calls(model) as calls:
+        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
+    return tuple(calls), int(logits.shape[-1])
+
+
+@contextmanager
+def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
+    """Record what the attention modules under `root` ask for while it runs; they get zeros back.
+
+    Raises (from inside the run):
+        UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.
+    """
+    calls: list[AttentionCall] = []
+
+    def record(
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        _refuse_unknown(module, attention_mask, kwargs)
+        _refuse_second(module, calls)
+        plan_key, latent = _plan_key(query, key, value, kwargs), latent_attention(module)
+        calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
+        return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+    AttentionInterface.register(_PROBE_NAME, record)
+    with attention_implementation(_attention_configs(root), _PROBE_NAME):
+        yield calls
+
+
+def _attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:
+    """Every distinct config object that a submodule reads its attention implementation from."""
+    configs: dict[int, Any] = {}
+    for module in root.modules():
+        config = getattr(module, "config", None)
+        if config is not None and hasattr(config, "_attn_implementation_internal"):
+            configs[id(config)] = config
+    return tuple(configs.values())
+
+
+def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    if unknown:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, unknown to the paged attention"
+        )
+    if mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
+
+
+def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
+    if any(call.module is module for call in calls):
+        raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
+
+
+def _plan_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> PlanKey:
+    scaling = kwargs.get("scaling")
+    return PlanKey(
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_k=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        has_sinks=kwargs.get("s_aux") is not None,
+    )

@@ -1,0 +1,132 @@
+"""Attention of short queries over pages as one Triton kernel. Imported on CUDA only.
+
+A program serves one KV head of one row: all query heads of it, of all the row's tokens, in one tile, which meets every
+key once. Keys are divided among nobody, so nothing is merged and nothing is planned.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.backends.base import PlanKey
+from attention.cache.kv_cache import LayerKV
+from attention.checking import checking, require
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from attention.kernels.tiles import attend_tile, key_places, row_keys
+
+_NARROW, _WIDE = (64, 2), (128, 4)
+"""Keys a tile and warps."""
+_FEW_PROGRAMS = 384
+_STAGES = 3
+"""Of eight choices on an H200 the best, 32 query heads over 8. µs, this kernel and FlashInfer's: 128 rows of 640 keys
+90 and 106 with 6 tokens, 80 and 92 with one; 48 rows 42 and 58; 128 rows of 4,096 keys 502 and 562. 32 rows of 6 tokens
+leave a multiprocessor two programs, which need wide tiles: 27 and 33 (narrow ones 35)."""
+
+
+@triton.jit
+def _packed_kernel(  # type: ignore[no-untyped-def]
+    query_ptr,
+    keys_ptr,
+    values_ptr,
+    out_ptr,
+    page_indices_ptr,
+    page_indptr_ptr,
+    last_page_len_ptr,
+    scale_log2,
+    query_len,
+    query_token,
+    query_head,
+    page_stride,
+    slot_stride,
+    head_stride,
+    QUERY_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    TILE_QUERIES: tl.constexpr,
+    TILE_KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
+    row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
+    packed, column, key_at = tl.arange(0, TILE_QUERIES), tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
+    token, head = packed // GROUP, kv_head * GROUP + packed % GROUP
+    own = (token < query_len)[:, None]
+    place = row.to(tl.int64) * query_len + token
+    query_at = place * query_token + head * query_head
+    query = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)
+    first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
+    last_key = length - query_len + token
+    highest = tl.full((TILE_QUERIES,), -1e30, tl.float32)
+    total = tl.zeros((TILE_QUERIES,), tl.float32)
+    out = tl.zeros((TILE_QUERIES, DIM), tl.float32)
+    for start in tl.range(0, length, TILE_KEYS, num_stages=STAGES):
+        position = start + key_at
+        inside = position < length
+        at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
+        at += kv_head * head_stride
+        key = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+        value = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.dot(query, key.T) * scale_log2
+        scores = tl.where(position[None, :] <= last_key[:, None], scores, -1e30)
+        highest, total, out = attend_tile(scores, value, highest, total, out)
+    to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]
+    tl.store(to, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+
+
+def launch_packed(
+    query: torch.Tensor,
+    layer: LayerKV,
+    key: PlanKey,
+    page_indptr: torch.Tensor,
+    page_indices: torch.Tensor,
+    last_page_len: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """Attend, causally, B rows with equally many tokens each.
+
+    Args:
+        query: [B·q, Hq, D], the last dimension contiguous, and out: the same, contiguous.
+        page_indptr: [B+1] int32; page_indices: int32, the pages of all rows; last_page_len: [B] int32.
+    """
+    rows = len(last_page_len)
+    tokens = len(query) // rows
+    pages, (slot, head) = layer.keys, layer.slot_and_head
+    if checking():
+        require(len(query) == rows * tokens, f"{len(query)} tokens are not {rows} equal rows")
+        require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
+        require(pages.stride() == layer.values.stride(), "keys and values lie differently")
+    tile_queries = max(16, triton.next_power_of_2(tokens * (key.num_q_heads // key.num_kv_heads)))
+    programs = rows * key.num_kv_heads
+    tile_keys, warps = _WIDE if tile_queries > 16 and programs < _FEW_PROGRAMS else _NARROW
+    _packed_kernel[(programs,)](
+        query,
+        pages,
+        layer.values,
+        out,
+        page_indices,
+        page_indptr,
+        last_page_len,
+        key.scale * math.log2(math.e),
+        tokens,
+        query.stride(0),
+        query.stride(1),
+        pages.stride(0),
+        pages.stride(slot),
+        pages.stride(head),
+        QUERY_HEADS=key.num_q_heads,
+        KV_HEADS=key.num_kv_heads,
+        DIM=key.head_dim_k,
+        PAGE_SIZE=pages.shape[slot],
+        TILE_QUERIES=tile_queries,
+        TILE_KEYS=tile_keys,
+        STAGES=_STAGES,
+        num_warps=warps,
+        **dependent_launch(query.device),
+    )

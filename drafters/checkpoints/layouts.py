@@ -1,0 +1,101 @@
+"""Which family a checkpoint belongs to, told from its tensor names (config.json's `architectures` is not trusted)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from enum import Enum
+
+from drafters.checkpoints.config_fields import Config, lookup
+from drafters.errors import HeadLoadError
+
+PREFIXES = ("model.", "draft_model.", "module.")
+"""Wrappers that exporters leave before the names."""
+
+
+class Layout(Enum):
+    """Checkpoint families that are told apart; the value is what messages call them."""
+
+    EAGLE3 = "EAGLE-3"
+    EAGLE3_MLA = "EAGLE-3 with multi-head latent attention (kv_a_proj_with_mqa)"
+    EAGLE1 = "EAGLE-1/2 (fc over [embedding, hidden], plain layers)"
+    PEAGLE = "P-EAGLE (mask_hidden)"
+    SPECULATORS = "speculators"
+    DFLASH = "DFlash (dflash_config)"
+    MTP_QWEN = "Qwen-style MTP (mtp.*)"
+    MTP_DEEPSEEK = "DeepSeek-style MTP (*.eh_proj)"
+    MTP_MIMO = "MiMo-style MTP (mtp_layers.*)"
+    MTP_ERNIE = "Ernie-style MTP (mtp_linear_proj)"
+    UNKNOWN = "unknown"
+
+
+def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
+    """Map names without their wrapper prefixes to the names in the files.
+
+    Raises:
+        HeadLoadError: two names differ only by a prefix.
+    """
+    stripped: dict[str, str] = {}
+    for name in names:
+        short = name
+        while short.startswith(PREFIXES):
+            short = short.split(".", 1)[1]
+        if short in stripped:
+            raise HeadLoadError(f"tensors {stripped[short]} and {name} are the same one under two prefixes")
+        stripped[short] = name
+    return stripped
+
+
+def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    """Tell a checkpoint's family.
+
+    Args:
+        config: config.json.
+        shapes: tensor shapes by name, wrapper prefixes stripped.
+    """
+    if "speculators_model_type" in config or "speculators_config" in config:
+        return Layout.SPECULATORS
+    if "dflash_config" in config:
+        return Layout.DFLASH
+    for marker, layout in _MARKERS:
+        if any(marker in f".{name}" for name in shapes):
+            return layout
+    return _detect_eagle(config, shapes)
+
+
+_MARKERS = (
+    (".mask_hidden", Layout.PEAGLE),
+    (".mtp.", Layout.MTP_QWEN),
+    (".eh_proj.", Layout.MTP_DEEPSEEK),
+    (".mtp_layers.", Layout.MTP_MIMO),
+    (".mtp_linear_proj.", Layout.MTP_ERNIE),
+)
+
+
+def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
+    first = [name for name in shapes if name.startswith(("midlayer.", "layers.0."))]
+    if any("kv_a_proj_with_mqa" in name for name in first):
+        return Layout.EAGLE3_MLA
+    if any(name.startswith("midlayer.") for name in first):
+        return Layout.EAGLE3
+    query = shapes.get("layers.0.self_attn.q_proj.weight")
+    hidden = lookup(config, "hidden_size")
+    if query is None or hidden is None:
+        return Layout.UNKNOWN
+    if query[-1] == 2 * hidden:
+        return Layout.EAGLE3
+    return Layout.EAGLE1 if query[-1] == hidden and "fc.weight" in shapes else Layout.UNKNOWN
+
+
+def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str]) -> None:
+    """Refuse a checkpoint of another family.
+
+    Raises:
+        HeadLoadError: says what the checkpoint is.
+    """
+    if found is wanted:
+        return
+    detail = f" of type {lookup(config, 'speculators_model_type')!r}" if found is Layout.SPECULATORS else ""
+    if found is Layout.UNKNOWN:
+        listed = sorted(names)
+        detail = f"; its first tensors are {', '.join(listed[:6])}" if listed else "; it has no tensors"
+    raise HeadLoadError(f"this loader reads {wanted.value} heads, the checkpoint's layout is {found.value}{detail}")

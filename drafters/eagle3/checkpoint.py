@@ -1,0 +1,208 @@
+"""Load and save EAGLE-3 heads: strict both ways, every choice reported with its source."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from attention.errors import InvalidInputError
+from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
+from drafters.checkpoints.layouts import Layout, detect, require, strip_prefixes
+from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
+from drafters.eagle3.head import Eagle3Head
+from drafters.eagle3.layout import Eagle3Overrides, TargetSizes, canonical_names, resolve_spec, spec_to_config
+from drafters.eagle3.spec import Eagle3Spec
+from drafters.errors import HeadLoadError, HeadMismatchError
+from drafters.vocab import check_map, mask_of, offsets_of
+
+_MAPS = ("d2t", "t2d")
+_NO_OVERRIDES = Eagle3Overrides()
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TargetFacts:
+    """What a head must know of its target.
+
+    Attributes:
+        hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
+        embedding: [at least V, Ht] input embedding weight, on the target's device.
+        lm_head: [at least V, Ht] output weight (the same tensor when tied).
+    """
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """A head's folder resolved against a target, nothing loaded yet."""
+
+    folder: CheckpointFolder
+    names: Mapping[str, str]
+    spec: Eagle3Spec
+    fields: tuple[Field, ...]
+
+    def shape(self, parameter: str) -> tuple[int, ...]:
+        return self.folder.tensors[self.names[parameter]].shape
+
+
+def load_eagle3(
+    path: str | Path,
+    target: TargetFacts,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    overrides: Eagle3Overrides = _NO_OVERRIDES,
+) -> Eagle3Head:
+    """Load an EAGLE-3 head in the layout of SafeAILab or of SpecForge/SGLang, ready for inference.
+
+    Args:
+        path: a folder, or a model's name on the Hugging Face hub.
+        target: the model that the head will draft for; its tensors are shared, not copied.
+        dtype: of the head's weights, usually the target's.
+        device: of the head's weights, the target's.
+        overrides: choices against the checkpoint's configuration.
+
+    Raises:
+        HeadLoadError: files are missing, tensors are missing, unknown, of another shape or not finite, the layout is
+            another one, or the configuration contradicts itself or the tensors.
+        HeadMismatchError: the head was made for another target.
+    """
+    opened = _open(path, target, overrides)
+    stored = opened.folder.load(opened.names.values())
+    weights = {parameter: stored[name] for parameter, name in opened.names.items()}
+    d2t = _read_map(opened, weights)
+    head = _empty_head(opened.spec, target, weights, d2t)
+    cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
+    _check_finite(cast)
+    head.load_state_dict(cast, assign=True)
+    log.info("%s", _report(opened))
+    return head.eval().requires_grad_(False)
+
+
+def describe_eagle3(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides = _NO_OVERRIDES) -> HeadReport:
+    """Resolve a head without loading its weights (the target's tensors may be on "meta").
+
+    Raises:
+        HeadLoadError, HeadMismatchError: as `load_eagle3`, except for what only the values show.
+    """
+    return _report(_open(path, target, overrides))
+
+
+def save_eagle3(head: Eagle3Head, folder: str | Path, dtype: torch.dtype | None = None) -> Path:
+    """Write config.json and model.safetensors in the layout that SGLang, vLLM and `load_eagle3` read.
+
+    Shared tensors of the target are not written; d2t and t2d always are.
+
+    Args:
+        dtype: of the stored weights; None keeps the head's.
+
+    Returns:
+        The folder.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored = dtype or head.norm.weight.dtype
+    weights = {name: t.detach().to("cpu", stored).contiguous() for name, t in head.state_dict().items()}
+    weights |= {name.replace("input_layernorm", "hidden_norm"): t.clone() for name, t in _deep_norms(weights)}
+    d2t = offsets_of(head.target_ids).cpu()
+    maps = {"d2t": d2t, "t2d": mask_of(d2t, head.spec.vocab_size)}
+    config = spec_to_config(head.spec, str(stored).removeprefix("torch."))
+    partial = folder / "model.safetensors.partial"
+    save_file(weights | maps, partial, metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(partial, folder / "model.safetensors")
+    return folder
+
+
+def _deep_norms(weights: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor]]:
+    """Pre-attention norms of further layers; SGLang reads them as `hidden_norm`, vLLM as `input_layernorm`."""
+    return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
+
+
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+    folder = open_folder(path)
+    files = folder.tensors
+    short = strip_prefixes(files)
+    layout = detect(folder.config, {name: files[full].shape for name, full in short.items()})
+    require(layout, Layout.EAGLE3, folder.config, short)
+    names = canonical_names(list(files))
+    try:
+        sizes = TargetSizes(target.hidden_size, _vocab_size(folder, target), target.num_layers)
+        shapes = {parameter: files[full].shape for parameter, full in names.items()}
+        spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
+    except HeadMismatchError as error:
+        raise HeadMismatchError(f"{folder.path}: {error}") from error
+    except (HeadLoadError, InvalidInputError) as error:
+        raise HeadLoadError(f"{folder.path}: {error}") from error
+    opened = _Opened(folder, names, spec, fields)
+    _check_shapes(opened)
+    return opened
+
+
+def _vocab_size(folder: CheckpointFolder, target: TargetFacts) -> int:
+    """The target's V; or the rows of its padded embedding when the head counts those."""
+    padded = len(target.embedding)
+    return padded if lookup(folder.config, "vocab_size") == padded else target.vocab_size
+
+
+def _check_shapes(opened: _Opened) -> None:
+    spec = opened.spec
+    meta = torch.device("meta")
+    embedding = torch.empty(spec.vocab_size, spec.target_hidden_size, device=meta)
+    lm_head = torch.empty(spec.draft_vocab_size, spec.hidden_size, device=meta)
+    placeholder = torch.zeros(spec.draft_vocab_size, dtype=torch.int64)
+    module = Eagle3Head(spec, embedding, lm_head, placeholder, meta)
+    expected = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
+    if spec.draft_vocab_size < spec.vocab_size:
+        expected["d2t"] = (spec.draft_vocab_size,)
+    sizes = {"d2t": (spec.draft_vocab_size,), "t2d": (spec.vocab_size,)}
+    expected |= {name: sizes[name] for name in _MAPS if name in opened.names}
+    try:
+        check_tensors({parameter: opened.shape(parameter) for parameter in opened.names}, expected)
+    except HeadLoadError as error:
+        raise HeadLoadError(f"{opened.folder.path}: {error}") from error
+
+
+def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
+    d2t = weights.get("d2t")
+    if d2t is None:
+        return None
+    try:
+        check_map(d2t, opened.spec.vocab_size, weights.get("t2d"))
+    except InvalidInputError as error:
+        raise HeadLoadError(f"{opened.folder.path}: {error}") from error
+    return d2t.long()
+
+
+def _empty_head(
+    spec: Eagle3Spec, target: TargetFacts, weights: Mapping[str, torch.Tensor], d2t: torch.Tensor | None
+) -> Eagle3Head:
+    """The head without weights of its own, on the target's tensors (a padded embedding is cut, not copied)."""
+    embedding = target.embedding[: spec.vocab_size]
+    lm_head = target.lm_head[: spec.draft_vocab_size]
+    return Eagle3Head(spec, embedding, lm_head, d2t, torch.device("meta"))
+
+
+def _check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
+
+
+def _report(opened: _Opened) -> HeadReport:
+    config = opened.folder.config
+    exported = "eagle_config" in config or "LlamaForCausalLMEagle3" in (lookup(config, "architectures") or [])
+    layout = f"EAGLE-3, {'SpecForge/SGLang' if exported else 'SafeAILab'} layout"
+    sizes = (torch.Size(opened.shape(name)).numel() for name in opened.names if name not in _MAPS)
+    return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))

@@ -1,0 +1,258 @@
+"""Eagle3Head: the EAGLE-3 draft head as an nn.Module with its checkpoint's parameter names."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention.errors import InvalidInputError
+from drafters.base import Attend
+from drafters.eagle3.spec import Eagle3Spec
+from drafters.errors import HeadMismatchError
+from drafters.rope import Rotary, rotate
+from drafters.vocab import check_offsets, identity_offsets, ids_of
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class Eagle3Attention(nn.Module):
+    """Self-attention with RoPE; where K and V live is the caller's business (`Attend`)."""
+
+    def __init__(self, spec: Eagle3Spec, index: int, input_size: int) -> None:
+        super().__init__()
+        self.index = index
+        self.head_dim = spec.head_dim
+        self.num_heads = spec.num_heads
+        self.num_kv_heads = spec.num_kv_heads
+        kv_size = spec.num_kv_heads * spec.head_dim
+        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
+        self.k_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
+        self.v_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
+        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
+        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
+
+    def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
+        """y [T, input size] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
+        key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
+        value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
+        rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
+        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
+        return self.o_proj(_only(rows, attend(self.index, query, key, value).flatten(1)))
+
+
+class Eagle3MLP(nn.Module):
+    """Gated MLP with SiLU."""
+
+    def __init__(self, spec: Eagle3Spec) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]."""
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Eagle3Layer(nn.Module):
+    """The first layer: attention over [embedding, hidden], so q, k and v read 2H.
+
+    Source: SafeAILab/EAGLE, eagle/model/cnets.py (LlamaDecoderLayeremb); `norm_before_residual` from speculators.
+    """
+
+    def __init__(self, spec: Eagle3Spec) -> None:
+        super().__init__()
+        self.norm_before_residual = spec.norm_before_residual
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.hidden_norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.self_attn = Eagle3Attention(spec, index=0, input_size=2 * spec.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.mlp = Eagle3MLP(spec)
+
+    def forward(
+        self,
+        embedded: torch.Tensor,
+        hidden: torch.Tensor,
+        cos_sin: CosSin,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
+        x = _only(rows, residual) + self.self_attn(y, cos_sin, attend, rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class PlainLayer(nn.Module):
+    """A further layer of a deeper head: an ordinary pre-norm decoder layer."""
+
+    def __init__(self, spec: Eagle3Spec, index: int) -> None:
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.self_attn = Eagle3Attention(spec, index, input_size=spec.hidden_size)
+        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        self.mlp = Eagle3MLP(spec)
+
+    def forward(
+        self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, H] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        x = _only(rows, x) + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Eagle3Head(nn.Module):
+    """An EAGLE-3 head; satisfies `drafters.base.Head`.
+
+    Parameters carry the checkpoint's names. The target's embedding (and lm_head) are shared tensors: they are no
+    parameters, are not copied and do not appear in the state dict.
+    """
+
+    target_embedding: torch.Tensor | None
+    target_lm_head: torch.Tensor | None
+    target_ids: torch.Tensor
+
+    def __init__(
+        self,
+        spec: Eagle3Spec,
+        target_embedding: torch.Tensor,
+        target_lm_head: torch.Tensor | None = None,
+        d2t: torch.Tensor | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """Build a head with fresh float32 weights.
+
+        Args:
+            spec: the head.
+            target_embedding: [V, Ht] the target's input embedding (not read when `spec.own_embed`).
+            target_lm_head: [Vd, H], needed when not `spec.own_lm_head`.
+            d2t: [Vd] int64 offsets; None when Vd = V.
+            device: of the fresh weights; by default that of `target_embedding`. "meta" makes none, for
+                `load_state_dict(..., assign=True)`.
+
+        Raises:
+            HeadMismatchError: the target's tensors do not fit the head.
+            InvalidInputError: `d2t` is missing or no valid map.
+        """
+        super().__init__()
+        self.spec = spec
+        self.taps = spec.taps
+        self.hidden_size = spec.hidden_size
+        self.draft_vocab_size = spec.draft_vocab_size
+        self.plan_keys = (spec.plan_key,) * spec.num_layers
+        self._share_target(target_embedding, target_lm_head)
+        self._set_vocabulary(d2t, target_embedding.device)
+        self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
+        with device or target_embedding.device:
+            self._build_modules()
+
+    def _share_target(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
+        spec = self.spec
+        if not spec.own_embed:
+            _check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
+        if not spec.own_lm_head:
+            if lm_head is None:
+                raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
+            _check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
+        self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
+        shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
+        self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
+
+    def _set_vocabulary(self, d2t: torch.Tensor | None, device: torch.device) -> None:
+        spec = self.spec
+        if d2t is None and spec.draft_vocab_size != spec.vocab_size:
+            raise InvalidInputError(
+                f"a head of {spec.draft_vocab_size} draft tokens for a vocabulary of {spec.vocab_size} needs d2t"
+            )
+        offsets = identity_offsets(spec.vocab_size) if d2t is None else d2t.detach().long()
+        if offsets.shape != (spec.draft_vocab_size,):
+            raise InvalidInputError(f"d2t has shape {list(offsets.shape)}, the head asks for [{spec.draft_vocab_size}]")
+        check_offsets(offsets, spec.vocab_size)
+        self.register_buffer("target_ids", ids_of(offsets).to(device), persistent=False)
+
+    def _build_modules(self) -> None:
+        spec = self.spec
+        if spec.own_embed:
+            self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
+        if spec.has_fc:
+            self.fc = nn.Linear(spec.tapped_size, spec.hidden_size, bias=spec.fc_bias)
+        if spec.input_norm:
+            self.input_norm = nn.RMSNorm(spec.tapped_size, eps=spec.rms_norm_eps)
+        if spec.fc_norm:
+            norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in spec.taps)
+            self.fc_norm = nn.ModuleList(norms)
+        self.midlayer = Eagle3Layer(spec)
+        self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
+        self.norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
+        if spec.own_lm_head:
+            self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """[T, A·Ht] tapped target states -> [T, H] input of step 1: norms if any, then `fc`."""
+        if not self.spec.has_fc:
+            return tapped
+        if self.spec.input_norm:
+            tapped = self.input_norm(tapped)
+        if self.spec.fc_norm:
+            chunks = tapped.split(self.spec.target_hidden_size, dim=-1)
+            tapped = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
+        return self.fc(tapped)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        attend: Attend,
+        rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """One pass over T rows.
+
+        Args:
+            token_ids: [T] int64 target-vocabulary ids, the token at position p+1.
+            hidden: [T, H], `fuse`d taps at step 1, `feedback` afterwards.
+            positions: [T] integers, p.
+            attend: remembers K and V and attends.
+            rows: [R] int64, those whose output is wanted, all by default. The others end at the last attention.
+
+        Returns:
+            The block output [T, H] or [R, H], before the final norm.
+        """
+        table = self.target_embedding if self.target_embedding is not None else self.embed_tokens.weight
+        embedded = F.embedding(token_ids, table).to(hidden.dtype)  # [T, H]
+        cos_sin = self.rotary(positions)
+        further = list(self.layers.values())
+        x = self.midlayer(embedded, hidden, cos_sin, attend, None if further else rows)
+        for layer in further:
+            x = layer(x, cos_sin, attend, rows if layer is further[-1] else None)
+        return x
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, Vd] draft logits."""
+        weight = self.target_lm_head if self.target_lm_head is not None else self.lm_head.weight
+        return F.linear(self.norm(x).to(weight.dtype), weight)
+
+    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
+        return x if self.spec.feedback == "pre_norm" else self.norm(x)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
+        return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
+
+
+def _only(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
+    return x if rows is None else x.index_select(0, rows)
+
+
+def _check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
+    if tuple(weight.shape) != (rows, columns):
+        raise HeadMismatchError(
+            f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "
+            f"the head was made for {rows} rows of width {columns}"
+        )

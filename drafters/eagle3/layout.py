@@ -1,0 +1,270 @@
+"""The EAGLE-3 checkpoint layouts of SafeAILab and SpecForge/SGLang: names and config.json -> Eagle3Spec, and back.
+
+Whether an optional module exists is told from its tensor; a config flag that says otherwise is an error.
+Source: SafeAILab/EAGLE eagle/model/cnets.py; sgl-project/SpecForge; sgl-project/sglang
+python/sglang/srt/models/llama_eagle3.py (config keys and tensor names).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drafters.base import FINAL_NORM
+from drafters.checkpoints.config_fields import Config, Field, by_presence, lookup, read
+from drafters.checkpoints.layouts import strip_prefixes
+from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
+from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.errors import HeadLoadError, HeadMismatchError
+
+Shapes = Mapping[str, tuple[int, ...]]
+_NESTED_TAPS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+_TOP_TAPS = "eagle_aux_hidden_state_layer_ids"
+_LEGACY_TAP_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+_DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
+
+
+@dataclass(frozen=True)
+class TargetSizes:
+    """What a target's configuration must say for a head to be resolved against it."""
+
+    hidden_size: int
+    vocab_size: int
+    num_layers: int
+
+
+@dataclass(frozen=True)
+class Eagle3Overrides:
+    """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
+
+    Attributes:
+        taps: boundaries, or None for the checkpoint's.
+        feedback: which state is fed back, or None for the checkpoint's.
+    """
+
+    taps: tuple[int, ...] | None = None
+    feedback: Literal["pre_norm", "post_norm"] | None = None
+
+
+def canonical_names(names: list[str]) -> dict[str, str]:
+    """Map the head's parameter names to the names in the files.
+
+    `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm`
+    (SGLang; it wins over an `input_layernorm` beside it) or `input_layernorm`.
+
+    Raises:
+        HeadLoadError: two tensors are the same parameter.
+    """
+    canonical: dict[str, str] = {}
+    for short, name in sorted(strip_prefixes(names).items()):
+        parameter = _parameter_name(short)
+        if parameter in canonical:
+            raise HeadLoadError(f"tensors {canonical[parameter]} and {name} are both {parameter}")
+        canonical[parameter] = name
+    for parameter in [name for name in canonical if _DEEP_NORM.fullmatch(name)]:
+        canonical[_DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)] = canonical.pop(parameter)
+    return canonical
+
+
+def _parameter_name(short: str) -> str:
+    for legacy, current in _LEGACY_TAP_NORMS.items():
+        if short.startswith(legacy + "."):
+            return current + short.removeprefix(legacy)
+    return "midlayer." + short.removeprefix("layers.0.") if short.startswith("layers.0.") else short
+
+
+def resolve_spec(
+    config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
+) -> tuple[Eagle3Spec, tuple[Field, ...]]:
+    """Resolve every field of the spec and say where it came from.
+
+    Args:
+        config: config.json of the head.
+        shapes: tensor shapes by canonical name.
+
+    Raises:
+        HeadMismatchError: made for a target of another hidden size or vocabulary.
+        HeadLoadError: the configuration is incomplete, contradictory or asks for something unsupported.
+    """
+    _refuse_unsupported(config)
+    fields = (
+        *_sizes(config, target),
+        *_vocabulary(config, shapes),
+        _taps(config, target, overrides),
+        read(config, "rms_norm_eps", float, default=1e-6),
+        resolve_rope(config),
+        *_modules(config, shapes),
+        _feedback(config, overrides),
+    )
+    return Eagle3Spec(**{field.name: field.value for field in fields}), fields
+
+
+def _refuse_unsupported(config: Config) -> None:
+    if lookup(config, "quantization_config") is not None:
+        raise HeadLoadError("quantised EAGLE-3 heads are not supported (config.json has quantization_config)")
+    activation = lookup(config, "hidden_act") or "silu"
+    if activation != "silu":
+        raise HeadLoadError(f"EAGLE-3 heads use the activation silu, config.json says {activation!r}")
+    if "sliding_attention" in (lookup(config, "layer_types") or []):
+        raise HeadLoadError("EAGLE-3 heads with sliding-window layers are not supported")
+
+
+def _sizes(config: Config, target: TargetSizes) -> list[Field]:
+    hidden = read(config, "hidden_size", int)
+    target_hidden = _or_other(config, "target_hidden_size", "target_hidden_size", hidden)
+    if target_hidden.value != target.hidden_size:
+        raise HeadMismatchError(
+            f"the head was made for a target of hidden size {target_hidden.value}, this target has {target.hidden_size}"
+        )
+    vocab = read(config, "vocab_size", int)
+    if vocab.value != target.vocab_size:
+        raise HeadMismatchError(
+            f"the head was made for a vocabulary of {vocab.value} tokens, this target has {target.vocab_size}"
+        )
+    is_llama4 = lookup(config, "model_type") == "llama4_text"
+    mlp_key = "intermediate_size_mlp" if is_llama4 else "intermediate_size"
+    heads = read(config, "num_heads", int, "num_attention_heads")
+    return [
+        hidden,
+        target_hidden,
+        vocab,
+        read(config, "intermediate_size", int, mlp_key),
+        heads,
+        _or_other(config, "num_kv_heads", "num_key_value_heads", heads),
+        _head_dim(config, hidden.value, heads.value),
+        read(config, "num_layers", int, "num_hidden_layers", default=1),
+    ]
+
+
+def _or_other(config: Config, name: str, key: str, other: Field) -> Field:
+    return read(config, name, int, key, default=other.value, default_source=f"default: {other.name}")
+
+
+def _head_dim(config: Config, hidden_size: int, num_heads: int) -> Field:
+    source = "default: hidden_size / num_heads"
+    return read(config, "head_dim", int, default=hidden_size // max(num_heads, 1), default_source=source)
+
+
+def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
+    tied = bool(lookup(config, "tie_word_embeddings"))
+    has_lm_head = "lm_head.weight" in shapes
+    if tied and has_lm_head:
+        raise HeadLoadError("config.json says tie_word_embeddings = true, but the checkpoint has lm_head.weight")
+    vocab = read(config, "vocab_size", int)
+    draft = _or_other(config, "draft_vocab_size", "draft_vocab_size", vocab)
+    if not has_lm_head and draft.value != vocab.value:
+        raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
+    return [
+        draft,
+        Field("own_embed", "embed_tokens.weight" in shapes, _presence("embed_tokens.weight", shapes)),
+        Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes)),
+    ]
+
+
+def _presence(name: str, shapes: Shapes) -> str:
+    return f"{name} {'present' if name in shapes else 'absent'}"
+
+
+def _taps(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
+    """Boundaries the head taps. Nested ids name the layer whose output is meant, so boundary = id + 1; unless the
+    largest id is the number of layers: then, as for top-level ids, they are boundaries already."""
+    readings = _tap_readings(config, target.num_layers)
+    if overrides.taps is not None:
+        field = Field("taps", overrides.taps, "chosen by the user")
+    elif lookup(config, "eagle_config.use_aux_hidden_state") is False:
+        return Field("taps", (FINAL_NORM,), "config eagle_config.use_aux_hidden_state")
+    elif len(set(readings.values())) > 1:
+        raise HeadLoadError(f"config.json names different taps: {readings} (as boundaries); choose with overrides")
+    elif readings:
+        field = Field("taps", next(iter(readings.values())), "config " + ", ".join(readings))
+    else:
+        field = Field("taps", default_taps(target.num_layers), "default 2, N//2, N-3")
+    _check_taps(config, field, target)
+    return field
+
+
+def _tap_readings(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
+    readings = {}
+    for key, nested in ((_NESTED_TAPS, True), (_TOP_TAPS, False)):
+        ids = lookup(config, key)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
+        outputs = nested and max(ids) != num_layers
+        reading = "ids of layers whose output is tapped" if outputs else "boundaries"
+        readings[f"{key} (read as {reading})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)
+    return readings
+
+
+def _check_taps(config: Config, field: Field, target: TargetSizes) -> None:
+    if max(field.value) > target.num_layers:
+        raise HeadMismatchError(f"the head taps boundaries {field.value}, this target has {target.num_layers} layers")
+    count = lookup(config, "num_aux_hidden_states")
+    if count is not None and count != len(field.value):
+        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the taps are {field.value}")
+
+
+def _modules(config: Config, shapes: Shapes) -> list[Field]:
+    def present(name: str, tensor: str, *keys: str) -> Field:
+        return by_presence(config, name, tensor, tensor in shapes, *keys)
+
+    attention = "midlayer.self_attn."
+    return [
+        present("fc_bias", "fc.bias", "bias"),
+        present("input_norm", "input_norm.weight", "norm_before_fc", "eagle_config.norm_before_fc"),
+        present("fc_norm", "fc_norm.0.weight", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
+        read(config, "norm_before_residual", bool, default=False),
+        present("qkv_bias", attention + "q_proj.bias", "attention_bias", "qkv_bias"),
+        present("qk_norm", attention + "q_norm.weight", "use_qk_norm"),
+    ]
+
+
+def _feedback(config: Config, overrides: Eagle3Overrides) -> Field:
+    if overrides.feedback is not None:
+        return Field("feedback", overrides.feedback, "chosen by the user")
+    flag = read(config, "norm_output", bool, "norm_output", "eagle_config.norm_output", default=False)
+    return Field("feedback", "post_norm" if flag.value else "pre_norm", flag.source)
+
+
+def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
+    """config.json of a head in the SpecForge/SGLang layout; top-level tap ids are added for vLLM.
+
+    Args:
+        dtype: what the weights are stored in, e.g. "bfloat16".
+    """
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "torch_dtype": dtype,
+        "hidden_size": spec.hidden_size,
+        "target_hidden_size": spec.target_hidden_size,
+        "intermediate_size": spec.intermediate_size,
+        "num_attention_heads": spec.num_heads,
+        "num_key_value_heads": spec.num_kv_heads,
+        "head_dim": spec.head_dim,
+        "num_hidden_layers": spec.num_layers,
+        "rms_norm_eps": spec.rms_norm_eps,
+        "hidden_act": "silu",
+        "vocab_size": spec.vocab_size,
+        "draft_vocab_size": spec.draft_vocab_size if spec.own_lm_head else None,
+        "tie_word_embeddings": False,
+        "attention_bias": spec.qkv_bias,
+        "use_qk_norm": spec.qk_norm,
+        "bias": spec.fc_bias,
+        "norm_before_fc": spec.input_norm,
+        "fc_norm": spec.fc_norm,
+        "norm_before_residual": spec.norm_before_residual,
+        "norm_output": spec.feedback == "post_norm",
+        **rope_to_config(spec.rope),
+        **_taps_to_config(spec),
+    }
+
+
+def _taps_to_config(spec: Eagle3Spec) -> dict[str, Any]:
+    if not spec.has_fc:
+        return {"eagle_config": {"use_aux_hidden_state": False}}
+    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.taps]}
+    return {"eagle_config": nested, _TOP_TAPS: list(spec.taps), "num_aux_hidden_states": len(spec.taps)}

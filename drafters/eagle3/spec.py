@@ -1,0 +1,119 @@
+"""Eagle3Spec: everything that decides the shape and the arithmetic of an EAGLE-3 head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from attention.backends.base import PlanKey
+from attention.errors import InvalidInputError
+from drafters.base import FINAL_NORM
+from drafters.rope import RopeSpec
+
+
+@dataclass(frozen=True)
+class Eagle3Spec:
+    """One EAGLE-3 head, as its own checkpoint defines it; nothing here is taken over from the target by default.
+
+    Attributes:
+        hidden_size, target_hidden_size: H and Ht.
+        intermediate_size: width of the head's MLP.
+        num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
+        vocab_size, draft_vocab_size: V and Vd.
+        taps: boundaries of the target, ascending, or (FINAL_NORM,) for a head on the target's last state.
+        rms_norm_eps, rope: from the head's configuration.
+        fc_bias: `fc` has a bias.
+        input_norm: one RMSNorm over the concatenated taps before `fc`.
+        fc_norm: one RMSNorm per tap before `fc`.
+        norm_before_residual: the residual is the normalised hidden state instead of the raw one.
+        feedback: what the next draft step gets: the block output or its final norm.
+        qkv_bias, qk_norm: biases of q, k, v; RMSNorm per head on q and k before RoPE.
+        own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
+        num_layers: decoder layers; the first is the EAGLE-3 layer, further ones are plain pre-norm layers.
+    """
+
+    hidden_size: int
+    target_hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+    taps: tuple[int, ...]
+    rms_norm_eps: float = 1e-5
+    rope: RopeSpec = field(default_factory=RopeSpec)
+    fc_bias: bool = False
+    input_norm: bool = False
+    fc_norm: bool = False
+    norm_before_residual: bool = False
+    feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    own_embed: bool = False
+    own_lm_head: bool = True
+    num_layers: int = 1
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for sizes or choices that contradict each other."""
+        self._check_sizes()
+        self._check_taps()
+
+    def _check_sizes(self) -> None:
+        names = ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
+        for name in (*names, "vocab_size", "draft_vocab_size", "num_layers"):
+            if getattr(self, name) < 1:
+                raise InvalidInputError(f"{name} of an EAGLE-3 head must be at least 1, not {getattr(self, name)}")
+        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
+            raise InvalidInputError(
+                f"{self.num_heads} query heads, {self.num_kv_heads} key heads, head_dim {self.head_dim}: "
+                "query heads must be a multiple of key heads, and head_dim even"
+            )
+        if self.draft_vocab_size > self.vocab_size:
+            raise InvalidInputError(f"draft vocabulary {self.draft_vocab_size} exceeds the target's {self.vocab_size}")
+        if not self.own_embed and self.hidden_size != self.target_hidden_size:
+            raise InvalidInputError(
+                f"a head of width {self.hidden_size} on a target of width {self.target_hidden_size} "
+                "needs its own embed_tokens"
+            )
+
+    def _check_taps(self) -> None:
+        taps = self.taps
+        if taps == (FINAL_NORM,):
+            if self.hidden_size != self.target_hidden_size:
+                raise InvalidInputError("a head on the target's last state has no fc and so needs the target's width")
+            if self.fc_bias or self.input_norm or self.fc_norm:
+                raise InvalidInputError("a head on the target's last state has no fc and none of the norms before it")
+            return
+        if not taps or min(taps) < 0 or list(taps) != sorted(set(taps)):
+            raise InvalidInputError(f"taps must be ascending boundaries >= 0 (or the final norm alone), not {taps}")
+
+    @property
+    def has_fc(self) -> bool:
+        """Whether tapped states are fused by `fc` (no for a head on the target's last state)."""
+        return self.taps != (FINAL_NORM,)
+
+    @property
+    def tapped_size(self) -> int:
+        """Width of the concatenated taps, A·Ht."""
+        return len(self.taps) * self.target_hidden_size
+
+    @property
+    def plan_key(self) -> PlanKey:
+        """What each attention layer of the head asks of a kernel."""
+        return PlanKey(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
+
+
+def default_taps(num_layers: int) -> tuple[int, ...]:
+    """Boundaries tapped when nothing else is said, for a target of `num_layers` decoder layers.
+
+    Raises:
+        InvalidInputError: the target is too shallow for three different states.
+    Source: SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py (states on entry to layers 2, N//2 and N-3).
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if not taps[0] < taps[1] < taps[2]:
+        raise InvalidInputError(
+            f"a target of {num_layers} layers has no default taps: 2, N//2, N-3 = {taps} must ascend; name the taps"
+        )
+    return taps

@@ -1,0 +1,183 @@
+"""The index arithmetic of drafting. numpy only; every formula carries its worked example.
+
+Running example: K=3, page size 16, q=[4,4,4], seq=[20,33,48], accepted=[1,3,0], block tables [[7,9],[3,4,8],[1,2,5,6]].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import HostBatch, slots_of
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of a verified batch that the head's first pass reads again with the target's true hidden states.
+
+    Attributes:
+        query_start_loc: [B'+1] int32.
+        token_indices: [T'] int64, rows of the verified batch.
+        last_row: [B'] int64, rows of the first pass whose output gives draft 1.
+    """
+
+    query_start_loc: np.ndarray
+    token_indices: np.ndarray
+    last_row: np.ndarray
+
+
+@dataclass(frozen=True)
+class DraftSteps:
+    """Everything of draft steps 2 … K, computed together; axis 0 is the step.
+
+    Rows that do not take a step are padding there: position 0, seq_len 1, slot 0 (the null page).
+
+    Attributes:
+        active: [K-1, B] bool, rows with n_i >= j.
+        positions: [K-1, B] int64; seq_lens: [K-1, B] int32; slots: [K-1, B] int64.
+    """
+
+    active: np.ndarray
+    positions: np.ndarray
+    seq_lens: np.ndarray
+    slots: np.ndarray
+
+    @property
+    def num_steps(self) -> int:
+        """K-1."""
+        return len(self.positions)
+
+
+def kept_rows(
+    query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
+) -> KeptRows:
+    """Drop the rejected rows of a verified batch: rej = n - accepted, len = q - rej.
+
+    Args:
+        query_start_loc: [B+1] of the verified batch.
+        num_drafts, num_accepted: [B]; both 0 for a prompt row.
+        rows: the batch rows that go on, in the order wanted (default: all).
+
+    Source: vllm-project/vllm PR #20466 (prepare_inputs of the EAGLE proposer), in numpy.
+
+    >>> kept = kept_rows(np.array([0, 4, 8, 12]), np.array([3, 3, 3]), np.array([1, 3, 0]))
+    >>> kept.query_start_loc.tolist(), kept.token_indices.tolist(), kept.last_row.tolist()
+    ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
+    """
+    rejected = num_drafts - num_accepted
+    lens = np.diff(query_start_loc) - rejected
+    starts = query_start_loc[:-1]
+    if rows is not None:
+        lens, starts = lens[rows], starts[rows]
+    new_start_loc = np.concatenate([[0], np.cumsum(lens)])
+    offsets = np.repeat(starts - new_start_loc[:-1], lens)
+    return KeptRows(
+        query_start_loc=new_start_loc.astype(np.int32),
+        token_indices=np.arange(new_start_loc[-1], dtype=np.int64) + offsets,
+        last_row=new_start_loc[1:] - 1,
+    )
+
+
+def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Pair the hidden state at position p with the token at p+1: inside a row ids'[:-1] = ids[1:].
+
+    The row's last id is the token just sampled (for an unfinished prompt its own next prompt token); both stand in the
+    token table.
+
+    Args:
+        token_table: [rows, L] committed tokens by position; rows, positions: [T'] of the hidden states.
+
+    >>> table = np.array([[10, 11, 12, 100], [20, 21, 200, 0]])
+    >>> shifted_token_ids(table, np.array([0, 0, 0, 1, 1]), np.array([0, 1, 2, 0, 1])).tolist()
+    [11, 12, 100, 21, 200]
+    """
+    return token_table[rows, positions + 1].astype(np.int64)
+
+
+def num_drafts_allowed(
+    num_speculative_tokens: np.ndarray, max_model_len: int, root_positions: np.ndarray, tokens_left: np.ndarray
+) -> np.ndarray:
+    """Drafts each row may have: max(0, min(K_i, max_model_len - 1 - root_i, tokens_left_i - 1)).
+
+    Args:
+        num_speculative_tokens: [B] K of each row; max_model_len: positions the cache may hold.
+        root_positions: [B] position of the next root (seq'); tokens_left: [B] new tokens the row may still emit.
+
+    >>> num_drafts_allowed(np.array([3, 3, 3]), 64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
+    [1, 0, 1]
+    """
+    limit = np.minimum(max_model_len - 1 - root_positions, tokens_left - 1)
+    return np.maximum(0, np.minimum(num_speculative_tokens, limit))
+
+
+def draft_steps(
+    committed_lens: np.ndarray,
+    num_drafts: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    num_steps: int | None = None,
+) -> DraftSteps:
+    """All draft steps at once: step j (2 … K) feeds draft j-1 at position seq' + j - 2.
+
+    Args:
+        committed_lens: [B] seq' after the first pass; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
+        num_steps: how many steps; default as many as the longest row takes (max n_i - 1).
+
+    >>> table = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]])
+    >>> s = draft_steps(np.array([18, 33, 45]), np.array([3, 3, 3]), table, 16)
+    >>> s.positions.tolist(), s.seq_lens.tolist()
+    ([[18, 33, 45], [19, 34, 46]], [[19, 34, 46], [20, 35, 47]])
+    >>> s.slots.tolist()
+    [[146, 129, 93], [147, 130, 94]]
+    """
+    count = int(num_drafts.max(initial=1)) - 1 if num_steps is None else num_steps
+    steps = np.arange(2, count + 2)[:, None]
+    active = num_drafts >= steps  # [K-1, B]
+    positions = np.where(active, committed_lens + steps - 2, 0)
+    slots = np.where(active, slots_of(block_table, np.arange(len(committed_lens)), positions, page_size), 0)
+    return DraftSteps(active, positions.astype(np.int64, copy=False), (positions + 1).astype(np.int32), slots)
+
+
+def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size: int) -> HostBatch:
+    """The attention of draft step `step` (0 is design step 2) as a HostBatch of one token a row.
+
+    block_table: [B, P]; padding rows see the null page only.
+    """
+    active, rows = steps.active[step], steps.positions.shape[1]
+    table = block_table if active.all() else np.where(active[:, None], block_table, 0)
+    return HostBatch(
+        query_start_loc=np.arange(rows + 1, dtype=np.int32),
+        seq_lens=steps.seq_lens[step],
+        num_computed_tokens=steps.seq_lens[step] - 1,
+        block_table=table,
+        slot_mapping=steps.slots[step],
+        positions=steps.positions[step],
+        page_size=page_size,
+    )
+
+
+def rows_batch(
+    query_start_loc: np.ndarray, first_positions: np.ndarray, block_table: np.ndarray, page_size: int
+) -> HostBatch:
+    """A batch whose row i feeds consecutive positions from first_positions[i] on.
+
+    Args:
+        query_start_loc: [B+1] int32; first_positions: [B]; block_table: [B, P].
+
+    >>> b = rows_batch(np.array([0, 2, 3]), np.array([15, 4]), np.array([[5, 9], [3, 0]]), 16)
+    >>> b.positions.tolist(), b.slot_mapping.tolist(), b.seq_lens.tolist()
+    ([15, 16, 4], [95, 144, 52], [17, 5])
+    """
+    lens = np.diff(query_start_loc)
+    owner = np.repeat(np.arange(len(lens)), lens)
+    positions = np.arange(query_start_loc[-1]) + (first_positions - query_start_loc[:-1])[owner]
+    return HostBatch(
+        query_start_loc=query_start_loc.astype(np.int32),
+        seq_lens=(first_positions + lens).astype(np.int32),
+        num_computed_tokens=first_positions.astype(np.int32),
+        block_table=block_table,
+        slot_mapping=slots_of(block_table, owner, positions, page_size),
+        positions=positions.astype(np.int64),
+        page_size=page_size,
+    )

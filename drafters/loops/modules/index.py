@@ -1,0 +1,117 @@
+"""The index arithmetic of several multi-token-prediction modules (M > 1). numpy only; every formula has its example.
+
+Module m's row i pairs the token at i+1+m with module m-1's output at row i (m = 0: with the target's state), so it is
+true once the token at i+1+m is committed. For a new range [a, seq') of target states that makes the rows [a-m, seq'-m)
+of module m, each in a cache layer of its own; rows below 0 do not exist. Row a-m needs module m-1's output at a row of
+the round before: one carried vector a request and module.
+
+Draft s+1 comes from module m = s mod M. While s < M it runs the rows seq'-s … seq'-1 with the tokens d_1 … d_s. Then
+the modules go round again (lap l = s // M): all run the M rows that end at seq'+l·M-1 with the tokens d_{s-M+1} … d_s;
+in the place of the target's state at row i stands the last module's output at row i-M, made in the lap before.
+For M = 1 this is the chain of `drafters.loops.chain.index.draft_steps`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import HostBatch
+from drafters.loops.chain.index import rows_batch
+
+
+@dataclass(frozen=True)
+class ModuleRows:
+    """Rows of module m >= 1 in a first pass over B' requests whose module 0 reads T' rows.
+
+    Attributes:
+        lens, first_positions: [B'] rows of each request, 0 where it has none yet, and where they begin.
+        tokens: [T_m] int64, rows of module 0 that read the same token.
+        sources: [T_m] int64, rows of [B' carried vectors, T_{m-1} outputs of module m-1].
+        last_row: [B'] int64, each request's last row; 0 where it has none.
+    """
+
+    lens: np.ndarray
+    first_positions: np.ndarray
+    tokens: np.ndarray
+    sources: np.ndarray
+    last_row: np.ndarray
+
+
+def module_rows(first_positions: np.ndarray, lens: np.ndarray, num_modules: int) -> tuple[ModuleRows, ...]:
+    """The rows of modules 1 … M-1 for new ranges [a, a + len) of module 0.
+
+    Args:
+        first_positions: [B'] a; lens: [B'] rows of module 0, at least 1 each.
+
+    Two requests, a = 5 with three new rows and a = 0 with two (a prompt's start):
+
+    >>> (m,) = module_rows(np.array([5, 0]), np.array([3, 2]), 2)
+    >>> m.first_positions.tolist(), m.lens.tolist(), m.tokens.tolist()
+    ([4, 0], [3, 1], [0, 1, 2, 4])
+    >>> m.sources.tolist(), m.last_row.tolist()  # 0, 1 are the carried vectors, 2 … 6 module 0's outputs
+    ([0, 2, 3, 5], [2, 3])
+    """
+    stop = first_positions + lens
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    ends = starts[1:]
+    before, rows = (first_positions, starts), []
+    for m in range(1, num_modules):
+        first = np.maximum(first_positions - m, 0)
+        count = np.maximum(stop - m, 0) - first
+        starts = np.concatenate([[0], np.cumsum(count)])
+        owner = np.repeat(np.arange(len(count)), count)
+        within = np.arange(starts[-1]) - starts[owner]
+        place = first[owner] + within - before[0][owner]  # -1: the row before module m-1's first
+        rows.append(
+            ModuleRows(
+                lens=count,
+                first_positions=first,
+                tokens=(ends - count)[owner] + within,
+                sources=np.where(place < 0, owner, len(lens) + before[1][owner] + place),
+                last_row=np.maximum(starts[1:] - 1, 0),
+            )
+        )
+        before = first, starts
+    return tuple(rows)
+
+
+def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> HostBatch:
+    """The attention of a module's first pass; requests without rows are left out. block_table: [B', P]."""
+    some = rows.lens > 0
+    query_start_loc = np.concatenate([[0], np.cumsum(rows.lens[some])])
+    return rows_batch(query_start_loc, rows.first_positions[some], block_table[some], page_size)
+
+
+def step_width(step: int, num_modules: int) -> int:
+    """Rows a request runs for draft step+1 (step 1, 2, …): min(step, M)."""
+    return min(step, num_modules)
+
+
+def module_step(
+    step: int,
+    committed_lens: np.ndarray,
+    num_drafts: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    num_modules: int,
+) -> HostBatch:
+    """The attention of draft step+1, by module step mod M.
+
+    Requests that do not take the step, or are too short for it, stand on the null page.
+
+    Args:
+        committed_lens: [R] seq'; num_drafts: [R] n_i; block_table: [R, P].
+
+    M = 2, two requests; draft 2 by module 1, draft 3 by module 0 again, draft 4 by module 1:
+
+    >>> table, n = np.array([[7, 9], [3, 4]]), np.array([4, 3])
+    >>> [module_step(s, np.array([18, 7]), n, table, 16, 2).positions.tolist() for s in (1, 2, 3)]
+    [[17, 6], [18, 19, 7, 8], [18, 19, 0, 1]]
+    """
+    width = step_width(step, num_modules)
+    active = (num_drafts > step) & (committed_lens >= width)
+    first = np.where(active, committed_lens + step // num_modules * num_modules - width, 0)
+    query_start_loc = np.arange(len(first) + 1) * width
+    return rows_batch(query_start_loc, first, np.where(active[:, None], block_table, 0), page_size)

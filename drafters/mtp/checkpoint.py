@@ -1,0 +1,280 @@
+"""Load multi-token-prediction modules straight from safetensors (transformers drops them when it loads a target)."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from drafters.checkpoints.config_fields import check_tensors, lookup
+from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
+from drafters.errors import HeadLoadError
+from drafters.mtp.head import MtpHead
+from drafters.mtp.spec import MtpReading, MtpSpec, MtpTarget
+from drafters.mtp.weights import dequantise, stack_experts, unstack_experts
+
+MTP_LAYOUTS = (Layout.MTP_DEEPSEEK, Layout.MTP_MIMO, Layout.MTP_ERNIE, Layout.MTP_QWEN)
+_SHARED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "lm_head"}
+_COMPARED_ROWS = 64
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one family names the tensors of a module.
+
+    Attributes:
+        place: matches a tensor's name; group `k` is the module's number (absent: 0), `part` and `rest` make the name
+            inside it.
+        renames: names inside a module -> names in MtpHead, by prefix; what none matches belongs to the block.
+        hidden_first: see MtpSpec.
+    """
+
+    name: str
+    place: str
+    renames: Mapping[str, str]
+    hidden_first: bool = False
+
+
+DEEPSEEK = Family(
+    "DeepSeek-style",
+    r"(?:.*\.)?layers\.(?P<k>\d+)\.(?P<rest>.+)",
+    {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm."},
+)
+MIMO = Family(
+    "MiMo-style",
+    r"(?:.*\.)?mtp_layers\.(?P<k>\d+)\.(?P<rest>.+)",
+    {
+        "token_layernorm.": "enorm.",
+        "hidden_layernorm.": "hnorm.",
+        "input_proj.": "eh_proj.",
+        "final_layernorm.": "norm.",
+    },
+    hidden_first=True,
+)
+SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
+"""Source: vllm-project/speculators: MiMo's names with the embedding first."""
+ERNIE = Family(
+    "Ernie-style",
+    r"(?:.*\.)?mtp_(?P<part>emb_norm|hidden_norm|linear_proj|block)\.(?P<k>\d+)\.(?P<rest>.+)",
+    {"emb_norm.": "enorm.", "hidden_norm.": "hnorm.", "linear_proj.": "eh_proj.", "block.": "block."},
+)
+QWEN = Family(
+    "Qwen-style",
+    r"(?:.*\.)?mtp\.(?P<rest>.+)",
+    {
+        "pre_fc_norm_embedding.": "enorm.",
+        "pre_fc_norm_hidden.": "hnorm.",
+        "fc.": "eh_proj.",
+        "norm.": "norm.",
+        "layers.0.": "block.",
+    },
+)
+
+
+def has_mtp(path: str | Path) -> bool:
+    """Whether a checkpoint folder (or hub model) holds modules of a family that `load_mtp` reads.
+
+    Raises:
+        HeadLoadError: the folder cannot be read.
+    """
+    return _family(open_folder(path)) is not None
+
+
+def load_mtp(
+    path: str | Path,
+    target: MtpTarget,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    reading: MtpReading | None = None,
+) -> tuple[MtpHead, ...]:
+    """Load all modules of a checkpoint, ready for inference; usually `path` is the target's own.
+
+    Args:
+        path: a folder, or a model's name on the Hugging Face hub; one file or an index.
+        target: the model that they draft for; its embedding and lm_head are shared, not copied.
+        dtype: of the weights; block-fp8 weights are multiplied out first.
+        device: of the weights, the target's.
+        reading: what no checkpoint says; default as the family's reference code reads it.
+
+    Returns:
+        Modules 0 … M-1.
+
+    Raises:
+        HeadLoadError: there is no module, tensors are missing, unknown, of another shape or not finite, or the
+            checkpoint brings another embedding or lm_head than the target's.
+    """
+    folder = open_folder(path)
+    family = _family(folder)
+    if family is None:
+        raise HeadLoadError(
+            f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
+            "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
+        )
+    modules, how = _modules(folder, family, target.num_layers), reading or MtpReading()
+    try:
+        return tuple(_load_module(folder, family, names, target, dtype, device, how) for names in modules)
+    except HeadLoadError as error:
+        raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
+
+
+def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
+    """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
+
+    Args:
+        num_layers: N of the target; num_modules: how many its configuration says it has.
+
+    >>> patterns = module_names(4, 1)
+    >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
+    >>> [any(re.search(p, name) for p in patterns) for name in names]
+    [True, False, True]
+    """
+    numbered = (rf"(^|\.)layers\.{num_layers + k}\." for k in range(num_modules))
+    parts = r"(emb_norm|hidden_norm|linear_proj|block)"
+    return (*numbered, r"(^|\.)mtp_layers\.\d+\.", rf"(^|\.)mtp_{parts}\.\d+\.", r"(^|\.)mtp\.")
+
+
+def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
+    """A module's tensors under the names that DeepSeek checkpoints give them; what is the target's is left out.
+
+    A projection that reads [hidden, embedding] is turned round: these checkpoints read [embedding, hidden].
+
+    Args:
+        layer: N + k, the number of the target's layers plus the module's own.
+
+    Raises:
+        HeadLoadError: the module has what these checkpoints cannot say.
+    """
+    spec, state = head.spec, head.state_dict()
+    if not spec.final_norm or spec.projection_bias:
+        raise HeadLoadError(f"a DeepSeek-style module has a final norm and no bias in its projection; given is {spec}")
+    if spec.hidden_first:
+        state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
+    back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
+    named = {}
+    for name, tensor in unstack_experts(state).items():
+        new = next(prefix for prefix in back if name.startswith(prefix))
+        named[f"model.layers.{layer}.{back[new]}{name.removeprefix(new)}"] = tensor.detach().clone()
+    return named
+
+
+def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
+    """Write one module as a DeepSeek-style checkpoint of its own: the target's config.json, and the module's tensors.
+
+    Raises:
+        HeadLoadError: see `deepseek_tensors`.
+    """
+    weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
+    config = copy.deepcopy(target.config)
+    config.num_nextn_predict_layers = 1
+    folder = Path(folder)
+    config.save_pretrained(folder)
+    partial = folder / "model.safetensors.partial"
+    save_file(weights, partial, metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+    return folder
+
+
+def _family(folder: CheckpointFolder) -> Family | None:
+    if lookup(folder.config, "speculators_model_type") == "mtp":
+        return SPECULATORS
+    names = strip_prefixes(folder.tensors)
+    layout = detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
+    by_layout = dict(zip(MTP_LAYOUTS, (DEEPSEEK, MIMO, ERNIE, QWEN), strict=True))
+    return by_layout.get(layout)
+
+
+def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[dict[str, str]]:
+    """Of every module, in order: its tensors' names inside it -> names in the files."""
+    found: dict[int, dict[str, str]] = {}
+    for full in folder.tensors:
+        match = re.fullmatch(family.place, full)
+        if match is not None:
+            groups = match.groupdict()
+            inside = f"{groups['part']}.{groups['rest']}" if "part" in groups else groups["rest"]
+            found.setdefault(int(groups.get("k", 0)), {})[inside] = full
+    first = num_layers if family is DEEPSEEK else 0
+    numbers = [k for k in sorted(found) if k >= first]
+    if numbers != list(range(first, first + len(numbers))) or not numbers:
+        raise HeadLoadError(
+            f"{folder.path}: a target of {num_layers} layers has its {family.name} modules at {first}, {first + 1}, …; "
+            f"the checkpoint has {numbers or sorted(found)}"
+        )
+    counted = lookup(folder.config, "num_nextn_predict_layers") or 0
+    if len(numbers) < counted:
+        raise HeadLoadError(
+            f"{folder.path}: config.json counts {counted} multi-token-prediction modules, the files hold "
+            f"{len(numbers)}; set num_nextn_predict_layers={len(numbers)} there to draft with what there is"
+        )
+    return [found[k] for k in numbers]
+
+
+def _load_module(
+    folder: CheckpointFolder,
+    family: Family,
+    names: Mapping[str, str],
+    target: MtpTarget,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    reading: MtpReading,
+) -> MtpHead:
+    shared = {rest: full for rest, full in names.items() if rest in _SHARED}
+    for rest, full in shared.items():
+        _check_shared(folder, full, getattr(target, _SHARED[rest]), _SHARED[rest])
+    stored = folder.load(full for rest, full in names.items() if rest not in shared)
+    weights = {_rename(rest, family): stored[full] for rest, full in names.items() if rest not in shared}
+    weights = stack_experts(dequantise(weights, _block_size(folder)))
+    head = MtpHead(_spec(family, weights, reading), target, torch.device("meta"))
+    expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
+    check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
+    cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
+    broken = [name for name, tensor in cast.items() if not bool(torch.isfinite(tensor).all())]
+    if broken:
+        raise HeadLoadError(f"tensors with NaN or infinity: {', '.join(broken)}")
+    head.load_state_dict(cast, assign=True)
+    return head.eval().requires_grad_(False)
+
+
+def _spec(family: Family, weights: Mapping[str, torch.Tensor], reading: MtpReading) -> MtpSpec:
+    return MtpSpec(
+        hidden_first=reading.hidden_first(family.hidden_first),
+        final_norm="norm.weight" in weights or family is not ERNIE,
+        feedback=reading.feedback,
+        projection_bias="eh_proj.bias" in weights,
+        experts=any(".experts." in name for name in weights),
+    )
+
+
+def _rename(rest: str, family: Family) -> str:
+    for old, new in family.renames.items():
+        if rest.startswith(old):
+            return new + rest.removeprefix(old)
+    return f"block.{rest}"
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """Routing biases stay float32, as transformers keeps them."""
+    return torch.float32 if name.endswith("e_score_correction_bias") else dtype
+
+
+def _block_size(folder: CheckpointFolder) -> tuple[int, int]:
+    rows, columns = lookup(folder.config, "quantization_config.weight_block_size") or (128, 128)
+    return int(rows), int(columns)
+
+
+def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, what: str) -> None:
+    """Compare the first rows of a duplicate with the target's tensor that is used instead of it."""
+    info = folder.tensors[name]
+    if info.shape[1] != shared.shape[1]:
+        raise HeadLoadError(f"{name} is {list(info.shape)}, the target's {what} is {list(shared.shape)}")
+    with safe_open(info.file, framework="pt", device="cpu") as file:
+        own = file.get_slice(name)[:_COMPARED_ROWS]
+    if not torch.equal(own.to(shared.dtype), shared[: len(own)].detach().cpu()):
+        raise HeadLoadError(f"{name} differs from the target's {what}; heads with tensors of their own are not read")

@@ -1,0 +1,135 @@
+"""MtpHead: one multi-token-prediction module of the DeepSeek kind as a draft head.
+
+    x = block(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))      logits = lm_head(norm(x)) predict t_{p+2}
+
+h_p is the target's state after its final norm in the first pass, and the module's own fed-back state later. The block
+is a decoder layer of the target's own class, run by transformers' code with our attention.
+
+Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
+the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py).
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from attention.hf.interface import AttentionCall, AttentionPort, recorded_calls
+from drafters.base import FINAL_NORM, Attend
+from drafters.errors import HeadLoadError
+from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
+
+
+class MtpHead(nn.Module):
+    """One module; satisfies `drafters.base.Head`. The target's embedding and lm_head are shared, not copied."""
+
+    target_embedding: torch.Tensor
+    target_lm_head: torch.Tensor
+
+    def __init__(self, spec: MtpSpec, target: MtpTarget, device: torch.device | None = None) -> None:
+        """Build a module whose weights are still to be loaded.
+
+        Args:
+            device: of the weights; by default that of the target's embedding. "meta" makes none, for
+                `load_state_dict(..., assign=True)`.
+
+        Raises:
+            UnsupportedAttentionError: the block asks something of its attention that the paged cache does not offer.
+        """
+        super().__init__()
+        self.spec = spec
+        self.taps: tuple[int, ...] = (FINAL_NORM,)
+        self.hidden_size = target.embedding.shape[1]
+        self.draft_vocab_size = target.lm_head.shape[0]
+        self.register_buffer("target_embedding", target.embedding.detach(), persistent=False)
+        self.register_buffer("target_lm_head", target.lm_head.detach(), persistent=False)
+        self.rotary = copy.deepcopy(target.rotary)
+        with device or target.embedding.device:
+            self._build_modules(target)
+        calls = self._probe()
+        self.plan_keys = tuple(call.plan_key for call in calls)
+        self._port = AttentionPort(self.block, calls)
+
+    def _build_modules(self, target: MtpTarget) -> None:
+        config, norm, size = block_config(target.config, self.spec.experts), target.norm_class, self.hidden_size
+        eps = config.rms_norm_eps
+        self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
+        self.eh_proj = nn.Linear(2 * size, size, bias=self.spec.projection_bias)
+        self.block = target.layer_class(config, 0)
+        self.norm = norm(size, eps=eps) if self.spec.final_norm else nn.Identity()
+
+    def _probe(self) -> tuple[AttentionCall, ...]:
+        """Run the block's attention on two dummy rows and record what it asks for."""
+        weight = self.eh_proj.weight
+        with torch.no_grad(), recorded_calls(self.block) as calls:
+            attention: nn.Module = self.block.self_attn  # type: ignore[assignment]
+            attention(weight.new_zeros(1, 2, self.hidden_size), **self._layer_arguments(2, weight))
+        if len(calls) != 1:
+            raise HeadLoadError(f"{type(self.block).__name__} does not call transformers' attention interface")
+        return tuple(calls)
+
+    def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:
+        positions = torch.arange(rows, device=self.target_embedding.device)[None]
+        cos_sin = self.rotary(self.target_embedding.new_zeros(1, rows, 1), positions)
+        moved = tuple(t.to(like.device) for t in cos_sin) if isinstance(cos_sin, tuple) else cos_sin.to(like.device)
+        return {"attention_mask": None, "position_embeddings": moved, "position_ids": positions.to(like.device)}
+
+    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+        """[T, H] target states after the final norm: taken as they are."""
+        return tapped
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
+    ) -> torch.Tensor:
+        """One pass over T rows.
+
+        Args:
+            token_ids: [T] int64, the token at position p+1.
+            hidden: [T, H], the target's states at step 1, `feedback` afterwards.
+            positions: [T] int64, p.
+            attend: remembers K and V and attends.
+
+        Returns:
+            The block output [T, H], before the final norm.
+        """
+        with self.attending(attend):
+            return self.run_block(token_ids, hidden, positions)
+
+    def attending(self, attend: Attend) -> AbstractContextManager[None]:
+        """Serve the block's attention with `attend`, for a while."""
+        return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
+
+    def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """`forward` without its attention, which must be served (`attending`) meanwhile; can be compiled."""
+        embedded = self.enorm(F.embedding(token_ids, self.target_embedding).to(hidden.dtype))
+        state = self.hnorm(hidden)
+        pair = (state, embedded) if self.spec.hidden_first else (embedded, state)
+        x = self.eh_proj(torch.cat(pair, dim=-1))[None]  # [1, T, H]
+        out = self.block(
+            x,
+            attention_mask=None,
+            position_embeddings=self.rotary(x, positions[None]),
+            position_ids=positions[None],
+        )
+        return (out[0] if isinstance(out, tuple) else out)[0]
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, V] logits of the target's lm_head."""
+        return F.linear(self.norm(x).to(self.target_lm_head.dtype), self.target_lm_head)
+
+    def feedback(self, x: torch.Tensor) -> torch.Tensor:
+        """[R, H] block outputs -> [R, H] hidden state of the next draft step."""
+        return self.norm(x) if self.spec.feedback == "post_norm" else x
+
+    def target_choice(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
+        return F.linear(states.to(self.target_lm_head.dtype), self.target_lm_head).argmax(-1)
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft ids are target ids."""
+        return draft_ids

@@ -1,0 +1,164 @@
+"""Whether a multi-token-prediction module is read as it was trained.
+
+No checkpoint says in which order the projection reads its two halves, nor what a module was fed back. A wrong choice
+raises nothing and only costs acceptance. So the module is run over a short text in the chosen reading and in the other
+one, and both are asked for the tokens that the target itself would say next.
+
+Only a clear difference counts. Random weights know no reading; and where the final norm's weights are all alike, both
+ways of feeding back are the same function (the module's own norm removes the length), so neither is wrong.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from drafters.errors import HeadLoadError
+from drafters.mtp.head import MtpHead
+from drafters.mtp.stack import MtpStack
+from drafters.training.ttt import TttAttend, shift_left, unroll
+
+_MARGIN, _SIGMAS = 0.1, 4.0
+"""The other reading must be better by so many nats a token, and by so many standard errors."""
+_LEAST = 16
+"""Tokens of a text that says anything."""
+_KNOWS = 0.7
+"""A reading that needs more than this share of log V nats a token knows too little of the target to be believed."""
+_FIRST, _FED_BACK = range(1, 2), range(2, 5)
+"""The drafts on which the projection's order is judged, and what is fed back: its effect grows with each step."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The chosen reading against the other one.
+
+    Attributes:
+        option: the option of `SpeculativeModel.from_pretrained` that decides it; other: its other value.
+        chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens.
+        error: standard error of their difference.
+        limit: most nats of a reading that is believed.
+        num_tokens: tokens judged.
+    """
+
+    option: str
+    other: str
+    chosen_nats: float
+    other_nats: float
+    error: float
+    limit: float
+    num_tokens: int
+
+    @property
+    def other_is_right(self) -> bool:
+        """Whether the other reading is better beyond doubt."""
+        gain = self.chosen_nats - self.other_nats
+        return self.other_nats <= self.limit and gain >= max(_MARGIN, _SIGMAS * self.error)
+
+
+@torch.no_grad()
+def compare_readings(
+    head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
+) -> tuple[Comparison, ...]:
+    """Judge the order of the projection, and where K is two or more, what is fed back.
+
+    Args:
+        head: one module, or several that are read in one way.
+        token_ids: [T] int64, a text.
+        states: [T, H], the target's states after its final norm on that text.
+        num_drafts: K.
+
+    Returns:
+        One comparison each; none where both readings are one (no final norm), where drafts are never fed back, or
+        where the attention is of a kind that the comparison cannot run.
+    """
+    modules = tuple(head.module(m) for m in range(head.num_modules)) if isinstance(head, MtpStack) else (head,)
+    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.plan_keys):
+        return ()
+    spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
+    order = "embedding_first" if spec.hidden_first else "hidden_first"
+    swapped = _read_as(modules, hidden_first=not spec.hidden_first)
+    found = [_compare("mtp_concat", order, modules, swapped, text, _FIRST)]
+    if num_drafts > 1 and spec.final_norm:
+        norm = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
+        drafts = _FED_BACK if len(modules) == 1 else range(2, min(_FED_BACK.stop, len(modules) + 1))
+        found.append(_compare("mtp_feedback", norm, modules, _read_as(modules, feedback=norm), text, drafts))
+    return tuple(found)
+
+
+def check_reading(head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    """Refuse modules that are plainly read the wrong way; arguments as for `compare_readings`.
+
+    Raises:
+        HeadLoadError: the other reading says the target's tokens far better; the message names the option to change.
+    """
+    for found in compare_readings(head, token_ids, states, num_drafts):
+        if found.other_is_right:
+            raise HeadLoadError(
+                f"the multi-token-prediction module is read the wrong way: its drafts miss the target's own tokens by "
+                f"{found.chosen_nats:.2f} nats each, with {found.option}={found.other!r} by {found.other_nats:.2f} "
+                f"(over {found.num_tokens} tokens of a test text). Give {found.option}={found.other!r}"
+            )
+
+
+@dataclass(frozen=True)
+class _Text:
+    """token_ids [T], the target's states [T, H] and its own choice after each token [T]."""
+
+    token_ids: torch.Tensor
+    states: torch.Tensor
+    wanted: torch.Tensor
+
+
+def _read_as(modules: tuple[MtpHead, ...], **changes: Any) -> tuple[MtpHead, ...]:
+    """The same weights under another reading."""
+    others = tuple(copy.copy(module) for module in modules)
+    for other in others:
+        other.spec = replace(other.spec, **changes)
+    return others
+
+
+def _compare(
+    option: str, value: str, chosen: tuple[MtpHead, ...], other: tuple[MtpHead, ...], text: _Text, drafts: range
+) -> Comparison:
+    chosen_nats, other_nats = (_nats(each, text, drafts) for each in (chosen, other))
+    gain = chosen_nats - other_nats
+    return Comparison(
+        option=option,
+        other=value,
+        chosen_nats=float(chosen_nats.mean()),
+        other_nats=float(other_nats.mean()),
+        error=float(gain.std()) / len(gain) ** 0.5,
+        limit=_KNOWS * math.log(chosen[0].draft_vocab_size),
+        num_tokens=len(gain),
+    )
+
+
+def _nats(modules: tuple[MtpHead, ...], text: _Text, drafts: range) -> torch.Tensor:
+    """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
+    rows, last = len(text.token_ids) - drafts[-1], drafts[-1]
+    outputs = _chain(modules, text, last) if len(modules) > 1 else unroll(modules[0], *_batch(text), last)
+    nats = []
+    for draft in drafts:
+        module = modules[(draft - 1) % len(modules)]
+        scores = module.logits(outputs[draft - 1][:rows]).float().log_softmax(-1)  # [T - last draft, V]
+        nats.append(-scores.gather(-1, text.wanted[draft : draft + rows, None])[:, 0])
+    return torch.stack(nats).mean(0)
+
+
+def _batch(text: _Text) -> tuple[torch.Tensor, torch.Tensor]:
+    return text.token_ids[None], text.states[None]
+
+
+def _chain(modules: tuple[MtpHead, ...], text: _Text, count: int) -> list[torch.Tensor]:
+    """Outputs [T, H] of modules 0 … count-1, each over the whole text and the output of the one before."""
+    (ids, states), outputs = _batch(text), list[torch.Tensor]()
+    hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)
+    for m, module in enumerate(modules[:count]):
+        attend = TttAttend(module.plan_keys, 1, ids.shape[1])
+        outputs.append(module.forward(shift_left(ids, m + 1)[0], hidden, positions, attend))
+        hidden = module.feedback(outputs[-1])
+    return outputs

@@ -1,0 +1,186 @@
+"""The acceptance evaluation: ask every question under every K and under the target alone, and sum it up."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from evals.acceptance import bootstrap, metrics, predict
+from evals.acceptance.summary import Json, by_arm, differences, question_rows, summarize
+from evals.data.datasets import DataSet, digest
+from evals.errors import DataError
+from evals.runs.answers import Answer
+from evals.runs.executor import Executor, Report, collect, warm_up
+from evals.runs.provenance import data_facts, model_facts, versions
+from evals.runs.runner import Arm, Asking
+from evals.runs.store import RunStore
+from evals.runs.worker import Work
+
+BASELINE = "target alone"
+SCHEMA_VERSION = 1
+SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second arm / the same of the first."
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is run.
+
+    Attributes:
+        data, arms, asking: the questions, the ways of generating, how they are asked.
+        batch_size: questions generated together. warmup: passes over the first chunk that are not kept.
+        predict_batch_sizes: batch sizes to measure round times at, for the prediction, beside the run's own.
+        worst: how many questions of lowest τ are shown with their drafts.
+    """
+
+    data: DataSet
+    arms: tuple[Arm, ...]
+    asking: Asking
+    batch_size: int = 1
+    warmup: int = 1
+    predict_batch_sizes: tuple[int, ...] = ()
+    worst: int = 0
+
+
+def sweep(ks: Sequence[int]) -> tuple[Arm, ...]:
+    """The target alone, and one arm a K."""
+    return (Arm(BASELINE, 0), *(Arm(f"K={k}", k) for k in ks))
+
+
+def settings(plan: Plan, facts: Json) -> Json:
+    """What the answers depend on: a run folder belongs to exactly one such value."""
+    found = {
+        "data": data_facts(plan.data),
+        "question_ids": digest([question.id for question in plan.data.questions]),
+        "arms": [asdict(arm) for arm in plan.arms],
+        "asking": asdict(plan.asking),
+        "batch_size": plan.batch_size,
+        "models": {key: model_facts(one) for key, one in facts.items()},
+        "versions": versions(),
+    }
+    as_json: Json = json.loads(json.dumps(found))
+    return as_json
+
+
+def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
+    """Run the plan, continuing what the store holds, and return the JSON document.
+
+    Raises:
+        DataError: every question failed.
+    """
+    if plan.warmup and len(store.answers) < len(plan.data.questions) * len(plan.arms):
+        warm_up(executor, plan.data, plan.arms, plan.asking, plan.batch_size, plan.warmup)
+    answers = collect(executor, plan.data, plan.arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+    kept = by_arm(answers, plan.arms)
+    if not kept[plan.arms[0].name]:
+        raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
+    return _document(executor, plan, store, answers, kept)
+
+
+def _document(
+    executor: Executor, plan: Plan, store: RunStore, answers: Sequence[Answer], kept: dict[str, list[Answer]]
+) -> Json:
+    baseline = kept.get(BASELINE)
+    seed = plan.asking.seed
+    summaries = [summarize(arm, kept[arm.name], baseline, seed) for arm in plan.arms]
+    document: Json = {
+        "schema": "specdec.acceptance",
+        "schema_version": SCHEMA_VERSION,
+        "provenance": {
+            "settings": settings(plan, executor.facts()),
+            "settings_sha256": store.key,
+            "seed": seed,
+            "bootstrap": {"draws": bootstrap.DRAWS, "level": bootstrap.LEVEL, "seed": seed},
+        },
+        "definitions": definitions(),
+        "arms": summaries,
+        "questions": question_rows(kept, plan.arms),
+        "failures": [
+            {"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None
+        ],
+        "worst": _worst(executor, plan, kept),
+    }
+    if baseline is None:
+        document["differences"] = differences(*_pair(kept, plan.arms), seed)
+        document["definitions"]["speed_ratio"] = SPEED_RATIO
+    else:
+        document["definitions"]["prediction"] = predict.DEFINITION
+        document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries)}
+    return document
+
+
+def _pair(kept: dict[str, list[Answer]], arms: Sequence[Arm]) -> tuple[list[Answer], list[Answer], tuple[Arm, Arm]]:
+    left, right = arms
+    return kept[left.name], kept[right.name], (left, right)
+
+
+def definitions() -> dict[str, str]:
+    """The sentence that defines each number of the document."""
+    return {
+        **{metric.key: metric.definition for metric in metrics.METRICS},
+        "conditional": metrics.CONDITIONAL,
+        "unconditional": metrics.UNCONDITIONAL,
+        "histogram": metrics.HISTOGRAM,
+        "interval": bootstrap.DEFINITION,
+        "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",
+    }
+
+
+def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], summaries: Sequence[Json]) -> Json:
+    """The speed-up table, from the acceptance of the largest K and the round times of the run or of a calibration."""
+    times = {plan.batch_size: {arm.k: _round_seconds(kept[arm.name]) for arm in plan.arms}}
+    sizes = tuple(size for size in plan.predict_batch_sizes if size != plan.batch_size)
+    if sizes:
+        arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
+        times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
+    widest = max(summaries, key=lambda summary: summary["k"])
+    conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
+    ks = range(1, max(8, widest["k"]) + 1)
+    table = predict.predict(conditional, times, ks)
+    return {
+        "round_seconds": {str(size): {str(k): s for k, s in row.items()} for size, row in times.items()},
+        "table": [asdict(cell) for cell in table],
+        "best": {str(size): asdict(cell) for size, cell in predict.best(table).items()},
+    }
+
+
+def _round_seconds(answers: Sequence[Answer]) -> float:
+    rounds = sum(len(answer.rounds) for answer in answers)
+    seconds = sum(turn.decode_s for answer in answers for turn in answer.turns)
+    return seconds / rounds if rounds else float("nan")
+
+
+def _worst(executor: Executor, plan: Plan, kept: dict[str, list[Answer]]) -> list[Json]:
+    """The questions of lowest τ under the largest K, generated once more with their drafts kept."""
+    arm = max(plan.arms, key=lambda arm: arm.k)
+    if not plan.worst or not arm.k:
+        return []
+    rows = [row for row in question_rows(kept, plan.arms) if row["arms"][arm.name]["tau"] is not None]
+    rows = sorted(rows, key=lambda row: row["arms"][arm.name]["tau"])[: plan.worst]
+    tau = {row["id"]: row["arms"][arm.name]["tau"] for row in rows}
+    asking = replace(plan.asking, return_drafts=True)
+    chosen = [question for question in plan.data.questions if question.id in tau]
+    works = [Work(i, (question,), (arm,), asking) for i, question in enumerate(chosen)]
+    found = [_shown(answer, tau[answer.question_id]) for answers in executor.run(works) for answer in answers]
+    return sorted(found, key=lambda entry: (entry["tau"], entry["question_id"]))
+
+
+def _shown(answer: Answer, tau: float) -> Json:
+    turns: list[Any] = [[list(piece) for piece in turn.segments] for turn in answer.turns]
+    return {
+        "question_id": answer.question_id,
+        "category": answer.category,
+        "arm": answer.arm,
+        "tau": tau,
+        "turns": turns,
+    }
+
+
+def without_times(document: Any) -> Any:
+    """The document without its "timing" parts: what two runs of the same settings have in common."""
+    if isinstance(document, dict):
+        return {key: without_times(value) for key, value in document.items() if key != "timing"}
+    if isinstance(document, list):
+        return [without_times(value) for value in document]
+    return document

@@ -1,0 +1,129 @@
+"""From answers to numbers: the summary of one arm, whole and by group, as JSON values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from evals.acceptance.bootstrap import Resampling, Value
+from evals.acceptance.metrics import METRICS, Columns, Metric, columns, histogram, position_metrics
+from evals.runs.answers import Answer
+from evals.runs.runner import Arm
+
+Json = dict[str, Any]
+
+
+def by_arm(answers: Sequence[Answer], arms: Sequence[Arm]) -> dict[str, list[Answer]]:
+    """The answers of each arm, to those questions that no arm failed on, in their order."""
+    failed = {answer.question_id for answer in answers if answer.error is not None}
+    kept = [answer for answer in answers if answer.question_id not in failed]
+    return {arm.name: [answer for answer in kept if answer.arm == arm.name] for arm in arms}
+
+
+def summarize(arm: Arm, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int) -> Json:
+    """Everything about one arm; wall-time figures lie under "timing".
+
+    baseline: the target-alone answers to the same questions, or None when there is no such arm.
+    """
+    sums = columns(answers, arm.k, baseline)
+    resampling = Resampling(len(answers), seed)
+    conditional, unconditional = position_metrics(arm.k)
+    return {
+        "name": arm.name,
+        "k": arm.k,
+        "model": arm.model,
+        **_metrics(sums, resampling, baseline is not None),
+        "conditional": [_value(resampling.value(metric, sums)) for metric in conditional],
+        "unconditional": [_value(resampling.value(metric, sums)) for metric in unconditional],
+        "histogram": histogram(answers, arm.k),
+        "identical_to_target_alone": _identical(answers, baseline),
+        "by_task": _groups(sums, [a.task for a in answers], seed, baseline is not None),
+        "by_category": _groups(sums, [a.category for a in answers], seed, baseline is not None),
+    }
+
+
+def differences(left: Sequence[Answer], right: Sequence[Answer], arms: tuple[Arm, Arm], seed: int) -> Json:
+    """Paired differences (right less left) of the metrics that need no baseline, and the ratio of total speeds."""
+    sums = columns(left, arms[0].k), columns(right, arms[1].k)
+    resampling = Resampling(len(left), seed)
+    found: Json = {"metrics": {}, "timing": {}}
+    for metric in METRICS:
+        if not metric.baseline:
+            place = found["timing" if metric.timing else "metrics"]
+            place[metric.key] = _value(resampling.difference(metric, *sums))
+    ratio = next(metric for metric in METRICS if metric.key == "speedup")
+    joined = {**sums[1], **{f"base_{name}": column for name, column in sums[0].items()}}
+    found["timing"]["speed_ratio"] = _value(resampling.value(ratio, joined))
+    return found
+
+
+def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Arm]) -> list[Json]:
+    """One row a question with its own figures under each arm."""
+    rows = []
+    for group in zip(*(answers[arm.name] for arm in arms), strict=True):
+        own = {arm.name: _question(answer, arm) for arm, answer in zip(arms, group, strict=True)}
+        first = group[0]
+        rows.append({"id": first.question_id, "category": first.category, "task": first.task, "arms": own})
+    return rows
+
+
+def _question(answer: Answer, arm: Arm) -> Json:
+    sums = columns([answer], arm.k)
+    tau = _finite(float(_by_key("tau").of(sums)[0]))
+    wall_s = float(sums["wall_s"][0])
+    return {
+        "tau": tau,
+        "rounds": int(sums["rounds"][0]),
+        "drafted": int(sums["drafted"][0]),
+        "accepted": int(sums["accepted"][0]),
+        "new_tokens": [len(turn.token_ids) for turn in answer.turns],
+        "finish_reasons": [turn.finish_reason for turn in answer.turns],
+        "timing": {"wall_s": wall_s, "tokens_per_s": _finite(float(_by_key("tokens_per_s").of(sums)[0]))},
+    }
+
+
+def _by_key(key: str) -> Metric:
+    return next(metric for metric in METRICS if metric.key == key)
+
+
+def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool) -> Json:
+    """Metrics of each group of questions; {} when all questions are of one group."""
+    names = list(dict.fromkeys(labels))
+    if len(names) < 2:
+        return {}
+    groups = {}
+    for name in names:
+        inside = np.array([label == name for label in labels])
+        part = {key: column[inside] for key, column in sums.items()}
+        own = Resampling(int(inside.sum()), seed)
+        groups[name] = {"questions": int(inside.sum()), **_metrics(part, own, has_baseline)}
+    return groups
+
+
+def _metrics(sums: Columns, resampling: Resampling, has_baseline: bool) -> Json:
+    found: Json = {"questions": resampling.questions, "metrics": {}, "timing": {}}
+    for metric in METRICS:
+        if has_baseline or not metric.baseline:
+            place = found["timing" if metric.timing else "metrics"]
+            place[metric.key] = _value(resampling.value(metric, sums))
+    return found
+
+
+def _identical(answers: Sequence[Answer], baseline: Sequence[Answer] | None) -> Json | None:
+    if baseline is None:
+        return None
+    same = sum(a.token_ids == b.token_ids for a, b in zip(answers, baseline, strict=True))
+    return {"questions": len(answers), "identical": same}
+
+
+def _value(value: Value) -> Json:
+    return {name: _finite(number) for name, number in asdict(value).items()}
+
+
+def _finite(number: float) -> float | None:
+    """JSON has no NaN."""
+    return number if math.isfinite(number) else None

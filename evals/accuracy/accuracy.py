@@ -1,0 +1,194 @@
+"""Accuracy with and without speculation: lm-eval's own tasks on the same prompts, compared question by question."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import lm_eval
+from lm_eval.tasks import TaskManager
+
+from evals.acceptance.acceptance import BASELINE, definitions
+from evals.acceptance.summary import Json, by_arm, summarize
+from evals.accuracy import paired
+from evals.accuracy.lm_eval_model import EngineLM, Report
+from evals.data import task_data
+from evals.data.datasets import digest
+from evals.errors import DataError
+from evals.runs.answers import Answer
+from evals.runs.provenance import model_facts, versions
+from evals.runs.runner import Arm
+from evals.runs.store import RunStore
+
+SCHEMA_VERSION = 1
+OWN_TASKS = ("specdec_arithmetic", "specdec_humaneval")
+_LOCAL = ("gsm8k", "gsm8k_cot")
+TASKS = Path(__file__).parent / "tasks"
+_KEPT = ("results", "versions", "n-shot", "n-samples", "higher_is_better")
+
+
+@dataclass(frozen=True)
+class AccuracyPlan:
+    """What is run.
+
+    Attributes:
+        tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
+        k: drafts a round of the speculative arm.
+        limit: first N documents of each task, None for all. num_fewshot: None for the task's own number.
+        chat_template: prompts go through it. max_gen_toks: where the task does not say.
+        unsafe_code: allow tasks that run code the model wrote.
+    """
+
+    tasks: tuple[str, ...]
+    k: int
+    data_dir: Path | None = None
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat_template: bool = False
+    max_gen_toks: int = 256
+    seed: int = 0
+    unsafe_code: bool = False
+
+    @property
+    def arms(self) -> tuple[Arm, Arm]:
+        """The target alone, and with speculation."""
+        return Arm(BASELINE, 0), Arm(f"K={self.k}", self.k)
+
+
+def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
+    """What the answers depend on."""
+    asked = {**asdict(plan), "data_dir": None if plan.data_dir is None else plan.data_dir.name}
+    found: Json = json.loads(json.dumps({"plan": asked, "model": model_facts(facts), "versions": versions()}))
+    return found
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan whose tasks and data were found. `questions`: how many there are, all tasks together."""
+
+    plan: AccuracyPlan
+    manager: TaskManager
+    questions: int
+
+
+def prepare(plan: AccuracyPlan) -> Prepared:
+    """Find the tasks and load their data, before anything is written.
+
+    Raises:
+        DataError: an unknown task, or data that is missing.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    manager = _task_manager(plan)
+    for task in plan.tasks:
+        if task not in manager.all_tasks:
+            raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
+    found = manager.load(_tasks(plan))["tasks"].values()
+    sizes = [len(list(task.eval_docs)) for task in found]
+    return Prepared(plan, manager, sum(min(size, plan.limit or size) for size in sizes))
+
+
+def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
+    """Evaluate both arms and return the document."""
+    plan = prepared.plan
+    results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
+    kept = _asked(store, plan)
+    baseline, fast = (kept[arm.name] for arm in plan.arms)
+    return {
+        "schema": "specdec.accuracy",
+        "schema_version": SCHEMA_VERSION,
+        "provenance": {
+            "settings": settings(plan, facts),
+            "settings_sha256": store.key,
+            "seed": plan.seed,
+            "prompts_sha256": digest([a.question_id for a in baseline]),
+        },
+        "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
+        "scores": _scores(*results),
+        "identical": _identical(baseline, fast),
+        "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
+        "lm_eval": {
+            arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
+        },
+    }
+
+
+def _options(plan: AccuracyPlan, store: RunStore, report: Report) -> dict[str, Any]:
+    return {"max_gen_toks": plan.max_gen_toks, "seed": plan.seed, "store": store, "report": report}
+
+
+def _task_manager(plan: AccuracyPlan) -> TaskManager:
+    """Our tasks, and lm-eval's folder of gsm8k; all of lm-eval's tasks when others are asked for."""
+    stock = Path(lm_eval.__file__).parent / "tasks" / "gsm8k"
+    others = not set(plan.tasks) <= {*_LOCAL, *OWN_TASKS}
+    metadata: dict[str, Any] = {} if plan.data_dir is None else {"data_dir": str(plan.data_dir)}
+    return TaskManager(include_path=[stock, TASKS], include_defaults=others, metadata=metadata)
+
+
+def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
+    plan = prepared.plan
+    found: Json = lm_eval.simple_evaluate(
+        model=model,
+        tasks=_tasks(plan),
+        num_fewshot=plan.num_fewshot,
+        limit=plan.limit,
+        apply_chat_template=plan.chat_template,
+        task_manager=prepared.manager,
+        bootstrap_iters=0,
+        confirm_run_unsafe_code=plan.unsafe_code,
+    )
+    return found
+
+
+def _tasks(plan: AccuracyPlan) -> list[Any]:
+    """The tasks by name; GSM8K's as a group with local data, where there is some."""
+    if plan.data_dir is None:
+        return list(plan.tasks)
+    local = [task for task in plan.tasks if task in _LOCAL]
+    members = [{"task": task, "custom_dataset": task_data.gsm8k} for task in local]
+    others: list[Any] = [task for task in plan.tasks if task not in _LOCAL]
+    return [*([{"group": "local", "task": members}] if members else []), *others]
+
+
+def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
+    """{(task, filter, metric): {document: right}}."""
+    scores: dict[tuple[str, str, str], dict[int, bool]] = {}
+    for task, samples in result["samples"].items():
+        for sample in samples:
+            for metric in sample["metrics"]:
+                own = scores.setdefault((task, sample["filter"], metric), {})
+                own[sample["doc_id"]] = bool(sample[metric] > 0)
+    return scores
+
+
+def _scores(alone: Json, fast: Json) -> list[Json]:
+    found, rival = _samples(alone), _samples(fast)
+    rows = []
+    for key, right in found.items():
+        documents = sorted(right)
+        result = paired.paired_accuracy([right[d] for d in documents], [rival[key][d] for d in documents])
+        task, name, metric = key
+        rows.append({"task": task, "filter": name, "metric": metric, **asdict(result)})
+    return rows
+
+
+def _asked(store: RunStore, plan: AccuracyPlan) -> dict[str, list[Answer]]:
+    """The answers of each arm, in one order."""
+    names = sorted({name for name, _ in store.answers})
+    answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
+    return by_arm(answers, plan.arms)
+
+
+def _identical(left: Sequence[Answer], right: Sequence[Answer]) -> Json:
+    differ = [a.question_id for a, b in zip(left, right, strict=True) if a.token_ids != b.token_ids]
+    return {"questions": len(left), "identical": len(left) - len(differ), "differ": differ}
+
+
+def _totals_only(summary: Json) -> Json:
+    """Requests overlap in the batch, so only totals of time mean anything here: no per-question rates or intervals."""
+    kept = {key: {"estimate": summary["timing"][key]["estimate"]} for key in ("speedup", "tokens_per_s")}
+    groups = {name: {**group, "timing": {}} for name, group in summary["by_task"].items()}
+    return {**summary, "timing": kept, "by_task": groups, "by_category": {}}

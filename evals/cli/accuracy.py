@@ -1,0 +1,180 @@
+"""`specdec eval gsm8k | humaneval | lm-eval`: accuracy through lm-eval."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from evals.cli import options as shared
+from evals.errors import require
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from evals.acceptance.summary import Json
+    from evals.accuracy.accuracy import AccuracyPlan
+
+
+def _shared_options(command: Any) -> Any:
+    decorators = (
+        shared.model_options,
+        shared.draft_option,
+        click.option("--data", type=shared.PATH, default=None, help="Local data: see below; default $SPECDEC_DATA."),
+        click.option("--k", type=click.IntRange(1), default=5, show_default=True, help="Drafts a round."),
+        click.option("--limit", type=click.IntRange(1), default=None, help="First N questions of each task."),
+        click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
+        click.option(
+            "--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time."
+        ),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here."),
+        shared.run_dir_option,
+    )
+    for decorator in reversed(decorators):
+        command = decorator(command)
+    return command
+
+
+@click.command(short_help="GSM8K accuracy with and without speculation (lm-eval).")
+@click.option(
+    "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
+)
+@click.option("--num-fewshot", type=click.IntRange(0), default=None, help="Examples in the prompt; default the task's.")
+@click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
+@_shared_options
+def gsm8k(tasks: str, num_fewshot: int | None, chat_template: bool | None, **options: Any) -> None:
+    """Accuracy with and without speculation on the same prompts, through lm-eval's own tasks.
+
+    --data is a folder with train.jsonl and test.jsonl, or test.jsonl itself (train.jsonl must lie beside it), or a
+    data folder as $SPECDEC_DATA. Without any of them lm-eval loads its data from the hub.
+    """
+    plan = _plan(options, tuple(tasks.split(",")))
+    _run(replace(plan, num_fewshot=num_fewshot), chat_template, options)
+
+
+@click.command(short_help="HumanEval pass@1; runs code the model wrote.")
+@click.option(
+    "--confirm-run-unsafe-code", is_flag=True, help="Needed: code that the model wrote is run on this machine."
+)
+@_shared_options
+def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
+    """HumanEval pass@1 with and without speculation; --data is a data folder as $SPECDEC_DATA.
+
+    The code that the model wrote runs in a child process with limits, which is no security boundary: do this in a
+    container without network and secrets.
+    """
+    if not confirm_run_unsafe_code:
+        raise click.UsageError("HumanEval runs code that the model wrote; pass --confirm-run-unsafe-code to allow it")
+    plan = _plan(options, ("specdec_humaneval",))
+    _run(replace(plan, unsafe_code=True), False, options)
+
+
+@click.command(
+    "lm-eval",
+    short_help="lm-eval's own command line with the specdec model.",
+    context_settings={"ignore_unknown_options": True, "help_option_names": []},
+    add_help_option=False,
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def lm_eval(arguments: tuple[str, ...]) -> None:
+    """lm-eval's own command line, with --model specdec and the offline tasks known to it."""
+    require("lm_eval", "eval")
+    from lm_eval.__main__ import cli_evaluate
+
+    from evals.accuracy.lm_eval_model import register
+
+    register()
+    sys.argv = ["lm_eval", *_with_tasks(arguments)]
+    cli_evaluate()
+
+
+def _with_tasks(arguments: tuple[str, ...]) -> tuple[str, ...]:
+    """Add our folder of tasks where a command takes one and none was given."""
+    from evals.accuracy.accuracy import TASKS
+
+    given = any(argument.split("=")[0] == "--include_path" for argument in arguments)
+    asks = any(argument.split("=")[0] in ("--tasks", "-t") for argument in arguments)
+    return arguments if given or not asks else (*arguments, "--include_path", str(TASKS))
+
+
+def _plan(options: dict[str, Any], tasks: tuple[str, ...]) -> AccuracyPlan:
+    for package in ("lm_eval", "datasets", "scipy"):
+        require(package, "eval")
+    from evals.accuracy.accuracy import AccuracyPlan
+
+    return AccuracyPlan(
+        tasks=tasks,
+        k=options["k"],
+        data_dir=_data_dir(options["data"]),
+        limit=options["limit"],
+        max_gen_toks=options["max_new_tokens"],
+        seed=options["seed"],
+    )
+
+
+def _data_dir(data: Path | None) -> Path | None:
+    """The folder of local data; a file stands for the folder it lies in.
+
+    Raises:
+        DataError: it does not exist, or the file is not named test.jsonl.
+    """
+    from evals.data.datasets import data_folder
+    from evals.errors import DataError
+
+    if data is not None and data.suffix == ".jsonl":
+        if data.name != "test.jsonl" or not data.is_file():
+            raise DataError(f"--data {data}: give an existing test.jsonl, or the folder it lies in")
+        return data.parent
+    return data_folder(data)
+
+
+def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]) -> None:
+    from rich.console import Console
+
+    from evals.accuracy import accuracy
+    from evals.cli.commands import write_document
+    from evals.data.datasets import digest
+    from evals.report.terminal import RunProgress, make_console
+    from evals.runs.store import RunStore
+    from evals.runs.worker import Worker
+
+    prepared = accuracy.prepare(plan)
+    worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
+    facts = worker.facts()["main"]
+    has_template = facts["chat_template_sha256"] is not None
+    templated = has_template if chat_template is None else chat_template
+    prepared = replace(prepared, plan=replace(plan, chat_template=templated))
+    fixed = accuracy.settings(prepared.plan, facts)
+    store = RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
+    with RunProgress(Console(stderr=True), prepared.questions, 2) as progress:
+        document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
+    console = make_console()
+    _print(console, document)
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    console.print(f"run: {store.folder}")
+
+
+def _print(console: Console, document: Json) -> None:
+    from rich.table import Table
+
+    alone, fast = (arm["name"] for arm in document["arms"])
+    table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
+    for row in document["scores"]:
+        shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+        counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
+        names = (row["task"], f"{row['metric']}, {row['filter']}")
+        table.add_row(*names, *counts, shown, str(row["only_a"]), str(row["only_b"]), f"{row['p_value']:.3g}")
+    console.print(table)
+    same, arm = document["identical"], document["arms"][1]
+    console.print(f"identical answers: {same['identical']} of {same['questions']}")
+    tau, speedup = arm["metrics"]["tau"], arm["timing"]["speedup"]["estimate"]
+    console.print(
+        f"τ {tau['estimate']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}], speed-up {speedup:.2f} (ratio of totals)"
+    )
+    for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
+        console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)

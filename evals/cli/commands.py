@@ -1,0 +1,245 @@
+"""`specdec eval acceptance | compare | lossless`: options in, files and a table out."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from evals.cli import options as shared
+from evals.errors import require
+
+if TYPE_CHECKING:
+    from evals.acceptance.acceptance import Plan
+    from evals.acceptance.summary import Json
+    from evals.data.datasets import DataSet
+    from evals.runs.store import RunStore
+    from evals.runs.worker import ModelSpec
+
+EXIT_FAILED = 1
+
+
+@click.command(short_help="Acceptance length, rates and speed-up of a draft head.")
+@shared.model_options
+@shared.draft_option
+@shared.data_options
+@click.option("--k", "ks", type=shared.Numbers(1), default="5", show_default=True, help="Drafts a round; 1,3,5 sweeps.")
+@shared.asking_options
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
+@click.option(
+    "--predict-batch-sizes",
+    type=shared.Numbers(1),
+    default=None,
+    help="Measure round times at these batch sizes for the prediction, e.g. 1,4,16.",
+)
+@click.option("--worst", type=click.IntRange(0), default=5, show_default=True, help="Worst questions in the report.")
+@shared.output_options
+@shared.ray_option
+@shared.workers_option
+def acceptance(**options: Any) -> None:
+    """Acceptance length, rates and speed-up of a draft head, against the target alone in the same run.
+
+    An interrupted run is continued when it is started again with the same settings.
+    """
+    from evals.acceptance.acceptance import Plan, sweep
+
+    data = _data(options)
+    sizes = options["predict_batch_sizes"] or ()
+    options["predict_batch_sizes"] = sizes
+    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+
+    def plan(asking: Any) -> Plan:
+        arms = sweep(options["ks"])
+        worst = options["worst"] if options["report"] else 0
+        return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst)
+
+    _evaluate(options, specs, plan, data)
+
+
+@click.command(short_help="Two heads, two K or two backends on the same prompts, paired.")
+@click.argument("a")
+@click.argument("b")
+@shared.model_options
+@click.option("--draft", default="auto", show_default=True, help="The head of a side that names none.")
+@shared.data_options
+@click.option(
+    "--k", "default_k", type=click.IntRange(1), default=5, show_default=True, help="K of a side that names none."
+)
+@shared.asking_options
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
+@shared.output_options
+@shared.ray_option
+@shared.workers_option
+def compare(a: str, b: str, **options: Any) -> None:
+    """Compare A and B on the same prompts, paired.
+
+    A side is a head, or key=value pairs joined by commas: draft=HEAD,k=3,backend=torch,dtype=float32.
+    """
+    from evals.acceptance.acceptance import Plan
+    from evals.runs.runner import Arm
+
+    data = _data(options)
+    sides = [_side(text, options) for text in (a, b)]
+    if not any(k for _, k in sides):
+        raise click.UsageError("both sides have k=0; give at least one of them drafts")
+    specs = {key: spec for key, (spec, _) in zip("ab", sides, strict=True)}
+    shared_model = _one_model(sides)
+    if shared_model is not None:
+        specs = {"a": shared_model}
+    keys = ("a", "a") if shared_model is not None else ("a", "b")
+    names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
+    arms = tuple(Arm(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
+
+    def plan(asking: Any) -> Plan:
+        return Plan(data, arms, asking, options["batch_size"], options["warmup"])
+
+    _evaluate(options, specs, plan, data)
+
+
+@click.command(short_help="Check that speculation leaves the target's output unchanged.")
+@shared.model_options
+@shared.draft_option
+@shared.data_options
+@click.option(
+    "--k", "ks", type=shared.Numbers(1), default="5", show_default=True, help="Drafts a round, e.g. 5 or 1,5."
+)
+@click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True)
+@click.option("--system", default=None, help="A system prompt before every conversation.")
+@click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
+@click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
+@click.option("--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples a prompt and arm.")
+@click.option(
+    "--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Prompts that are sampled."
+)
+@click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
+@shared.run_dir_option
+@shared.ray_option
+@shared.workers_option
+def lossless(**options: Any) -> None:
+    """Check that speculation leaves the target's output unchanged; exit code 1 when it does not.
+
+    Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
+    have the target's distribution.
+    """
+    from rich.console import Console
+
+    from evals.lossless.run import Check, check, print_check
+    from evals.report.terminal import RunProgress, make_console
+
+    options.update(temperature=0.0, top_k=0, top_p=1.0, report=None)
+    if options["mode"] != "greedy":
+        require("scipy", "eval")
+    data = _data(options)
+    specs = {"main": shared.make_spec(options, options["draft"], max(options["ks"]))}
+    console = make_console()
+    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
+        facts = executor.facts()
+        asking = shared.settle(shared.make_asking(options), facts)
+        plan = Check(data, options["ks"], asking, options["batch_size"], options["mode"], options["samples"])
+        store = _store(options, plan.greedy, facts)
+        with RunProgress(Console(stderr=True), len(data.questions), len(plan.greedy.arms)) as progress:
+            document = check(executor, plan, store, progress, options["sample_prompts"])
+    print_check(console, document)
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    console.print(f"run: {store.folder}")
+    sys.exit(0 if document["passed"] else EXIT_FAILED)
+
+
+def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
+    """The model and the K of one side."""
+    given = shared.parse_arm(text)
+    draft = given.get("draft", options["draft"])
+    k = int(given.get("k", options["default_k"]))
+    merged = dict(options)
+    merged.update({key: value for key, value in given.items() if key in ("backend", "dtype")})
+    return shared.make_spec(merged, draft, k), k
+
+
+def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
+    """One model for both sides when they differ in K only, else None."""
+    from dataclasses import replace
+
+    (left, k_left), (right, k_right) = sides
+    widest = max(k_left, k_right)
+    left, right = (replace(spec, num_speculative_tokens=widest) for spec in (left, right))
+    return left if left == right else None
+
+
+def _data(options: dict[str, Any]) -> DataSet:
+    from evals.data.datasets import load
+
+    _check_outputs(options)
+    return load(options["data"], data_dir=options["data_dir"], limit=options["limit"], seed=options["seed"])
+
+
+def _check_outputs(options: dict[str, Any]) -> None:
+    """Find out before the run, not after it, that an output cannot be made."""
+    for name in ("output", "report"):
+        path = options.get(name)
+        if path is not None and path.is_dir():
+            raise click.UsageError(f"--{name} {path} is a folder; give a file name")
+    if options.get("report") is not None:
+        require("matplotlib", "eval")
+
+
+def _evaluate(
+    options: dict[str, Any], specs: dict[str, ModelSpec], make_plan: Callable[[Any], Plan], data: DataSet
+) -> None:
+    from rich.console import Console
+
+    from evals.acceptance.acceptance import run
+    from evals.report.terminal import RunProgress, make_console, print_acceptance
+
+    console, progress_console = make_console(), Console(stderr=True)
+    with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
+        facts = executor.facts()
+        plan = make_plan(shared.settle(shared.make_asking(options), facts))
+        store = _store(options, plan, facts)
+        with RunProgress(progress_console, len(data.questions), len(plan.arms)) as progress:
+            document = run(executor, plan, store, progress)
+    print_acceptance(console, document)
+    _write(options, document, store)
+    console.print(f"run: {store.folder}")
+    if document["failures"]:
+        sys.exit(EXIT_FAILED)
+
+
+def _store(options: dict[str, Any], plan: Plan, facts: Json) -> RunStore:
+    from evals.acceptance.acceptance import settings
+    from evals.data.datasets import digest
+    from evals.runs.store import RunStore
+
+    fixed = settings(plan, facts)
+    return RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
+
+
+def _write(options: dict[str, Any], document: Json, store: RunStore) -> None:
+    from evals.report import html as html_report
+    from evals.report import spec_bench
+    from evals.runs.store import write_atomically
+
+    if options["output"] is not None:
+        write_document(options["output"], document)
+    if options["report"] is not None:
+        write_atomically(options["report"], html_report.render(document))
+    if options["spec_bench_dir"] is not None:
+        arms = [arm["name"] for arm in document["arms"]]
+        ids = [row["id"] for row in document["questions"]]
+        answers = [store.answers[question_id, arm] for arm in arms for question_id in ids]
+        spec_bench.write(
+            options["spec_bench_dir"], answers, shared.model_name(options, options["draft"]).replace("/", "--")
+        )
+
+
+def write_document(path: Path, document: Json) -> None:
+    """Write a JSON document, whole or not at all."""
+    from evals.runs.store import write_atomically
+
+    write_atomically(path, json.dumps(document, indent=1, ensure_ascii=False, allow_nan=False) + "\n")

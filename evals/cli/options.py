@@ -1,0 +1,211 @@
+"""Options that several eval commands share, and the objects made from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specdec.cli.options import CUDA_GRAPHS, DEFAULT_MODEL, KV_CACHE_DTYPE, MTP_OPTIONS
+from specdec.config import BACKENDS
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from evals.runs.executor import Executor
+    from evals.runs.runner import Asking
+    from evals.runs.worker import ModelSpec
+
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+PATH = click.Path(path_type=Path)
+
+
+class Numbers(click.ParamType):
+    """A comma-separated list of whole numbers, each at least `least`, without repeats."""
+
+    name = "n,n,..."
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            numbers = tuple(dict.fromkeys(int(part) for part in str(value).split(",")))
+        except ValueError:
+            self.fail(f"{value!r} is not a list of whole numbers such as 1,3,5", param, ctx)
+        if min(numbers) < self._least:
+            self.fail(f"{value!r}: every number must be at least {self._least}", param, ctx)
+        return numbers
+
+
+def _stacked(*decorators: Decorator) -> Decorator:
+    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
+        for decorator in reversed(decorators):
+            function = decorator(function)
+        return function
+
+    return apply
+
+
+model_options = _stacked(
+    click.option("--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."),
+    click.option("--backend", default="auto", show_default=True, help=f"{', '.join(BACKENDS)}."),
+    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
+    click.option("--device", default=None, help="cpu, cuda, cuda:1, ...; default CUDA where there is one."),
+    click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),
+    KV_CACHE_DTYPE,
+    CUDA_GRAPHS,
+    *MTP_OPTIONS,
+)
+
+draft_option = click.option(
+    "--draft",
+    default="auto",
+    show_default=True,
+    help="Folder or hub name of the head; auto = the built-in one.",
+)
+
+data_options = _stacked(
+    click.option(
+        "--data", required=True, help="mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name."
+    ),
+    click.option("--data-dir", type=PATH, default=None, help="Folder with the known sets; default $SPECDEC_DATA."),
+    click.option("--limit", type=click.IntRange(1), default=None, help="Take N questions, spread evenly over the set."),
+)
+
+asking_options = _stacked(
+    click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
+    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, show_default=True),
+    click.option("--system", default=None, help="A system prompt before every conversation."),
+    click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text."),
+    click.option("--seed", type=int, default=0, show_default=True),
+    click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Questions at a time."),
+)
+
+run_dir_option = click.option(
+    "--run-dir", type=PATH, default=None, help="Folder of the run; default runs/<hash of its settings>."
+)
+
+output_options = _stacked(
+    click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
+    click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
+    click.option("--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."),
+    run_dir_option,
+)
+
+ray_option = click.option(
+    "--ray",
+    is_flag=False,
+    flag_value="local",
+    default=None,
+    metavar="[ADDRESS]",
+    help="Spread the questions over Ray workers (a cluster's address; without one, this machine).",
+)
+workers_option = click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Ray workers.")
+
+
+def make_asking(options: Mapping[str, Any]) -> Asking:
+    """How questions are asked. `templated` is settled once the tokenizer is known (`settle`)."""
+    from evals.runs.runner import Asking
+    from specdec.requests.sampling import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    params = SamplingParams(**{name: options[name] for name in names})
+    return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
+
+
+def settle(asking: Asking, facts: Mapping[str, Mapping[str, Any]]) -> Asking:
+    """Drop the template when a model has none, with a warning that names the cost."""
+    from dataclasses import replace
+
+    from evals.data.prompts import warn_without_template
+
+    if asking.templated and any(one["chat_template_sha256"] is None for one in facts.values()):
+        warn_without_template()
+        return replace(asking, templated=False)
+    return asking
+
+
+def model_name(options: Mapping[str, Any], draft: str | None) -> str:
+    """The target: the one given, or the built-in one when its own head is to be used.
+
+    Raises:
+        click.UsageError: a head without its target.
+    """
+    given: str | None = options["model"]
+    if given is None and draft not in (None, "auto"):
+        raise click.UsageError(f"the head {draft!r} needs its target: give --model")
+    return given or DEFAULT_MODEL
+
+
+def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpec:
+    """The model to load, for at most `k` drafts a round."""
+    from evals.runs.worker import ModelSpec
+
+    return ModelSpec(
+        target=model_name(options, draft),
+        draft=draft,
+        num_speculative_tokens=k,
+        backend=options["backend"],
+        dtype=options["dtype"],
+        device=options["device"],
+        max_num_seqs=max([options["batch_size"], *options.get("predict_batch_sizes", ())]),
+        max_model_len=options["max_model_len"],
+        kv_cache_dtype=options["kv_cache_dtype"],
+        cuda_graphs=options["cuda_graphs"],
+        mtp_concat=options["mtp_concat"],
+        mtp_feedback=options["mtp_feedback"],
+        seed=options["seed"],
+    )
+
+
+@contextmanager
+def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
+    """The models in this process, or on Ray workers."""
+    from evals.runs.executor import LocalExecutor
+    from evals.runs.worker import Worker
+
+    if ray is None:
+        yield LocalExecutor(Worker(specs))
+        return
+    from evals.runs.ray_executor import RayExecutor, connect
+
+    with connect(ray):
+        executor = RayExecutor(specs, workers=workers, device=next(iter(specs.values())).device)
+        try:
+            yield executor
+        finally:
+            executor.close()
+
+
+def run_folder(given: Path | None, key: str) -> Path:
+    """The folder of a run: the given one, or one named by its settings."""
+    return given or Path("runs") / key[:16]
+
+
+def parse_arm(text: str) -> dict[str, str]:
+    """One side of a comparison: a head, or key=value pairs of draft, k, backend and dtype joined by commas.
+
+    >>> parse_arm("my-head"), parse_arm("draft=my-head,k=3")
+    ({'draft': 'my-head'}, {'draft': 'my-head', 'k': '3'})
+
+    Raises:
+        click.BadParameter: an unknown key, or a K that is not a whole number.
+    """
+    if "=" not in text:
+        return {"draft": text}
+    pairs: Sequence[tuple[str, str, str]] = [part.partition("=") for part in text.split(",")]
+    found = {key: value for key, _, value in pairs}
+    unknown = sorted(set(found) - {"draft", "k", "backend", "dtype"})
+    if unknown or not all(found.values()):
+        raise click.BadParameter(f"{text!r}: give a head, or key=value pairs of draft, k, backend, dtype")
+    if not found.get("k", "0").isdigit():
+        raise click.BadParameter(f"{text!r}: k must be a whole number")
+    return found

@@ -1,0 +1,179 @@
+"""Generated word problems with worked answers: training data, tests and an evaluation task of the built-in targets.
+
+The layout of an answer is GSM8K's: a sentence a step, each calculation annotated as `<<48/2=24>>`, last line `#### 24`.
+None of GSM8K's text is used. Source: the annotation format is described in openai/grade-school-math README.md.
+
+>>> problem = problems("train", 1, seed=0)[0]
+>>> problem.answer.endswith(f"#### {problem.result}")
+True
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from dataclasses import dataclass
+
+from evals.data.frames import EVENTS, OPENINGS, QUESTIONS, Frame
+from evals.data.nouns import BOXES, ITEMS, MEN, PLACES, THINGS, WOMEN
+from specdec.errors import InvalidInputError
+
+SPLITS = ("train", "heldout")
+LARGEST = 999
+_STEPS = (1, 1, 2, 2, 2, 2, 3, 3, 3)  # how many lines an answer has, before the last one: a draw from this
+_HELDOUT_BYTES = 32  # of 256 values of the first hash byte
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A word problem. `answer` is worked line by line and ends with `#### {result}`."""
+
+    question: str
+    answer: str
+    result: int
+
+
+@dataclass(frozen=True)
+class _State:
+    """A problem while it is being put together: `value` is the running value v, `steps` the frames used so far."""
+
+    subject: str
+    value: int
+    sentences: tuple[str, ...]
+    lines: tuple[str, ...]
+    used: tuple[Frame, ...]
+
+
+def problems(split: str, n: int, seed: int = 0) -> list[Problem]:
+    """`n` different problems of one split; the same arguments always give the same problems.
+
+    The splits are disjoint whatever the seed: a hash of the question says to which of the two it belongs.
+
+    Raises:
+        InvalidInputError: `split` is neither "train" nor "heldout", or `n` is negative.
+    """
+    if split not in SPLITS:
+        raise InvalidInputError(f"Unknown split {split!r}. Allowed are: {', '.join(SPLITS)}.")
+    if n < 0:
+        raise InvalidInputError(f"n is {n}; it must be 0 or more.")
+    rng = random.Random(f"{split}/{seed}")
+    found: dict[str, Problem] = {}
+    while len(found) < n:
+        problem = _attempt(rng)
+        if problem is not None and is_heldout(problem.question) == (split == "heldout"):
+            found.setdefault(problem.question, problem)
+    return list(found.values())
+
+
+def is_heldout(question: str) -> bool:
+    """Whether a question belongs to the held-out split: one in eight does, by the first byte of its SHA-256."""
+    return hashlib.sha256(question.encode()).digest()[0] < _HELDOUT_BYTES
+
+
+def _attempt(rng: random.Random) -> Problem | None:
+    """One problem, or None when the numbers did not work out."""
+    words = _words(rng)
+    steps = rng.choice(_STEPS)
+    opening = rng.choice([frame for frame in OPENINGS if len(frame.lines) <= steps])
+    state = _apply(rng, opening, _State("", rng.randint(*_span(opening)), (), (), ()), words)
+    while state is not None and len(state.lines) < steps:
+        state = _continue(rng, state, steps - len(state.lines), words)
+    if state is None:
+        return None
+    question = " ".join((*state.sentences, rng.choice(QUESTIONS[state.subject]).format(**words)))
+    return Problem(question, "\n".join((*state.lines, f"#### {state.value}")), state.value)
+
+
+def _continue(rng: random.Random, state: _State, room: int, words: dict[str, str]) -> _State | None:
+    events = [f for f in EVENTS if f.needs == state.subject and len(f.lines) <= room and f not in state.used]
+    return _apply(rng, rng.choice(events), state, words) if events else None
+
+
+def _apply(rng: random.Random, frame: Frame, state: _State, words: dict[str, str]) -> _State | None:
+    """The state after one more frame, or None when no allowed numbers were found."""
+    numbers = {"v": state.value}
+    lines = []
+    for expression, sentence in frame.lines:
+        if not _draw(rng, expression, numbers):
+            return None
+        calculation, numbers["w"] = _worked(expression, numbers)
+        filled = sentence.format(calc=calculation.format(""), money=calculation.format("$"), **words)
+        lines.append(_capital(filled))
+    text = _capital(frame.text.format(**words, **numbers))
+    value = numbers.get("w", state.value)
+    return _State(frame.gives, value, (*state.sentences, text), (*state.lines, *lines), (*state.used, frame))
+
+
+def _worked(expression: str, numbers: dict[str, int]) -> tuple[str, int]:
+    """The calculation as written in the answer, with a place for a dollar sign, and its result."""
+    left, operator, right = tuple(expression)
+    a, b = _value(left, numbers), _value(right, numbers)
+    result = {"+": a + b, "-": a - b, "*": a * b, "/": a // b}[operator]
+    return f"{a}{operator}{b} = {{}}<<{a}{operator}{b}={result}>>{result}", result
+
+
+def _value(symbol: str, numbers: dict[str, int]) -> int:
+    return int(symbol) if symbol.isdigit() else numbers[symbol]
+
+
+def _draw(rng: random.Random, expression: str, numbers: dict[str, int]) -> bool:
+    """Draw the numbers that an expression still misses, into `numbers`; False when none would do."""
+    left, operator, right = tuple(expression)
+    if left == "n" and right == "m":
+        numbers["n"], numbers["m"] = _two(rng, operator)
+    elif "n" in (left, right):
+        choices = _choices(operator, numbers["v"], reverse=left == "n")
+        if not choices:
+            return False
+        numbers["n"] = rng.choice(choices)
+    return _allowed(operator, _value(left, numbers), _value(right, numbers))
+
+
+def _two(rng: random.Random, operator: str) -> tuple[int, int]:
+    if operator == "+":
+        return rng.randint(2, 150), rng.randint(2, 150)
+    return rng.randint(2, 12), rng.randint(2, 25)
+
+
+def _choices(operator: str, value: int, reverse: bool) -> range | list[int]:
+    """Numbers n for which v+n, v-n, n-v (reverse), v*n or v/n is neither too hard nor too large."""
+    if reverse:
+        return [bill for bill in (20, 50, 100, 150, 200, 300, 500) if value < bill <= 3 * value + 20]
+    if operator == "+":
+        return range(2, min(LARGEST - value, max(value, 60)) + 1)
+    if operator == "-":
+        return range(2, value - 1)
+    if operator == "*":
+        return range(2, 10)
+    return [n for n in range(2, 13) if value % n == 0]
+
+
+def _allowed(operator: str, a: int, b: int) -> bool:
+    """Whether a step is small enough to be learned, and its result is an integer of at least 2."""
+    if operator == "+":
+        return a + b <= LARGEST
+    if operator == "-":
+        return a - b >= 2
+    if operator == "*":
+        return a * b <= 400 and min(a, b) <= 12
+    return a % b == 0 and a // b >= 2 and a <= 400
+
+
+def _span(opening: Frame) -> tuple[int, int]:
+    """Bounds of the number v that an opening starts from."""
+    return (4, 60) if opening.lines else (10, 300)
+
+
+def _words(rng: random.Random) -> dict[str, str]:
+    p, q = rng.sample(WOMEN + MEN, 2)
+    he, his, him = ("she", "her", "her") if p in WOMEN else ("he", "his", "him")
+    box, boxes = rng.choice(BOXES)
+    item, other = rng.sample(ITEMS, 2)
+    return {
+        "p": p, "q": q, "he": he, "his": his, "him": him, "things": rng.choice(THINGS),
+        "box": box, "boxes": boxes, "item": item, "other": other, "place": rng.choice(PLACES),
+    }  # fmt: skip
+
+
+def _capital(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]

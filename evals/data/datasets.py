@@ -1,0 +1,255 @@
+"""Questions to ask a model: local JSONL first, the hub by name, and the generated arithmetic set.
+
+A file is JSON Lines. Each object has `turns` (list of user messages), `prompt` (text, or a list taken as turns),
+`question` (GSM8K) or `messages` (a chat whose last message is of the user).
+`question_id`, `task_id`, `prompt_id` or `id` names it (else its number), `category` groups it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from evals.errors import DataError, require
+
+DATA_VARIABLE = "SPECDEC_DATA"
+MT_BENCH_CATEGORIES = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+_ID_KEYS = ("question_id", "task_id", "prompt_id", "id")
+
+Message = Mapping[str, str]
+Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation to hold with the model.
+
+    Attributes:
+        id: unique inside its data set.
+        turns: user messages; the model's own answers go between them.
+        history: messages that come before the first turn.
+        category: what the data set calls it; task: the group it is reported under (Spec-Bench has six tasks).
+    """
+
+    id: str
+    turns: tuple[str, ...]
+    history: tuple[tuple[str, str], ...] = ()
+    category: str = "all"
+    task: str = "all"
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """A named list of questions and the hash of what they were read from."""
+
+    name: str
+    questions: tuple[Question, ...]
+    sha256: str
+    source: str
+
+    def limited(self, limit: int | None) -> DataSet:
+        """Take `limit` questions spread evenly over the set, so that every category keeps its share.
+
+        Raises:
+            DataError: the limit is below 1.
+
+        >>> [i * 10 // 4 for i in range(4)]
+        [0, 2, 5, 7]
+        """
+        total = len(self.questions)
+        if limit is None or limit >= total:
+            return self
+        if limit < 1:
+            raise DataError(f"--limit is {limit}; it must be at least 1")
+        picked = tuple(self.questions[i * total // limit] for i in range(limit))
+        return DataSet(self.name, picked, self.sha256, self.source)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A known data set: its place under the data folder, its name on the hub, and how its tasks are named."""
+
+    path: str
+    hub: tuple[str, str | None, str] | None
+    task: Callable[[str], str]
+
+
+def _spec_bench_task(category: str) -> str:
+    return "mt_bench" if category in MT_BENCH_CATEGORIES else category
+
+
+NAMED: Mapping[str, Named] = {
+    "mt_bench": Named(
+        "mt_bench/question.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), lambda _: "mt_bench"
+    ),
+    "spec_bench": Named("spec_bench/question.jsonl", None, _spec_bench_task),
+    "gsm8k": Named("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), lambda _: "gsm8k"),
+    "humaneval": Named("humaneval/HumanEval.jsonl", ("openai/openai_humaneval", None, "test"), lambda _: "humaneval"),
+}
+
+
+def load(name: str, *, data_dir: Path | None = None, limit: int | None = None, seed: int = 0) -> DataSet:
+    """Load questions by file, by known name, by "arithmetic" (generated) or by hub name "owner/name[:split]".
+
+    A known name is read from `data_dir` or $SPECDEC_DATA when one is set, from the hub otherwise.
+
+    Raises:
+        DataError: nothing found, an empty set, a malformed line (named by number), or two questions with one id.
+    """
+    if name.endswith((".jsonl", ".json")) or Path(name).is_file():
+        return _from_file(Path(name), Path(name).stem, lambda _: Path(name).stem).limited(limit)
+    if name == "arithmetic":
+        return _arithmetic(limit or 200, seed)
+    if name in NAMED:
+        return _named(name, data_dir).limited(limit)
+    if "/" in name:
+        return _from_hub(name, _hub_address(name), lambda category: category).limited(limit)
+    known = ", ".join(sorted([*NAMED, "arithmetic"]))
+    raise DataError(f"unknown data set {name!r}; known are {known}, a .jsonl file, or a hub name such as owner/name")
+
+
+def data_folder(data_dir: Path | None) -> Path | None:
+    """The folder with local data: the argument, else $SPECDEC_DATA, else None.
+
+    Raises:
+        DataError: the folder does not exist.
+    """
+    given = data_dir or (Path(os.environ[DATA_VARIABLE]) if os.environ.get(DATA_VARIABLE) else None)
+    if given is not None and not given.is_dir():
+        raise DataError(f"the data folder {given} does not exist; pass --data-dir or set {DATA_VARIABLE}")
+    return given
+
+
+def read_jsonl(path: Path) -> Iterator[tuple[int, Record]]:
+    """Yield (line number, object) of a JSON Lines file; blank lines are skipped.
+
+    Raises:
+        DataError: missing file, or a line that is not a JSON object.
+    """
+    if not path.is_file():
+        raise DataError(f"the file {path} does not exist")
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, _parse(line, f"{path}:{number}")
+
+
+def _parse(line: bytes, where: str) -> Record:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except ValueError as error:  # JSONDecodeError and UnicodeDecodeError are both ValueErrors
+        raise DataError(f"{where}: not a line of JSON in UTF-8 ({error})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: a JSON object is needed, this is {type(record).__name__}")
+    return record
+
+
+def _named(name: str, data_dir: Path | None) -> DataSet:
+    known, folder = NAMED[name], data_folder(data_dir)
+    if folder is not None and (folder / known.path).is_file():
+        return _from_file(folder / known.path, name, known.task)
+    if known.hub is None or folder is not None:
+        place = folder or f"the data folder ({DATA_VARIABLE} or --data-dir)"
+        raise DataError(f"data set {name!r} needs the file {known.path} in {place}")
+    return _from_hub(name, known.hub, known.task)
+
+
+def _from_file(path: Path, name: str, task: Callable[[str], str]) -> DataSet:
+    rows = ((f"{path}:{number}", record) for number, record in read_jsonl(path))
+    questions = _questions(rows, name, task)
+    return DataSet(name, questions, hashlib.sha256(path.read_bytes()).hexdigest(), path.name)
+
+
+def _hub_address(name: str) -> tuple[str, str | None, str]:
+    repository, _, split = name.partition(":")
+    return repository, None, split or "test"
+
+
+def _from_hub(name: str, address: tuple[str, str | None, str], task: Callable[[str], str]) -> DataSet:
+    repository, config, split = address
+    require("datasets", "eval")
+    import datasets
+
+    try:
+        records = list(datasets.load_dataset(repository, config, split=split))
+    except (OSError, ValueError) as error:  # not found, offline, no such split
+        raise DataError(
+            f"data set {name!r}: cannot load {repository} (split {split}) from the hub ({error}); "
+            f"give a local .jsonl file, or a folder with {DATA_VARIABLE} or --data-dir"
+        ) from error
+    rows = ((f"{repository}[{i}]", record) for i, record in enumerate(records))
+    return DataSet(name, _questions(rows, name, task), digest(records), f"hub:{repository}:{split}")
+
+
+def _arithmetic(count: int, seed: int) -> DataSet:
+    from evals.data.arithmetic import problems
+
+    drawn = problems("heldout", count, seed)
+    questions = tuple(
+        Question(str(i), (problem.question,), category="arithmetic", task="arithmetic")
+        for i, problem in enumerate(drawn)
+    )
+    return DataSet("arithmetic", questions, digest([q.turns for q in questions]), f"evals.data.arithmetic seed {seed}")
+
+
+def digest(value: Any) -> str:
+    """sha256 of a JSON value in canonical form."""
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"), default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _questions(rows: Iterable[tuple[str, Record]], name: str, task: Callable[[str], str]) -> tuple[Question, ...]:
+    seen: dict[str, str] = {}
+    questions: list[Question] = []
+    for where, record in rows:
+        question = _question(record, where, str(len(questions)), name, task)
+        if question.id in seen:
+            raise DataError(f"{where}: the question id {question.id!r} is already used at {seen[question.id]}")
+        seen[question.id] = where
+        questions.append(question)
+    if not questions:
+        raise DataError(f"data set {name!r} has no questions")
+    return tuple(questions)
+
+
+def _question(record: Record, where: str, number: str, name: str, task: Callable[[str], str]) -> Question:
+    identity = next((record[key] for key in _ID_KEYS if record.get(key) is not None), number)
+    category = str(record.get("category") or name)
+    turns, history = _conversation(record, where)
+    return Question(str(identity), turns, history, category, task(category))
+
+
+def _conversation(record: Record, where: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    if "messages" in record:
+        return _chat(record["messages"], where)
+    for key in ("turns", "prompt", "question"):
+        if key in record:
+            given = record[key]
+            turns = (given,) if isinstance(given, str) else given
+            if not isinstance(turns, (list, tuple)) or not turns or not all(_is_text(turn) for turn in turns):
+                raise DataError(f"{where}: {key!r} must be text or a list of texts, none of them empty")
+            return tuple(turns), ()
+    raise DataError(f"{where}: needs one of 'turns', 'prompt', 'question' or 'messages'; it has {sorted(record)}")
+
+
+def _chat(messages: Any, where: str) -> tuple[tuple[str, ...], tuple[tuple[str, str], ...]]:
+    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+        raise DataError(f"{where}: 'messages' must be a list of objects with the texts 'role' and 'content'")
+    if messages[-1]["role"] != "user":
+        raise DataError(f"{where}: the last message must have the role 'user', not {messages[-1]['role']!r}")
+    return (messages[-1]["content"],), tuple((m["role"], m["content"]) for m in messages[:-1])
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str) and bool(value.strip())
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and _is_text(value.get("role")) and _is_text(value.get("content"))

@@ -1,0 +1,203 @@
+"""An acceptance document as tables on the terminal, each number with its definition, and the progress of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from evals.acceptance.metrics import METRICS, Metric
+from evals.acceptance.summary import Json
+from evals.runs.answers import Answer
+from specdec.requests.stats import pool
+
+
+class RunProgress:
+    """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
+
+    def __init__(self, console: Console, total: int, arms: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("τ {task.fields[tau]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+            console=console,
+        )
+        self._task = self._progress.add_task("questions", total=total, tau="-")
+        self._arms = arms
+        self._answers = self._emitted = self._rounds = 0
+
+    def __enter__(self) -> RunProgress:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def __call__(self, answers: Sequence[Answer]) -> None:
+        """Count answers; τ pools the arms that draft."""
+        self._answers += len(answers)
+        for answer in answers:
+            stats = pool(answer.rounds)
+            if stats.drafted:
+                self._emitted += stats.emitted
+                self._rounds += stats.rounds
+        tau = f"{self._emitted / self._rounds:.3f}" if self._rounds else "-"
+        self._progress.update(self._task, completed=self._answers // self._arms, tau=tau)
+
+
+def make_console() -> Console:
+    """The console that results go to: as wide as the terminal, and wide enough for the tables in a file or pipe."""
+    console = Console()
+    return console if console.is_terminal else Console(width=140)
+
+
+def print_acceptance(console: Console, document: Json) -> None:
+    """Print the whole document."""
+    arms = document["arms"]
+    _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
+    for title, key in groupings(arms[0]):
+        _print_table(console, title, _group_table(arms, key))
+    _print_table(console, "acceptance per draft position: conditional / unconditional", _position_table(arms))
+    if "timing" in document:
+        prediction = document["timing"]["prediction"]
+        title = "predicted speed-up, decode only (* beyond what was measured)"
+        _print_table(console, title, _prediction_table(prediction))
+        _print_best(console, prediction)
+    if "differences" in document:
+        title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
+        _print_table(console, title, _difference_table(document["differences"]))
+    _print_identity(console, arms)
+    _print_failures(console, document["failures"])
+    _print_definitions(console, document)
+
+
+def _print_table(console: Console, title: str, table: Table) -> None:
+    console.print(f"\n[bold]{title}[/bold]", highlight=False)
+    console.print(table)
+
+
+def groupings(arm: Json) -> list[tuple[str, str]]:
+    """(title, key) of the groupings worth showing: tasks, and categories where they are not the same groups."""
+    shown = [("by task", "by_task"), ("by category", "by_category")]
+    if list(arm["by_task"]) == list(arm["by_category"]):
+        shown = shown[1:]
+    return [(title, key) for title, key in shown if arm[key]]
+
+
+def show(value: Json, digits: int = 3) -> str:
+    """An estimate with its interval.
+
+    >>> show({"estimate": 2.5, "low": 2.4, "high": 2.6})
+    '2.500 [2.400, 2.600]'
+    """
+    if value["estimate"] is None:
+        return "-"
+    text = f"{value['estimate']:.{digits}f}"
+    return text if value["low"] is None else f"{text} [{value['low']:.{digits}f}, {value['high']:.{digits}f}]"
+
+
+def _shown(metric: Metric, part: Json) -> str:
+    values = part["timing" if metric.timing else "metrics"]
+    return show(values[metric.key], metric.digits) if metric.key in values else "-"
+
+
+def _metric_table(arms: Sequence[Json]) -> Table:
+    table = Table()
+    table.add_column("")
+    for arm in arms:
+        table.add_column(arm["name"], justify="right")
+    for metric in METRICS:
+        table.add_row(metric.label, *(_shown(metric, arm) for arm in arms))
+    return table
+
+
+def _group_table(arms: Sequence[Json], key: str) -> Table:
+    table = Table()
+    for name in ("group", "questions"):
+        table.add_column(name)
+    drafting = [arm for arm in arms if arm["k"]]
+    for arm in drafting:
+        for label in ("τ", "speed-up"):
+            table.add_column(f"{label} {arm['name']}", justify="right")
+    for name in drafting[0][key]:
+        cells = [(arm[key][name]) for arm in drafting]
+        speedups = [cell["timing"].get("speedup", {"estimate": None}) for cell in cells]
+        pairs = zip(cells, speedups, strict=True)
+        shown = [text for cell, speedup in pairs for text in (show(cell["metrics"]["tau"], 2), show(speedup, 2))]
+        table.add_row(name, str(cells[0]["questions"]), *shown)
+    return table
+
+
+def _position_table(arms: Sequence[Json]) -> Table:
+    table = Table()
+    table.add_column("position")
+    drafting = [arm for arm in arms if arm["k"]]
+    for arm in drafting:
+        table.add_column(arm["name"], justify="right")
+    for j in range(max((arm["k"] for arm in drafting), default=0)):
+        cells = [
+            f"{show(arm['conditional'][j])} / {show(arm['unconditional'][j])}" if j < arm["k"] else ""
+            for arm in drafting
+        ]
+        table.add_row(str(j + 1), *cells)
+    return table
+
+
+def _prediction_table(prediction: Json) -> Table:
+    sizes = list(prediction["round_seconds"])
+    table = Table()
+    table.add_column("K")
+    for size in sizes:
+        table.add_column(f"batch {size}", justify="right")
+    for k in sorted({cell["k"] for cell in prediction["table"]}):
+        row = [cell for cell in prediction["table"] if cell["k"] == k]
+        table.add_row(str(k), *(f"{cell['speedup']:.2f}{'*' if cell['extrapolated'] else ''}" for cell in row))
+    return table
+
+
+def _print_best(console: Console, prediction: Json) -> None:
+    for size in prediction["round_seconds"]:
+        found = prediction["best"].get(size)
+        if found is None:
+            console.print(f"batch {size}: no K is faster than the target alone")
+        else:
+            beyond = " (beyond what was measured)" if found["extrapolated"] else ""
+            console.print(f"batch {size}: best K is {found['k']}, predicted speed-up {found['speedup']:.2f}{beyond}")
+
+
+def _difference_table(found: Json) -> Table:
+    table = Table()
+    table.add_column("")
+    table.add_column("difference", justify="right")
+    labels = {metric.key: metric for metric in METRICS}
+    for key, value in {**found["metrics"], **found["timing"]}.items():
+        label, digits = (labels[key].label, labels[key].digits) if key in labels else ("speed, ratio of totals", 3)
+        table.add_row(label, show(value, digits))
+    return table
+
+
+def _print_identity(console: Console, arms: Sequence[Json]) -> None:
+    for arm in arms:
+        found = arm["identical_to_target_alone"]
+        if found is not None and arm["k"]:
+            console.print(
+                f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
+            )
+
+
+def _print_failures(console: Console, failures: Sequence[Json]) -> None:
+    for failure in failures:
+        console.print(f"failed: question {failure['question_id']}, {failure['arm']}: {failure['error']}", style="red")
+
+
+def _print_definitions(console: Console, document: Json) -> None:
+    labels = {metric.key: metric.label for metric in METRICS}
+    for key, sentence in document["definitions"].items():
+        console.print(
+            f"[bold]{labels.get(key, key.replace('_', ' '))}[/bold]: {sentence}", style="dim", highlight=False
+        )

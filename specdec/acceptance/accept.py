@@ -1,0 +1,87 @@
+"""What counts as accepted. Lossless, on the device, pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.requests.sampling import draw
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome of one verification.
+
+    Attributes:
+        num_accepted: [B] int64, accepted drafts of each row, at most its n_i.
+        next_token: [B] int64, the target's own token after them: the next root.
+    """
+
+    num_accepted: torch.Tensor
+    next_token: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SampledInputs:
+    """What sampled acceptance needs beside the drafts.
+
+    Attributes:
+        target_probs: [B, K+1, V] p at the root and after each draft (one-hot for greedy rows).
+        draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
+        accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place where the next token may stand.
+    """
+
+    target_probs: torch.Tensor
+    draft_probs: torch.Tensor | None
+    accept_uniform: torch.Tensor
+    next_uniform: torch.Tensor
+
+
+def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
+    """The longest prefix of drafts equal to the target's own argmax, then the target's token.
+
+    Args:
+        drafts: [B, K] int64; num_drafts: [B], drafts past it do not exist; target_ids: [B, K+1] argmax ids.
+    """
+    matches = drafts == target_ids[:, :-1]
+    num_accepted = _leading(matches, num_drafts)
+    return Verdict(num_accepted, target_ids.gather(1, num_accepted[:, None])[:, 0])
+
+
+def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> Verdict:
+    """Speculative sampling: accept draft x with probability min(1, p(x)/q(x)), else resample from norm(max(p - q, 0)).
+
+    After the last draft (all accepted) the bonus token comes from p; also where the residual has no mass.
+
+    Args:
+        drafts: [B, K] int64; num_drafts: [B].
+
+    Source: Leviathan et al. 2023 (arXiv 2211.17192), algorithm 1; Chen et al. 2023 (arXiv 2302.01318), algorithm 2.
+    """
+    p, q = inputs.target_probs, inputs.draft_probs
+    p_draft = p[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]  # [B, K]
+    q_draft = torch.ones_like(p_draft) if q is None else q.gather(2, drafts[:, :, None])[:, :, 0]
+    num_accepted = _leading(inputs.accept_uniform * q_draft < p_draft, num_drafts)
+    rejected = num_accepted < num_drafts
+    at = num_accepted[:, None, None]
+    p_next = p.gather(1, at.expand(-1, 1, p.shape[2]))[:, 0]  # [B, V]
+    residual = (p_next - _q_at(drafts, q, num_accepted, p_next)).clamp(min=0)
+    usable = rejected & (residual.sum(-1) > 0)
+    uniform = inputs.next_uniform.gather(1, num_accepted[:, None])[:, 0]
+    return Verdict(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))
+
+
+def _leading(matches: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:
+    exists = torch.arange(matches.shape[1], device=matches.device) < num_drafts[:, None]
+    return (matches & exists).long().cumprod(1).sum(1)
+
+
+def _q_at(drafts: torch.Tensor, q: torch.Tensor | None, at: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """q of the first rejected draft [B, V]; rows without one get an arbitrary row (the caller masks them)."""
+    if drafts.shape[1] == 0:
+        return torch.zeros_like(like)
+    column = at.clamp(max=drafts.shape[1] - 1)[:, None]
+    if q is None:
+        return torch.zeros_like(like).scatter_(1, drafts.gather(1, column), 1.0)
+    return q.gather(1, column[:, :, None].expand(-1, 1, q.shape[2]))[:, 0]

@@ -1,0 +1,118 @@
+"""Verification on the device: filling in drafts, the verdict, and its packing for the host."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from drafters.loops.chain.run import Choose, Draft
+from drafters.vocab import scatter
+from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
+from specdec.engine.commit import Outcome
+from specdec.ops.argmax import greedy_ids
+from specdec.requests.sampling import draw, target_probs
+from specdec.rounds.transfer import DeviceRound, DeviceSampling
+
+
+@dataclass(frozen=True)
+class DraftVocab:
+    """Where draft-vocabulary probabilities stand in the target's vocabulary: target_ids [Vd] int64, V."""
+
+    target_ids: torch.Tensor
+    size: int
+
+    def scatter(self, probs: torch.Tensor) -> torch.Tensor:
+        """[..., Vd] -> [..., V], zero elsewhere."""
+        return scatter(probs, self.target_ids, self.size)
+
+
+def choose_greedy(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
+    """The most probable draft token; q is one-hot. Argmax on the draft vocabulary, before any mapping."""
+    return greedy_ids(logits), None
+
+
+def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
+    """Drafts drawn from q = the head's distribution under the row's own temperature and filters (any q is lossless)."""
+    rows = torch.arange(num_rows, device=sampling.draft_uniform.device)
+    tensors = sampling.tensors.rows(rows)
+
+    def choose(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q = target_probs(logits, tensors)  # [R, Vd]
+        return draw(q, sampling.draft_uniform[:, step]), q
+
+    return choose
+
+
+def in_order(draft: Draft | None, round_: DeviceRound) -> Draft | None:
+    """Drafts whose row i belongs to row i of the round."""
+    if draft is None or round_.sources is None:
+        return draft
+    width = round_.logit_index.shape[1] - 1
+    return Draft(draft.token_ids.index_select(0, round_.sources)[:, :width].contiguous(), None)
+
+
+def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
+    """Token ids [T] of the next target forward with the drafts in their places, on the device."""
+    if draft is None or not draft.token_ids.numel():
+        return round_.token_ids
+    chosen = draft.token_ids.reshape(-1).index_select(0, round_.draft_sources)
+    return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
+
+
+def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> torch.Tensor:
+    """Decide what is accepted, and pack it for the host.
+
+    Args:
+        logits: [R', V] of the judged rows.
+
+    Returns:
+        [J, 2n+2] int64: num_accepted, the n+1 tokens (valid up to num_accepted), the n drafts.
+    """
+    num_rows, width = round_.logit_index.shape
+    drafts = _every_row(draft, num_rows, width - 1, logits.device)
+    if round_.sampling is None:
+        target_ids = greedy_ids(logits)[round_.logit_index]  # [J, n+1]
+        verdict = accept_greedy(drafts, round_.num_drafts, target_ids)
+    else:
+        verdict = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    tokens = torch.cat([drafts, drafts.new_zeros(num_rows, 1)], 1)
+    tokens.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
+    return torch.cat([verdict.num_accepted[:, None], tokens, drafts], 1)
+
+
+def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
+    """Drafts [J, n] int64; rows behind those that draft have zeros."""
+    if draft is not None and draft.token_ids.shape == (num_rows, width):
+        return draft.token_ids
+    drafts = torch.zeros(num_rows, width, dtype=torch.long, device=device)
+    if draft is not None and draft.token_ids.numel():
+        drafts[: len(draft.token_ids)] = draft.token_ids
+    return drafts
+
+
+def _judge_sampled(
+    logits: torch.Tensor,
+    round_: DeviceRound,
+    sampling: DeviceSampling,
+    drafts: torch.Tensor,
+    draft: Draft | None,
+    vocab: DraftVocab | None,
+) -> Verdict:
+    num_rows, width = round_.logit_index.shape
+    flat = round_.logit_index.reshape(-1)
+    owner = torch.arange(num_rows, device=logits.device).repeat_interleave(width)
+    p = target_probs(logits[flat], sampling.tensors.rows(owner)).view(num_rows, width, -1)  # [J, n+1, V]
+    q = None
+    if draft is not None and draft.probs is not None and vocab is not None:
+        q = p.new_zeros(num_rows, width - 1, p.shape[2])
+        q[: len(draft.probs)] = vocab.scatter(draft.probs)
+    inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
+    return accept_sampled(drafts, round_.num_drafts, inputs)
+
+
+def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
+    """packed [J, 2n+2] as `judge` made it, on the host, of rows with num_drafts [J] drafts."""
+    width = packed.shape[1] // 2
+    return Outcome(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :])

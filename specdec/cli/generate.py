@@ -1,0 +1,154 @@
+"""The commands `specdec generate` and `specdec inspect`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specdec.cli.options import load_model, model_options
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from specdec.model import SpeculativeModel
+    from specdec.requests.request import Completion
+    from specdec.requests.sampling import SamplingParams
+
+_SAMPLING_OPTIONS = (
+    click.option("--max-new-tokens", type=click.IntRange(1), default=256, show_default=True),
+    click.option("--temperature", type=click.FloatRange(0), default=0.0, show_default=True, help="0 is greedy."),
+    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
+    click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0, show_default=True),
+    click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, show_default=True),
+    click.option("--seed", type=int, help="Fixes the random draws."),
+    click.option("--stop", multiple=True, help="A string that ends the text; may be given several times."),
+)
+
+
+def _sampling_options(command: Any) -> Any:
+    for option in reversed(_SAMPLING_OPTIONS):
+        command = option(command)
+    return command
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@click.option("--file", "file", type=click.Path(path_type=Path), help="Prompts: .jsonl (one a line), or one text.")
+@click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
+@click.option("--stats", is_flag=True, help="Print acceptance length, acceptance per position and times.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of streamed text.")
+@_sampling_options
+@model_options
+def generate(
+    prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, stop: tuple[str, ...], **options: Any
+) -> None:
+    """Generate text from PROMPT, from --file, or from standard input; tokens appear as they are accepted."""
+    from specdec.requests.sampling import SamplingParams
+
+    names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    params = SamplingParams(stop=stop, **{name: options.pop(name) for name in names})
+    prompts = _read_prompts(prompt, file)
+    model = load_model(**options)
+    if not raw and getattr(model.tokenizer, "chat_template", None):
+        prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    if as_json:
+        _print_json(model, prompts, params)
+    else:
+        _print_stream(model, prompts, params, stats)
+
+
+def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
+    if prompt is not None and file is not None:
+        raise InvalidInputError("both a prompt and --file were given; give one of them")
+    if file is not None:
+        return _read_file(file)
+    if prompt is None and sys.stdin.isatty():
+        raise InvalidInputError("no prompt: give it as an argument, through --file, or on standard input")
+    text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
+    if not text:
+        raise InvalidInputError("the prompt is empty; at least one token is needed")
+    return [text]
+
+
+def _read_file(path: Path) -> list[Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
+    if path.suffix != ".jsonl":
+        return [text.rstrip("\n")]
+    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    return [_prompt_of(path, number, line) for number, line in lines]
+
+
+def _prompt_of(path: Path, number: int, line: str) -> Any:
+    keys = ("messages", "prompt", "question")
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise InvalidInputError(f"{path}, line {number}: not JSON ({error})") from error
+    found = [record[key] for key in keys if isinstance(record, dict) and key in record]
+    if not found:
+        raise InvalidInputError(f"{path}, line {number}: no field of {', '.join(keys)}")
+    return found[0]
+
+
+def _print_json(model: SpeculativeModel, prompts: list[Any], params: SamplingParams) -> None:
+    for completion in model.generate(prompts, params):
+        pooled = completion.pooled
+        record = {
+            "text": completion.text,
+            "token_ids": completion.token_ids,
+            "prompt_token_ids": completion.prompt_token_ids,
+            "finish_reason": completion.finish_reason,
+            "tau": pooled.tau if pooled.rounds else None,
+            "stats": asdict(completion.stats),
+        }
+        click.echo(json.dumps(record, ensure_ascii=False))
+
+
+def _print_stream(model: SpeculativeModel, prompts: list[Any], params: SamplingParams, stats: bool) -> None:
+    done = []
+    for number, prompt in enumerate(prompts, 1):
+        if len(prompts) > 1:
+            click.secho(f"[{number}/{len(prompts)}]", bold=True)
+        for update in model.stream([prompt], params):
+            click.echo(update.text, nl=False)
+            sys.stdout.flush()
+            if update.completion is not None:
+                done.append(update.completion)
+        click.echo()
+    if stats:
+        _print_stats(model, done)
+
+
+def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None:
+    from rich.console import Console
+
+    from specdec.cli.tables import route_rows, stats_table
+
+    table = stats_table(completions)
+    for name, value in route_rows(model.describe()):
+        table.add_row(name, value)
+    Console(stderr=True).print(table)
+
+
+@click.command()
+@model_options
+def inspect(**options: Any) -> None:
+    """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
+    from rich.console import Console
+
+    from drafters.eagle3.head import Eagle3Head
+    from specdec.cli.tables import facts_table, report_table
+    from specdec.loading.targets import head_report
+    from specdec.target.target import probe_target
+
+    model, console = load_model(**options), Console()
+    console.print(facts_table(model.describe()))
+    if isinstance(model.head, Eagle3Head):
+        console.print(report_table(head_report(options["draft"], options["model"], probe_target(model.hf_model))))

@@ -1,0 +1,291 @@
+"""What we change in the compiler's graph of a model before it makes kernels of it.
+
+Everything is found by its form and replaced by an operator of the same meaning; what has another form stays.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._inductor.pattern_matcher import stable_topological_sort
+from torch.fx import Graph, Node
+
+from attention.backends.limits import HALF
+from specdec.errors import UnsupportedModelError
+from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
+from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
+from specdec.ops.rotary import rotated  # noqa: F401
+
+_SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
+_MATMULS = ("mm", "addmm")
+aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
+_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+
+
+class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
+    """Equal products become one; products with a weight, norms and rotations become operators with kernels of ours."""
+
+    def __init__(self, batch_invariant: bool = False) -> None:
+        """batch_invariant: products with a weight are to give a token the same bits in any batch."""
+        self._batch_invariant = batch_invariant
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the compiler's graph."""
+        leave_one_product(graph)
+        (sum_alike if self._batch_invariant else read_weights_once)(graph)
+        norm_at_once(graph)
+        rotate_at_once(graph)
+
+    def uuid(self) -> str:
+        """Part of the compiler cache's key."""
+        return f"specdec-rewriting-2{'-batch-invariant' if self._batch_invariant else ''}"
+
+
+def leave_one_product(graph: Graph) -> None:
+    """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
+    seen: dict[Any, Node] = {}
+    for node in list(graph.nodes):
+        packet = getattr(node.target, "overloadpacket", None)
+        if node.op != "call_function" or getattr(packet, "__name__", "") not in _SHAPE_OPS + _MATMULS:
+            continue
+        key = (node.target, _frozen(node.args), _frozen(node.kwargs))
+        first = seen.setdefault(key, node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def read_weights_once(graph: Graph) -> None:
+    """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph asks `few_tokens_linear`."""
+    for node in list(graph.nodes):
+        if node.target is aten.mm.default and (weight := _transposed_input(node.args[1])):
+            _replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
+
+
+def sum_alike(graph: Graph) -> None:
+    """Every product of a matrix [T, I] with a transposed input [O, I], a bias [O] added or not: `invariant_linear`.
+
+    Raises:
+        UnsupportedModelError: there is a product of another form, or not in half precision.
+    """
+    for node in list(graph.nodes):
+        if node.target not in _PRODUCTS or _sums_nothing(node):
+            continue
+        if (args := _product_with_weight(node)) is None:
+            sizes = (f"{list(_shape(arg))} {_dtype(arg)}" for arg in node.args if _shape(arg))
+            raise UnsupportedModelError(f"not batch-invariant: a product {node.target} of {' and '.join(sizes)}")
+        _replace(graph, node, torch.ops.specdec.invariant_linear, args)
+
+
+def _product_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
+    """(x, weight, bias or None) of x · weightᵀ + bias in half precision, when `node` is one."""
+    if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
+        return None
+    *biases, x, transposed = node.args
+    weight, bias = _transposed_input(transposed), biases[0] if biases else None
+    if weight is None or _dtype(x) not in HALF or (bias is not None and _shape(bias) != _shape(weight)[:1]):
+        return None
+    return x, weight, bias
+
+
+def _sums_nothing(node: Node) -> bool:
+    """Whether a product has one term a result, as that of rotary frequencies with positions."""
+    return not node.kwargs and len(node.args) == 2 and _shape(node.args[0])[-1:] == (1,)
+
+
+def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
+    with graph.inserting_before(node):
+        new = _call(graph, packet, args)
+    new.meta.update(node.meta)
+    node.replace_all_uses_with(new)
+    graph.erase_node(node)
+
+
+def norm_at_once(graph: Graph) -> None:
+    """Every RMS norm of hidden states [1, T, H] asks `rms_norm`, or `add_rms_norm` where it norms a sum."""
+    for node in list(graph.nodes):
+        norm = _norm_around(node)
+        if norm is None:
+            continue
+        total = norm.x
+        if _is(total, aten.add.Tensor) and not total.kwargs and all(_alike(arg, total) for arg in total.args):
+            with graph.inserting_before(total):
+                both = _call(graph, torch.ops.specdec.add_rms_norm, (*total.args, norm.weight, norm.eps))
+                new_total, normed = _results(graph, both, (total, norm.out))
+            total.replace_all_uses_with(new_total)
+        else:
+            with graph.inserting_before(norm.out):
+                normed = _call(graph, torch.ops.specdec.rms_norm, (total, norm.weight, norm.eps))
+            normed.meta.update(norm.out.meta)
+        norm.out.replace_all_uses_with(normed)
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """x [1, T, H] and weight [H], an input of the graph; `out` is what the norm gives. All but eps are nodes."""
+
+    x: Any
+    weight: Any
+    eps: float
+    out: Any
+
+
+def _norm_around(rsqrt: Any) -> _Norm | None:
+    """The norm in half precision that a reciprocal root belongs to: weight · half(float(x) · rsqrt(mean(x²) + eps))."""
+    if not _is(rsqrt, aten.rsqrt.default) or not _is(shifted := rsqrt.args[0], aten.add.Tensor):
+        return None
+    mean, eps = shifted.args
+    if not isinstance(eps, float) or not _is(mean, aten.mean.dim) or mean.args[1:] not in (([-1], True), ([2], True)):
+        return None
+    if shifted.kwargs or mean.kwargs:
+        return None
+    square = mean.args[0]
+    if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(wide := square.args[0], convert):
+        return None
+    scaled = _only_user(rsqrt, aten.mul.Tensor)
+    if scaled is None or set(scaled.args) != {wide, rsqrt} or (half := _only_user(scaled, convert)) is None:
+        return None
+    out, (x, wide_dtype) = _only_user(half, aten.mul.Tensor), wide.args
+    if out is None or half.args[1] != _dtype(x) or _dtype(x) not in HALF or wide_dtype != torch.float32:
+        return None
+    weight = next((arg for arg in out.args if isinstance(arg, Node) and arg is not half), None)
+    if weight is None or weight.op != "placeholder" or _dtype(weight) != _dtype(x):
+        return None
+    shape = _shape(x)
+    return _Norm(x, weight, eps, out) if len(shape) == 3 and shape[0] == 1 and _shape(weight) == shape[2:] else None
+
+
+def rotate_at_once(graph: Graph) -> None:
+    """Query and key [1, heads, T, D] that the same angles rotate ask `rotated` together."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    waiting: dict[tuple[Node, Node], _Rotation] = {}
+    for node in list(graph.nodes):
+        key = _rotation_at(node)
+        if key is None:
+            continue
+        query = waiting.pop((key.cos, key.sin), None)
+        if query is None or _needs(key.x, query.out, place):
+            waiting[key.cos, key.sin] = key
+            continue
+        with graph.inserting_before(key.out):
+            both = _call(graph, torch.ops.specdec.rotated, (query.x, key.x, key.cos, key.sin))
+            results = _results(graph, both, (query.out, key.out))
+        place |= dict.fromkeys((both, *results), place[key.out])
+        for rotation, result in zip((query, key), results, strict=True):
+            rotation.out.replace_all_uses_with(result)
+    stable_topological_sort(graph)  # what reads a query may have stood before its key
+
+
+def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
+    """Whether `node` is computed from `other`."""
+    found, stack = {node}, [node]
+    while stack:
+        if (current := stack.pop()) is other:
+            return True
+        new = {arg for arg in current.all_input_nodes if place[arg] >= place[other]} - found
+        found |= new
+        stack += new
+    return False
+
+
+@dataclass(frozen=True)
+class _Rotation:
+    """Nodes: x [1, heads, T, D], cos and sin [1, 1, T, D]; `out` is x rotated."""
+
+    x: Any
+    cos: Any
+    sin: Any
+    out: Any
+
+
+def _rotation_at(out: Any) -> _Rotation | None:
+    """x · cos + cat(-x₂, x₁) · sin in half precision, when `out` is one."""
+    if not _is(out, aten.add.Tensor) or out.kwargs or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
+        return None
+    (x, cos), (turned, sin) = (arg.args for arg in out.args)
+    if _dtype(x) not in HALF or any(_dtype(node) != _dtype(x) for node in (cos, turned, sin)):
+        return None
+    shape = _shape(x)
+    if len(shape) != 4 or shape[0] != 1 or not _is_turned(turned, x, shape[3]):
+        return None
+    angles = (1, 1, shape[2], shape[3])
+    return _Rotation(x, cos, sin, out) if _shape(cos) == angles == _shape(sin) else None
+
+
+def _is_turned(node: Any, x: Any, dim: Any) -> bool:
+    """Whether `node` is cat(-second half of x, first half of x)."""
+    if not _is(node, aten.cat.default) or node.args[1:] not in ((-1,), (3,)) or len(node.args[0]) != 2:
+        return False
+    negated, first = node.args[0]
+    if not _is(negated, aten.neg.default) or not _is(first, aten.slice.Tensor):
+        return False
+    second, half = negated.args[0], dim // 2
+    return (
+        _is(second, aten.slice.Tensor)
+        and dim == 2 * half
+        and first.args == (x, 3, 0, half)
+        and second.args in ((x, 3, half), (x, 3, half, dim), (x, 3, half, sys.maxsize))
+    )
+
+
+def _call(graph: Graph, packet: Any, args: tuple[Any, ...]) -> Node:
+    return graph.call_function(packet.default, args)
+
+
+def _results(graph: Graph, node: Node, old: tuple[Node, ...]) -> list[Node]:
+    """The results of `node`, which take the places of `old`."""
+    node.meta["val"] = tuple(_value(o) for o in old)
+    results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(old))]
+    for result, o in zip(results, old, strict=True):
+        result.meta.update(o.meta)
+    return results
+
+
+def _is(node: Any, target: Callable[..., Any]) -> bool:
+    return isinstance(node, Node) and node.target is target
+
+
+def _only_user(node: Any, target: Callable[..., Any]) -> Any:
+    users = list(node.users)
+    return users[0] if len(users) == 1 and _is(users[0], target) else None
+
+
+def _value(node: Any) -> torch.Tensor | None:
+    """The tensor without data that stands for a node's result; None for what is no node or gives no tensor."""
+    value = node.meta.get("val") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _dtype(node: Any) -> torch.dtype | None:
+    value = _value(node)
+    return None if value is None else value.dtype
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    value = _value(node)
+    return () if value is None else tuple(value.shape)
+
+
+def _alike(node: Any, other: Node) -> bool:
+    return _dtype(node) == _dtype(other) and _shape(node) == _shape(other)
+
+
+def _transposed_input(node: Any) -> Node | None:
+    """The graph's input [O, I] that `node` transposes; None when it is something else."""
+    if node.target is aten.t.default or (node.target is aten.permute.default and list(node.args[1]) == [1, 0]):
+        source = node.args[0]
+        return source if isinstance(source, Node) and source.op == "placeholder" else None
+    return None
+
+
+def _frozen(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_frozen(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _frozen(v)) for k, v in value.items()))
+    return value

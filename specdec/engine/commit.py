@@ -1,0 +1,96 @@
+"""Commit: what a verification means for the rows. Pure bookkeeping on the row table, vectorised."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from specdec.engine.scheduler import Schedule
+from specdec.requests.request import RowRound
+from specdec.rounds.rows import RowTable
+from specdec.rounds.verification import TargetArrays, Verified
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The round's one device-to-host read.
+
+    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n].
+    """
+
+    num_accepted: np.ndarray
+    tokens: np.ndarray
+    drafts: np.ndarray
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What each judged row got.
+
+    Attributes:
+        rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are kept.
+        num_drafts, num_accepted, count: [J].
+        at_eos, at_limit: [J] bool, why a row ends.
+        drafts: [J, n].
+    """
+
+    rows: np.ndarray
+    tokens: np.ndarray
+    num_drafts: np.ndarray
+    num_accepted: np.ndarray
+    count: np.ndarray
+    at_eos: np.ndarray
+    at_limit: np.ndarray
+    drafts: np.ndarray
+
+    def round_of(self, j: int) -> RowRound:
+        """One judged row's share."""
+        num_drafts = int(self.num_drafts[j])
+        return RowRound(
+            token_ids=self.tokens[j, : self.count[j]].tolist(),
+            num_accepted=int(self.num_accepted[j]),
+            drafts=tuple(self.drafts[j, :num_drafts].tolist()),
+        )
+
+
+def ending_tokens(tokens: np.ndarray, count: np.ndarray, heeding: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
+    """[J, n+1] bool: eos ids among the first count[j] tokens [J, n+1] of the rows that heed them [J]."""
+    found = (tokens[:, :, None] == eos_ids).any(2)
+    if not found.any():
+        return found
+    return found & (np.arange(tokens.shape[1]) < count[:, None]) & heeding[:, None]
+
+
+def commit(
+    schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable, eos_ids: np.ndarray
+) -> tuple[Committed, Verified]:
+    """Append the kept tokens to the table and advance its lengths.
+
+    A row keeps its accepted drafts and the next token, up to the first eos id and to its limit.
+    """
+    rows = schedule.rows[target.judged]
+    width = np.arange(outcome.tokens.shape[1])
+    length, limit = table.length[rows], table.limit[rows]
+    count = np.minimum(outcome.num_accepted + 1, limit - length)
+    is_eos = ending_tokens(outcome.tokens, count, table.eos[rows], eos_ids)
+    at_eos = np.any(is_eos, axis=1)
+    if at_eos.any():
+        count = np.where(at_eos, is_eos.argmax(1) + 1, count)
+    j, column = np.nonzero(width < count[:, None])
+    table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
+    table.length[rows] = length + count
+    accepted = np.zeros(len(schedule.rows), np.int64)
+    accepted[target.judged] = outcome.num_accepted
+    table.computed[schedule.rows] += schedule.num_new + accepted
+    committed = Committed(
+        rows=rows,
+        tokens=outcome.tokens,
+        num_drafts=target.num_drafts,
+        num_accepted=outcome.num_accepted,
+        count=count,
+        at_eos=at_eos,
+        at_limit=length + count >= limit,
+        drafts=outcome.drafts,
+    )
+    return committed, Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted)

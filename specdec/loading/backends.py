@@ -1,0 +1,76 @@
+"""Which attention backend a device gets, and how its cache is stored. Chosen by the user or by the device, never by an
+exception."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+import torch
+
+from attention.backends.base import AttentionBackend, GraphBackend
+from attention.backends.reference import TorchBackend
+from attention.cache.kv_cache import FP8, KVFormat
+from drafters.base import Head
+from drafters.mtp.stack import MtpStack
+from specdec.config import BACKENDS
+from specdec.errors import InvalidInputError
+
+KV_CACHE_DTYPES = {"auto": None, "fp8": FP8}
+
+
+def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
+    """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
+
+    Args:
+        dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales.
+        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere.
+
+    Raises:
+        InvalidInputError: an unknown name, scales without fp8, or scales that are none.
+    """
+    if dtype not in KV_CACHE_DTYPES:
+        raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(KV_CACHE_DTYPES)}")
+    return KVFormat(KV_CACHE_DTYPES[dtype], tuple((pair[0], pair[1]) for pair in scales or ()))
+
+
+def check_graphs(backend: AttentionBackend, head: Head | None, cuda_graphs: bool) -> None:
+    """Refuse what cannot run from CUDA graphs, and what cannot run without.
+
+    Raises:
+        InvalidInputError: a backend or a head that has no graphs, or a backend that needs them.
+    """
+    if cuda_graphs and not isinstance(backend, GraphBackend):
+        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
+    if isinstance(head, MtpStack) and (cuda_graphs or backend.batch_invariant):
+        raise InvalidInputError(
+            "several multi-token-prediction modules run without CUDA graphs, and so not with "
+            "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
+        )
+    if backend.batch_invariant and not cuda_graphs:
+        raise InvalidInputError(f"backend={backend.name!r} needs cuda_graphs=True: its model is a compiled one")
+
+
+def make_backend(name: str, device: torch.device) -> AttentionBackend:
+    """The attention backend: "auto" is FlashInfer on CUDA and the torch reference elsewhere.
+
+    Raises:
+        InvalidInputError: unknown name, a backend for CUDA elsewhere, or FlashInfer not installed.
+    """
+    if name not in BACKENDS:
+        raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return TorchBackend(device)
+    if device.type != "cuda":
+        raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
+    if name == "batch_invariant":
+        from attention.backends.invariant import InvariantBackend
+
+        return InvariantBackend()
+    if find_spec("flashinfer") is None:
+        raise InvalidInputError(
+            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='torch' (slow on a GPU)"
+        )
+    from attention.backends.flashinfer.backend import FlashInferBackend
+
+    return FlashInferBackend(device)

@@ -1,0 +1,56 @@
+"""What a loaded model is, resolved: for provenance, `specdec inspect` and the statistics."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attention.cache.kv_cache import bytes_per_token
+from attention.runner import GroupRunner
+
+if TYPE_CHECKING:
+    from specdec.execution.graphs import GraphReport
+    from specdec.model import SpeculativeModel
+
+
+@runtime_checkable
+class _Captured(Protocol):
+    """An executor that captured graphs."""
+
+    report: GraphReport
+
+
+def facts_of(model: SpeculativeModel) -> dict[str, Any]:
+    """Resolved facts of model, head, attention, caches, graphs and engine."""
+    head, runners = model.head, model.runners
+    return {
+        "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
+        "architecture": type(model.hf_model).__name__,
+        "parameters": sum(p.numel() for p in model.hf_model.parameters()),
+        "vocab_size": model.target.vocab_size,
+        "num_layers": len(model.target.runner.group.plan_keys),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "device": str(model.device),
+        "backend": model.backend_name,
+        "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
+        "kv_cache": {runner.group.name: _cache(runner) for runner in runners},
+        "self_test_error": model.self_test_error,
+        "head": None if head is None else type(head).__name__,
+        "taps": None if head is None else list(head.taps),
+        "draft_vocab_size": None if head is None else head.draft_vocab_size,
+        "engine": dict(vars(model.config)),
+        "graphs": _graphs(model.executor.report) if isinstance(model.executor, _Captured) else None,
+    }
+
+
+def _cache(runner: GroupRunner) -> str:
+    group, dtype = runner.group, runner.layers[0].keys.dtype
+    tokens = (group.num_pages - 1) * group.page_size
+    size = tokens * bytes_per_token(group.plan_keys, dtype) / 2**30
+    return f"{tokens} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
+
+
+def _graphs(report: GraphReport) -> dict[str, Any]:
+    """A capture's report with its memory in GiB."""
+    facts = dict(vars(report))
+    facts["GiB"] = round(facts.pop("bytes") / 2**30, 3)
+    return facts | {"seconds": round(report.seconds, 1)}

@@ -1,0 +1,88 @@
+"""How large things are when the user does not say: K, the longest request, the KV cache."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from attention.cache.kv_cache import KVFormat, bytes_per_token
+from drafters.base import Head
+from specdec.errors import InvalidInputError
+from specdec.loading.memory import cache_room, check_cache_fits, check_utilization
+from specdec.target.target import TargetProbe
+
+DEFAULT_DRAFTS = 5
+_CPU_CACHE_BYTES = 1 << 30
+
+
+def num_drafts(asked: int | None, head: Head | None) -> int:
+    """K: what was asked for, else 5 with a head and 0 without.
+
+    Raises:
+        InvalidInputError: drafts without a head.
+    """
+    if head is None and asked:
+        raise InvalidInputError(f"num_speculative_tokens={asked} needs a draft head: give draft=…")
+    if asked is None:
+        return 0 if head is None else DEFAULT_DRAFTS
+    return asked
+
+
+def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
+    """Most tokens of one request: what was asked for, else the model's own limit.
+
+    Rotary embeddings of type longrope and dynamic look at the largest position of the whole batch: one long request
+    would change the others. So with them no request may be longer than the length from which on they change.
+
+    Raises:
+        InvalidInputError: more than the model was made for, or the model does not say.
+    """
+    config = model.config.get_text_config()
+    most = getattr(config, "max_position_embeddings", None)
+    kind, original = _changing_rope(config)
+    if asked is None:
+        if most is None:
+            raise InvalidInputError("the model does not say its longest sequence; give max_model_len=…")
+        return int(most) if original is None else min(int(most), original)
+    if most is not None and asked > most:
+        raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
+    if original is not None and asked > original:
+        raise InvalidInputError(
+            f"max_model_len={asked}: beyond {original} positions the model's rotary embedding ({kind}) changes for all "
+            f"rows of a batch at once; allowed is {original} or less"
+        )
+    return asked
+
+
+def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
+    """The type of a rotary embedding that depends on the batch's longest row, and the last length before it does."""
+    own = getattr(config, "rope_parameters", None) or {}
+    for parameters in (own, *(p for p in own.values() if isinstance(p, dict))):
+        if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
+            return kind, int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
+    return "", None
+
+
+def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) -> int:
+    """Bytes of one token in the caches of the target (stored as `format` says) and of the head."""
+    dtype = probed.model.dtype
+    target = bytes_per_token(tuple(c.plan_key for c in probed.calls), format.dtype_for(dtype))
+    return target + (0 if head is None else bytes_per_token(tuple(head.plan_keys), dtype))
+
+
+def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, wanted: int, utilization: float) -> int:
+    """Tokens of the KV cache: what was asked for, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
+
+    Raises:
+        InvalidInputError: a count below 1, or a utilization outside (0, 1].
+        CacheTooSmallError: the GPU has no room for a cache, or not for the one asked for.
+    """
+    check_utilization(utilization)
+    if asked is not None:
+        if asked < 1:
+            raise InvalidInputError(f"kv_cache_tokens={asked}: allowed is 1 or more")
+        check_cache_fits(device, asked, token_bytes)
+        return asked
+    if device.type != "cuda":
+        return min(wanted, _CPU_CACHE_BYTES // token_bytes)
+    return min(wanted, cache_room(device, utilization, token_bytes) // token_bytes)

@@ -1,0 +1,65 @@
+"""The arg max over a vocabulary as two Triton kernels: parts of a row, then the best of them. Imported on CUDA only.
+
+torch's own gives few rows to few multiprocessors: 37 µs for 6 rows of 128,256 in bfloat16 on an H200.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+
+_PART = 4096
+
+
+@triton.jit
+def _parts_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    best_ptr,
+    place_ptr,
+    vocab,
+    row_stride,
+    PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    column = part * PART + tl.arange(0, PART)
+    inside = column < vocab
+    x = tl.load(logits_ptr + row * row_stride + column, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.where(x != x, float("inf"), x)
+    best, place = tl.max(x, 0, return_indices=True, return_indices_tie_break_left=True)
+    to = row * tl.num_programs(1) + part
+    tl.store(best_ptr + to, best)
+    tl.store(place_ptr + to, part * PART + place)
+
+
+@triton.jit
+def _best_kernel(  # type: ignore[no-untyped-def]
+    best_ptr,
+    place_ptr,
+    out_ptr,
+    parts,
+    MOST_PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.arange(0, MOST_PARTS)
+    best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
+    _, first = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
+    tl.store(out_ptr + row, tl.load(place_ptr + row * parts + first).to(tl.int64))
+
+
+def launch_greedy(logits: torch.Tensor) -> torch.Tensor:
+    """logits [T >= 1, V], columns side by side -> [T] int64."""
+    rows, vocab = logits.shape
+    parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
+    best = logits.new_empty(rows, parts, dtype=torch.float32)
+    place = logits.new_empty(rows, parts, dtype=torch.int32)
+    out = logits.new_empty(rows, dtype=torch.int64)
+    _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
+    _best_kernel[(rows,)](best, place, out, parts, MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options)
+    return out

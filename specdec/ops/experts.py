@@ -1,0 +1,99 @@
+"""Mixtures of experts inside CUDA graphs.
+
+transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
+the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair before it
+multiplies. `paired_experts` reads each chosen expert's weights once, where they lie, and sorts nothing. The grouped
+matmul is left to batches in which experts have many tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+CAPTURABLE = "specdec"
+MOST_PAIRS = 1024
+"""Up to so many (token, expert) pairs the paired form is the faster one. DeepSeek-V2-Lite's experts in bfloat16 on an
+H200, µs a layer at 1, 4, 8, 32 and 128 tokens of 6 experts: paired 32, 98, 156, 256, 374 (its two products); grouped
+87, 187, 270, 432, 445; batched 88, 317, 609, 2331, not measured; each chosen expert read once 24, 87, 146, 250, 261."""
+
+
+def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """The faster form that needs nothing from the host; see `paired_experts` for the arguments.
+
+    Compiled code is specialised for either side of the limit.
+    """
+    if hidden.dtype == torch.bfloat16 and index.shape[0] * index.shape[1] > MOST_PAIRS:
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](experts, hidden, index, weights)
+    return paired_experts(experts, hidden, index, weights)
+
+
+def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """One product a (token, expert) pair; the arguments are those of transformers' experts interface.
+
+    Args:
+        experts: a module with stacked weights, as transformers' `use_experts_implementation` describes it.
+        hidden: [T, H]; index: [T, k] int64; weights: [T, k].
+
+    Returns:
+        [T, H], dtype of `hidden`.
+    """
+    kind = "gate_up_proj" if experts.has_gate else "up_proj"
+    inner = _multiply(experts, kind, hidden[:, None], index)
+    inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
+    out = _multiply(experts, "down_proj", inner, index)  # [T, k, H]
+    return (out * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [T, k or 1, I] times the chosen experts' matrices -> [T, k, O], summed in float32."""
+    stack = getattr(experts, kind)  # [E, O, I], or [E, I, O] when transposed
+    product = expert_products(x, stack.transpose(-1, -2) if experts.is_transposed else stack, index)
+    return product + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else product
+
+
+@torch.library.custom_op("specdec::expert_products", mutates_args=())
+def expert_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [T, 1 or k, I], stack [E, O, I], index [T, k] int64 -> stack[index] · x [T, k, O], summed in float32."""
+    if not x.is_cuda:
+        return (stack[index].float() * x.unsqueeze(-2).float()).sum(-1).to(x.dtype)
+    from specdec.ops.experts_kernel import LAUNCH_PAIRS, launch_products
+
+    out = x.new_empty(*index.shape, stack.shape[1])
+    tokens = LAUNCH_PAIRS // index.shape[1]
+    for start in range(0, len(index), tokens):
+        part = slice(start, start + tokens)
+        launch_products(x[part].contiguous(), stack, index[part].contiguous(), out[part])
+    return out
+
+
+@expert_products.register_fake
+def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(*index.shape, stack.shape[1])
+
+
+def mixtures(*roots: nn.Module) -> list[Any]:
+    """The modules with stacked experts under `roots` whose implementation transformers lets one choose."""
+    return [m for root in roots for m in root.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
+
+
+@contextmanager
+def using_capturable_experts(*roots: nn.Module) -> Iterator[None]:
+    """Run the mixtures under `roots` in a form that a graph can hold; the models' own comes back after."""
+    configs = list({id(m.config): m.config for m in mixtures(*roots)}.values())
+    before = [config._experts_implementation for config in configs]
+    try:
+        for config in configs:
+            config._experts_implementation = CAPTURABLE
+        yield
+    finally:
+        for config, old in zip(configs, before, strict=True):
+            config._experts_implementation = old
+
+
+ALL_EXPERTS_FUNCTIONS.register(CAPTURABLE, capturable_experts)

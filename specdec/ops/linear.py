@@ -1,0 +1,69 @@
+"""Linear layers on a handful of tokens, whose time is that of reading the weight."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+
+from attention.backends.limits import HALF
+
+MOST_TOKENS = 16
+"""Up to so many tokens the kernel of `triton_linear` runs."""
+MOST_TOKENS_BIASED = 96
+"""Up to so many tokens, and where the sum is as long as the output is wide or longer, a bias of zeros is added: torch
+then asks cuBLASLt, where cuBLAS splits the sum and adds the parts with a second kernel. µs on an H200 with 48 tokens:
+4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens 40.1 and
+37.9, 37.9 and 33.6, 15.0 and 14.9. Wide products take as long either way."""
+
+
+@torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())
+def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs."""
+    if x.is_cuda and x.dtype in HALF:
+        if len(x) <= MOST_TOKENS:
+            from specdec.ops.linear_kernel import fits, launch_linear
+
+            if fits(x, weight):
+                return launch_linear(x, weight)
+        elif len(x) <= MOST_TOKENS_BIASED and weight.shape[0] <= weight.shape[1]:
+            return torch.addmm(_zeros(len(weight), x.dtype, x.device), x, weight.t())
+    return F.linear(x, weight)
+
+
+@few_tokens_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+@torch.library.custom_op("specdec::invariant_linear", mutates_args=())
+def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [T, I], weight [O, I], bias [O] or None -> [T, O]; a token's result does not depend on T.
+
+    Raises:
+        ValueError: tensors that are not in half precision on a GPU.
+    """
+    if not x.is_cuda or x.dtype not in HALF:
+        raise ValueError(f"batch-invariant products are for half precision on a GPU, not {x.dtype} on {x.device}")
+    from specdec.ops.invariant_linear_kernel import launch_invariant_linear
+    from specdec.ops.linear_kernel import fits, launch_linear
+
+    if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
+        return launch_linear(x, weight)  # sums alike
+    return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
+
+
+@invariant_linear.register_fake
+def _(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _without_gaps(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
+@cache
+def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(size, dtype=dtype, device=device)

@@ -1,0 +1,72 @@
+"""The residual sum and RMS normalisation in one Triton kernel, a token a program. Imported on CUDA only."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+
+
+@triton.jit
+def _norm_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    out_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # nobody writes it: no need to wait
+    wait_for_predecessor(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
+    if ADDS:
+        residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
+    values = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    normed = (values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
+    tl.store(out_ptr + token * WIDTH + column, normed.to(x.dtype), mask=inside)
+
+
+def launch_norm(
+    x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `specdec.ops.norm`; without a residual the first result is x."""
+    width = x.shape[-1]
+    rows = _rows(x)
+    added = rows if residual is None else _rows(residual)
+    out = x.new_empty(x.shape)
+    total = x if residual is None else x.new_empty(x.shape)
+    _norm_kernel[(len(rows),)](
+        rows,
+        added,
+        weight,
+        total,
+        out,
+        rows.stride(0),
+        added.stride(0),
+        eps,
+        WIDTH=width,
+        BLOCK=triton.next_power_of_2(width),
+        ADDS=residual is not None,
+        num_warps=8 if width >= 2048 else 4,
+        **dependent_launch(x.device),
+    )
+    return total, out
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [1, T, H] -> [T, H], values of a row side by side."""
+    return x[0] if x.stride(-1) == 1 else x[0].contiguous()

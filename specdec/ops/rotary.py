@@ -1,0 +1,41 @@
+"""Rotary embedding of queries and keys in half precision, in the form of transformers' models."""
+
+from __future__ import annotations
+
+import torch
+
+
+@torch.library.custom_op("specdec::rotated", mutates_args=())
+def rotated(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """query [1, Hq, T, D], key [1, Hkv, T, D], cos and sin [1, 1, T, D], all of one half-precision dtype -> rotated.
+
+    Dimension i is paired with i + D/2: x · cos + (-x₂, x₁) · sin. Computed in float32 and rounded once, as the compiler
+    does it; eager code rounds the products too. The results lie in memory as [T, H, D].
+    Source: transformers, models/llama/modeling_llama.py (apply_rotary_pos_emb).
+    """
+    if query.is_cuda:
+        from specdec.ops.rotary_kernel import launch_rotation
+
+        return launch_rotation(query, key, cos, sin)
+    return _plain(query, cos, sin), _plain(key, cos, sin)
+
+
+@rotated.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return token_major(query), token_major(key)
+
+
+def token_major(x: torch.Tensor) -> torch.Tensor:
+    """An uninitialised tensor like x [1, H, T, D] that lies in memory as [T, H, D]."""
+    _, heads, tokens, dim = x.shape
+    return x.new_empty(1, tokens, heads, dim).transpose(1, 2)
+
+
+def _plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    first, second = x.float().chunk(2, -1)
+    turned = torch.cat((-second, first), -1)
+    return token_major(x).copy_(x.float() * cos.float() + turned * sin.float())

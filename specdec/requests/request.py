@@ -1,0 +1,157 @@
+"""A request from submission to completion."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
+from specdec.requests.text import StopFinder, TextStream
+
+FinishReason = Literal["eos", "stop", "length"]
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished request.
+
+    Attributes:
+        text: decoded new tokens without special tokens, cut before a stop string.
+        token_ids: new tokens, the eos id or the token that completed a stop string included.
+        prompt_token_ids: what the model read.
+        finish_reason: "eos" (an eos id), "stop" (a stop string or one of stop_token_ids), "length" (a limit).
+        stats: the request's rounds and times.
+        drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
+    """
+
+    text: str
+    token_ids: list[int]
+    prompt_token_ids: list[int]
+    finish_reason: FinishReason
+    stats: RequestStats
+    drafts: tuple[tuple[int, ...], ...] | None = None
+
+    @property
+    def pooled(self) -> AcceptanceStats:
+        """Acceptance over this request's rounds."""
+        return pool(self.stats.rounds)
+
+
+@dataclass(frozen=True)
+class Update:
+    """What one round brought for one request.
+
+    Attributes:
+        request_id: as returned by `Engine.submit`.
+        token_ids: new tokens; text: new text, complete characters only, never part of a stop string.
+        completion: set when the request is finished.
+    """
+
+    request_id: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None = None
+
+
+@dataclass(frozen=True)
+class RowRound:
+    """What one verification gave one request: tokens kept, drafts accepted (before trimming), draft ids."""
+
+    token_ids: list[int]
+    num_accepted: int
+    drafts: tuple[int, ...]
+
+
+@dataclass
+class Times:
+    """Moments (time.perf_counter seconds) of a request's life."""
+
+    submitted: float
+    admitted: float = 0.0
+    first_token: float = 0.0
+    finished: float = 0.0
+
+
+@dataclass
+class Request:
+    """A request inside the engine. `row` is its RowTable row, -1 while it waits.
+
+    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted).
+    """
+
+    id: int
+    params: SamplingParams
+    prompt_len: int
+    limit: int
+    num_drafts: int
+    key: int
+    committed: np.ndarray
+    stream: TextStream
+    stops: StopFinder
+    times: Times
+    row: int = -1
+    preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    new_tokens: list[int] = field(default_factory=list)
+    rounds: list[RoundRecord] = field(default_factory=list)
+    drafts: list[tuple[int, ...]] = field(default_factory=list)
+
+    def take(self, round_: RowRound, now: float) -> Update:
+        """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
+
+        Tokens that stand after a stop are dropped.
+        """
+        first = not self.new_tokens
+        self.new_tokens += round_.token_ids
+        surplus = self._surplus(len(round_.token_ids))
+        if surplus:
+            del self.new_tokens[-surplus:]
+        emitted = len(round_.token_ids) - surplus
+        if first:
+            self.times.first_token = now
+        else:
+            self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))
+            self.drafts.append(round_.drafts)
+        tokens = round_.token_ids[:emitted]
+        if self.finish_reason is None:
+            return Update(self.id, tokens, self.stream.push(self.new_tokens))
+        self.times.finished = now
+        completion = self._completion()
+        return Update(self.id, tokens, self.stream.finish(completion.text), completion)
+
+    def _surplus(self, num_new: int) -> int:
+        """Tokens after the first stop id or stop string among the last `num_new`; sets the finish reason."""
+        start = len(self.new_tokens) - num_new
+        ends = [start + i + 1 for i, t in enumerate(self.new_tokens[start:]) if t in self.params.stop_token_ids][:1]
+        found = self.stops.find(self.new_tokens, num_new)
+        if found is not None:
+            ends.append(found)
+        if not ends:
+            return 0
+        self.finish_reason = "stop"
+        return len(self.new_tokens) - min(ends)
+
+    def _completion(self) -> Completion:
+        t = self.times
+        text = self.stops.cut(self.stream.decode(self.new_tokens))
+        stats = RequestStats(
+            rounds=tuple(self.rounds),
+            prompt_tokens=self.prompt_len,
+            new_tokens=len(self.new_tokens),
+            queue_s=t.admitted - t.submitted,
+            prefill_s=t.first_token - t.admitted,
+            decode_s=t.finished - t.first_token,
+            preemptions=self.preemptions,
+        )
+        assert self.finish_reason is not None
+        return Completion(
+            text=text,
+            token_ids=list(self.new_tokens),
+            prompt_token_ids=self.committed[: self.prompt_len].tolist(),
+            finish_reason=self.finish_reason,
+            stats=stats,
+            drafts=tuple(self.drafts) if self.params.return_drafts else None,
+        )

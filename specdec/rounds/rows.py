@@ -1,0 +1,73 @@
+"""RowTable: the state of all running requests as numpy columns, so that a round is prepared without a Python loop."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from specdec.requests.sampling import SamplingArrays, SamplingParams
+
+
+class RowTable:
+    """One row a running request; the row number is its block-table row.
+
+    Columns:
+        tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the root).
+        length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
+        entered [R]: tokens the row entered with (the prompt, and after a preemption what it had emitted).
+        limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
+        drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
+        key [R] uint64: randomness. eos [R] bool: the model's eos ids end it. temperature, top_k, top_p, min_p [R].
+    """
+
+    def __init__(self, max_rows: int, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
+        self.length = np.zeros(max_rows, np.int64)
+        self.computed = np.zeros(max_rows, np.int64)
+        self.entered = np.zeros(max_rows, np.int64)
+        self.limit = np.zeros(max_rows, np.int64)
+        self.drafts = np.zeros(max_rows, np.int64)
+        self.previous = np.full(max_rows, -1, np.int64)
+        self.key = np.zeros(max_rows, np.uint64)
+        self.eos = np.zeros(max_rows, bool)
+        self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
+        self._free = list(range(max_rows - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Rows that are not in use."""
+        return len(self._free)
+
+    def open(self, tokens: np.ndarray, limit: int, drafts: int, key: int, params: SamplingParams) -> int:
+        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
+        row = self._free.pop()
+        self.tokens[row, : len(tokens)] = tokens
+        self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
+        self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
+        self.eos[row] = not params.ignore_eos
+        for name in ("temperature", "top_k", "top_p", "min_p"):
+            getattr(self._sampling, name)[row] = getattr(params, name)
+        return row
+
+    def close(self, row: int) -> None:
+        """Give a row back."""
+        self.previous[row] = -1
+        self._free.append(row)
+
+    def mark_batch(self, rows: np.ndarray) -> None:
+        """Note each row's place in the target batch just launched."""
+        self.previous[:] = -1
+        self.previous[rows] = np.arange(len(rows))
+
+    def reading(self, rows: np.ndarray) -> np.ndarray:
+        """[R] bool, rows that have not yet emitted a token since they entered: they read chunks and do not draft."""
+        return self.length[rows] == self.entered[rows]
+
+    def committed(self, row: int) -> np.ndarray:
+        """A copy of the row's committed tokens."""
+        return self.tokens[row, : self.length[row]].copy()
+
+    def sampling(self, rows: np.ndarray) -> SamplingArrays:
+        """Sampling parameters of selected rows."""
+        s = self._sampling
+        return SamplingArrays(s.temperature[rows], s.top_k[rows], s.top_p[rows], s.min_p[rows])

@@ -1,0 +1,215 @@
+"""The target: an unmodified AutoModelForCausalLM whose attention reads and writes our paged cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import PreTrainedModel
+
+from attention.hf.interface import AttentionCall, AttentionPort, probe
+from attention.runner import GroupRunner, PlannedBatch
+from drafters.base import FINAL_NORM
+from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
+
+_FULL_OR_SLIDING = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True)
+class TargetProbe:
+    """What a probe pass told about a model.
+
+    Attributes:
+        model: the model, on its device, in its dtype.
+        calls: attention modules and their PlanKeys in layer order.
+        layers: the decoder layers, as many as calls.
+        vocab_size: V, width of the logits (padded vocabularies included).
+    """
+
+    model: PreTrainedModel
+    calls: tuple[AttentionCall, ...]
+    layers: torch.nn.ModuleList
+    vocab_size: int
+
+
+def probe_target(model: PreTrainedModel) -> TargetProbe:
+    """Probe a model and refuse it when paged attention would make it come out wrong.
+
+    Raises:
+        UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
+            attention types other than full and sliding.
+    """
+    name = type(model).__name__
+    if getattr(model, "_is_stateful", False):
+        raise UnsupportedModelError(f"{name} keeps state beside its KV cache (a recurrent or hybrid model)")
+    try:
+        calls, vocab_size = probe(model)
+    except UnsupportedAttentionError as error:
+        raise UnsupportedModelError(f"{name} cannot run on the paged cache: {error}") from error
+    except (AttributeError, TypeError) as error:
+        raise UnsupportedModelError(f"{name} does not run without an attention mask: {error}") from error
+    config = model.config.get_text_config()
+    num_layers = int(config.num_hidden_layers)
+    if len(calls) != num_layers:
+        raise UnsupportedModelError(
+            f"{name} has {num_layers} layers, but {len(calls)} of them call transformers' attention interface"
+        )
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _FULL_OR_SLIDING)
+    if odd:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(odd)}; full and sliding attention are supported"
+        )
+    return TargetProbe(model, calls, _decoder_layers(model, calls), vocab_size)
+
+
+def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == len(calls):
+            inside = (any(m is call.module for m in layer.modules()) for layer, call in zip(module, calls, strict=True))
+            if all(inside):
+                return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"
+    )
+
+
+class TapRecorder:
+    """Copies the target states a head wants into one static buffer [max_tokens, A·Ht] while the target runs.
+
+    Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
+    """
+
+    def __init__(self, probed: TargetProbe, taps: tuple[int, ...], max_tokens: int) -> None:
+        """Raises InvalidInputError for a boundary the target does not have."""
+        num_layers = len(probed.layers)
+        weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
+        self._width = probed.model.config.get_text_config().hidden_size
+        self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
+        self._on = False
+        self._caught: dict[int, torch.Tensor] = {}
+        for place, tap in enumerate(taps):
+            if tap == FINAL_NORM:
+                probed.model.get_decoder().register_forward_hook(self._after_decoder(place))
+            elif 0 <= tap < num_layers:
+                probed.layers[tap].register_forward_pre_hook(self._before_layer(place), with_kwargs=True)
+            elif tap == num_layers:
+                probed.layers[-1].register_forward_hook(self._after_layer(place))
+            else:
+                raise InvalidInputError(f"tap {tap}: the target has boundaries 0 … {num_layers}")
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them."""
+        self._on = True
+        try:
+            yield
+            for place, states in self._caught.items():
+                self._copy(place, states)
+        finally:
+            self._on = False
+            self._caught.clear()
+
+    def _store(self, place: int, states: torch.Tensor) -> None:
+        if not self._on:
+            return
+        if torch.compiler.is_compiling():
+            # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms a round at 8B.
+            self._caught[place] = states
+        else:
+            self._copy(place, states)
+
+    def _copy(self, place: int, states: torch.Tensor) -> None:
+        start = place * self._width
+        rows = states.reshape(-1, self._width)
+        if rows.shape[0] <= self.buffer.shape[0]:
+            self.buffer[: rows.shape[0], start : start + self._width].copy_(rows)
+
+    def _before_layer(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._store(place, args[0] if args else kwargs["hidden_states"])
+
+        return hook
+
+    def _after_layer(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._store(place, output[0] if isinstance(output, tuple) else output)
+
+        return hook
+
+    def _after_decoder(self, place: int) -> Any:
+        def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
+            self._store(place, output[0])
+
+        return hook
+
+
+@dataclass(frozen=True)
+class TargetOutput:
+    """logits [R, V] of the judged rows; tapped [T, A·Ht], a view of the static buffer, valid until the next forward."""
+
+    logits: torch.Tensor
+    tapped: torch.Tensor
+
+
+class Target:
+    """The model over one GroupRunner."""
+
+    def __init__(self, probed: TargetProbe, runner: GroupRunner, taps: tuple[int, ...], max_tokens: int) -> None:
+        self.hf_model = probed.model
+        self.vocab_size = probed.vocab_size
+        self.runner = runner
+        self._port = AttentionPort(probed.model, probed.calls)
+        self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        planned: PlannedBatch,
+        judged_rows: torch.Tensor | None,
+        model: Callable[..., Any] | None = None,
+    ) -> TargetOutput:
+        """One pass over a ragged batch.
+
+        Args:
+            token_ids: [T] int64; planned: the batch's attention, positions included.
+            judged_rows: [R] int64 token rows whose logits are wanted, or None for all.
+            model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
+                two judged rows: code compiled for any number is compiled anew for one and for none, and where nothing
+                is judged the compiler leaves out all that nobody reads, the cache's keys and values among it.
+        """
+        attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
+        count = len(token_ids if judged_rows is None else judged_rows)
+        ids, rows = token_ids, judged_rows
+        if model is not None:
+            ids, positions = _at_least_two(ids), _at_least_two(positions)
+            rows = None if rows is None else _at_least_two(rows)
+        with self._port.using(attend if len(ids) == len(token_ids) else _once(attend)), self._taps.recording():
+            output = (self.hf_model if model is None else model)(
+                input_ids=ids[None],
+                position_ids=positions[None],
+                use_cache=False,
+                logits_to_keep=0 if rows is None else rows,
+            )
+        return TargetOutput(output.logits[0, :count], self.tapped(len(token_ids)))
+
+    def tapped(self, num_tokens: int) -> torch.Tensor:
+        """[T, A·Ht] tapped states of the last forward; always the same memory."""
+        return self._taps.buffer[:num_tokens]
+
+
+def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
+
+
+def _once(attend: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Attention of the only token of a batch, to which another was added: the cache gets the one."""
+
+    def first(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *sinks: Any) -> torch.Tensor:
+        return attend(layer, query[:1], key[:1], value[:1], *sinks).repeat(2, 1, 1)
+
+    return first

@@ -1,0 +1,185 @@
+"""The work list of latent attention: every pair reads every key it sees once, and parts are merged where they lie.
+
+`walk` reads a list as the kernel does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from fakes import divided_as_by_flashinfer, flashinfer_stretch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attention.backends.flashinfer import mla_plan as latent_work
+from attention.backends.flashinfer.mla_plan import (
+    LEAST_KEYS,
+    WHOLE_KEYS,
+    Arrays,
+    Division,
+    Layout,
+    Tiles,
+    write_all,
+    write_lengths,
+)
+from attention.batch.host import HostBatch
+from attention.errors import InvariantError
+from drafters.loops.chain.index import rows_batch
+
+SMS = st.sampled_from([132, 108, 7])
+HEADS = st.sampled_from([1, 4, 16, 128])
+ROWS = st.lists(st.tuples(st.integers(1, 40), st.integers(0, 3000)), min_size=1, max_size=12)
+
+
+def host_batch(rows: list[tuple[int, int]]) -> HostBatch:
+    """Rows of (query tokens, keys before them)."""
+    query_lens, computed = (np.array(x) for x in zip(*rows, strict=True))
+    pages = int((-(-(query_lens + computed) // 16)).max())
+    table = 1 + np.arange(len(rows) * pages, dtype=np.int32).reshape(len(rows), pages)
+    return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), computed, table, 16)
+
+
+def work_list(host: HostBatch, heads: int, sms: int, spare: int = 0) -> tuple[Tiles, Division, Layout, Arrays]:
+    tiles = Tiles.of(host.query_start_loc, heads, sms)
+    keys = tiles.keys(host.seq_lens)
+    division = Division.of(tiles, keys)
+    layout = Layout.of(tiles, len(division.tile) + spare, sms)
+    arrays = layout.arrays(np.full(layout.nbytes // 4, -7, np.int32))
+    write_all(arrays, tiles, division, keys, host)
+    return tiles, division, layout, arrays
+
+
+def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, int]]]:
+    """Stretches of keys [begin, end) that reach each (token, head) pair of the batch, merged or written at once.
+
+    Checks that no two parts share a place, that places fit the workspace, and that a pair is written once.
+    """
+    written: dict[int, list[tuple[int, int]]] = {}
+    parts: dict[int, tuple[int, int, int]] = {}
+    for cluster in range(tiles.clusters):
+        for item in range(arrays["work_indptr"][cluster], arrays["work_indptr"][cluster + 1]):
+            a = {name: int(arrays[name][item]) for name in latent_work._PER_ITEM}
+            width = min(tiles.size, a["q_len"] * heads - a["q_start"])
+            for i in range(width):
+                pair = a["q_indptr"] * heads + a["q_start"] + i
+                stretch = (a["kv_start"], a["kv_end"])
+                if a["partial_indptr"] < 0:
+                    assert pair not in written
+                    written[pair] = [stretch]
+                else:
+                    place = a["partial_indptr"] + i
+                    assert place not in parts and place < 2 * tiles.clusters * tiles.size
+                    parts[place] = (pair, *stretch)
+    for m in range(len(arrays["merge_partial_stride"])):
+        start, stop, place, end, stride = (int(arrays[name][m]) for name in latent_work._MERGES)
+        for i in range(stop - start):
+            assert start + i not in written
+            found = [parts.pop(p) for p in range(place + i, end, stride)]
+            assert all(pair == start + i for pair, _, _ in found)
+            written[start + i] = [(begin, last) for _, begin, last in found]
+    assert not parts
+    return written
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(ROWS, HEADS, SMS)
+def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
+    host = host_batch(rows)
+    tiles, division, _, arrays = work_list(host, heads, sms)
+    assert len(division.tile) <= tiles.most_items
+    written = walk(arrays, tiles, heads)
+    assert sorted(written) == list(range(host.num_tokens * heads))
+    owner = np.repeat(np.arange(host.num_reqs), host.query_lens)
+    for pair, stretches in written.items():
+        token = pair // heads
+        ends = [0, *(end for _, end in sorted(stretches))]
+        assert [begin for begin, _ in sorted(stretches)] == ends[:-1]
+        assert int(host.positions[token]) < ends[-1] <= host.seq_lens[owner[token]]
+    count = len(division.tile)
+    assert (arrays["kv_indptr"][:count] == host.page_indptr[division.row]).all()
+    assert (arrays["kv_len"][:count] == host.seq_lens[division.row]).all()
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(ROWS, st.integers(1, 12), HEADS, SMS)
+def test_a_kept_division_is_that_of_the_new_lengths(
+    rows: list[tuple[int, int]], more: int, heads: int, sms: int
+) -> None:
+    """Rows grow; where the division serves, writing the lengths gives the list that would be made anew."""
+    tiles, division, _, arrays = work_list(host_batch(rows), heads, sms)
+    grown = host_batch([(query, computed + more) for query, computed in rows])
+    keys = tiles.keys(grown.seq_lens)
+    if not division.serves(tiles, keys):
+        return
+    write_lengths(arrays, division, keys, grown)
+    written = walk(arrays, tiles, heads)
+    _, _, _, anew = work_list(grown, heads, sms)
+    assert {p: sorted(s) for p, s in written.items()} == {p: sorted(s) for p, s in walk(anew, tiles, heads).items()}
+
+
+@given(st.integers(1, 30), st.integers(0, 26), st.integers(0, 400))
+def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: int, computed: int) -> None:
+    """Up to 128 keys a cluster, neighbours and a longer query of the same row change no boundary."""
+    alone = work_list(host_batch([(1, computed)]), 16, 132)
+    beside = work_list(host_batch([(1, computed), *((1, 600 + i) for i in range(others))]), 16, 132)
+    drafted = work_list(host_batch([(4, computed), (4, own)]), 16, 132)
+
+    def boundaries(found: tuple[Tiles, Division, Layout, Arrays]) -> set[int]:
+        tiles, _, _, arrays = found
+        return {begin for begin, _ in walk(arrays, tiles, 16)[0]}
+
+    assert (
+        boundaries(alone)
+        == boundaries(beside)
+        == set(range(0, computed + 1, LEAST_KEYS) if computed >= WHOLE_KEYS else [0])
+    )
+    inside = {begin for begin in boundaries(drafted) if begin <= computed}
+    assert boundaries(alone) == inside or computed < WHOLE_KEYS < computed + 4
+
+
+@given(ROWS, HEADS, SMS)
+def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
+    host = host_batch(rows)
+    with divided_as_by_flashinfer():
+        tiles, division, _, _ = work_list(host, heads, sms)
+    expected: list[tuple[int, int]] = []
+    cluster = 2 if host.num_tokens * heads // host.num_reqs > 64 else 1
+    tile, clusters = 64 * cluster, sms // cluster
+    for row, (query, seq) in enumerate(zip(host.query_lens.tolist(), host.seq_lens.tolist(), strict=True)):
+        count = -(-query * heads // tile)
+        for t in range(count):
+            expected.append((row, seq if t + 1 == count else min(seq - query + -(-(t + 1) * tile // heads), seq)))
+    mean = max(-(-sum(keys for _, keys in expected) // clusters), 1)
+    limit = flashinfer_stretch(mean)
+    assert tiles.stretch(tiles.keys(host.seq_lens)) == (limit if mean > LEAST_KEYS else LEAST_KEYS)
+    items = Counter((row, begin) for row, keys in expected for begin in range(0, max(keys, 1), limit))
+    assert Counter(zip(division.row.tolist(), division.begin.tolist(), strict=True)) == items
+
+
+def test_the_longest_items_come_first_and_clusters_share_evenly() -> None:
+    tiles, division, _, _ = work_list(host_batch([(1, 100 + 7 * i) for i in range(200)]), 16, 132)
+    keys = tiles.keys(np.array([101 + 7 * i for i in range(200)]))[division.tile] - division.begin
+    keys = np.minimum(keys, division.stretch)
+    loads = [int(keys[a:b].sum()) for a, b in zip(division.starts[:-1], division.starts[1:], strict=True)]
+    assert max(loads) <= np.mean(loads) + division.stretch
+    assert keys[division.starts[:-1]].tolist() == sorted(keys[division.starts[:-1]], reverse=True)
+
+
+def test_arrays_lie_on_multiples_of_16_bytes_in_the_plans_order() -> None:
+    _, _, layout, arrays = work_list(host_batch([(4, 900), (4, 80)]), 16, 132, spare=3)
+    places = layout.info[2:16]
+    assert layout.info[:2] == (1, 132) and layout.info[16:] == (0, 2 * 132 * 64 * 512 * 2)
+    assert list(places) == sorted(places) and all(place % 16 == 0 for place in places)
+    assert list(arrays) == list(latent_work._ORDER) and places[-1] + 4 * 133 <= layout.nbytes
+
+
+def test_more_items_than_the_list_has_room_for_raise() -> None:
+    host = host_batch([(4, 900)])
+    tiles, division, _, _ = work_list(host, 16, 132)
+    small = Layout.of(tiles, len(division.tile) - 1, 132)
+    with pytest.raises(InvariantError, match="no room for 8 items"):
+        write_all(small.arrays(np.zeros(small.nbytes // 4, np.int32)), tiles, division, tiles.keys(host.seq_lens), host)

@@ -1,0 +1,64 @@
+"""CommonAttentionMetadata carries a HostBatch to the device unchanged, and refuses to be used late or wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attention.backends.base import PlanKey
+from attention.backends.reference import TorchBackend
+from attention.batch.metadata import BATCH_FIELDS, batch_arrays, batch_fields, batch_sizes, single_batch_arena, stage
+from attention.batch.staging import StagingArena, bucket_of
+from attention.cache.kv_cache import CacheGroup
+from attention.errors import InvariantError, StaleMetadataError
+from attention.runner import GroupRunner
+from drafters.loops.chain.index import rows_batch
+
+CPU = torch.device("cpu")
+BATCH = rows_batch(np.array([0, 4, 5, 12]), np.array([3, 9, 0]), np.array([[2, 5], [1, 4], [6, 3]], np.int32), 8)
+
+
+def test_device_views_equal_the_host_arrays() -> None:
+    arena, bucket = single_batch_arena(4, 16, 2, CPU)
+    metadata = stage(BATCH, arena, bucket)
+    for name, dtype, _ in BATCH_FIELDS:
+        view = getattr(metadata, name)
+        assert view.numpy().dtype == dtype
+        assert view.tolist() == getattr(BATCH, name).tolist()
+    assert (metadata.num_reqs, metadata.num_tokens, metadata.max_query_len, metadata.max_seq_len) == (3, 12, 7, 10)
+    assert metadata.causal
+
+
+def test_two_batches_share_one_copy_under_their_prefixes() -> None:
+    arena = StagingArena(
+        batch_fields("a") + batch_fields("b"),
+        bucket_of(**batch_sizes("a", 4, 16, 2), **batch_sizes("b", 4, 16, 2)),
+        CPU,
+    )
+    bucket = bucket_of(**batch_sizes("a", 4, 16, 2), **batch_sizes("b", 4, 16, 2))
+    other = rows_batch(np.array([0, 1]), np.array([5]), np.array([[7]], np.int32), 8)
+    staged = arena.send(bucket, batch_arrays("a", BATCH) | batch_arrays("b", other))
+    assert arena.generation == 1
+    assert staged["a.positions"].tolist() == BATCH.positions.tolist()
+    assert staged["b.slot_mapping"].tolist() == [61]
+
+
+def test_staging_validates_the_batch() -> None:
+    arena, bucket = single_batch_arena(4, 16, 2, CPU)
+    with pytest.raises(InvariantError):
+        stage(replace(BATCH, seq_lens=BATCH.seq_lens + 1), arena, bucket)
+
+
+def test_attending_with_stale_metadata_raises() -> None:
+    runner = GroupRunner(TorchBackend(CPU), CacheGroup("g", (PlanKey(1, 1, 4, 4, 0.5),), 8, 8), torch.float32, CPU)
+    arena, bucket = single_batch_arena(4, 16, 2, CPU)
+    planned = runner.plan(stage(BATCH, arena, bucket))
+    states = torch.ones(12, 1, 4)
+    runner.attend(planned, 0, states, states, states)
+    for _ in range(2):
+        stage(BATCH, arena, bucket)
+    with pytest.raises(StaleMetadataError):
+        runner.attend(planned, 0, states, states, states)

@@ -1,0 +1,132 @@
+"""The port into transformers' attention: what the probe finds, what it refuses, and that it leaves the model alone."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from fakes import random_prompts, tiny_llama, wrap
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attention.errors import UnsupportedAttentionError
+from attention.hf.interface import ATTENTION_NAME, attention_implementation, probe
+from specdec.requests.sampling import SamplingParams
+
+PROMPT = random_prompts([21])[0]
+
+
+def generated(model: PreTrainedModel) -> list[int]:
+    ids = torch.tensor([PROMPT])
+    return model.generate(ids, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(ids))[0].tolist()
+
+
+def test_the_probe_finds_every_layer_in_order() -> None:
+    model = tiny_llama()
+    calls, vocab = probe(model)
+    assert vocab == 64
+    assert [c.module for c in calls] == [layer.self_attn for layer in model.model.layers]
+    key = calls[0].plan_key
+    assert (key.num_q_heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v) == (4, 2, 16, 16)
+    assert (key.scale, key.window, key.softcap, key.has_sinks) == (0.25, None, None, False)
+
+
+def test_the_probe_reads_windows_softcap_and_sinks() -> None:
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 16}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "pad_token_id": None}
+    mixed = ["sliding_attention", "full_attention"]
+    gemma = AutoConfig.for_model("gemma2", **sizes, **heads, layer_types=mixed, attn_logit_softcapping=30.0)
+    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gemma).eval())[0]]
+    assert [k.window for k in keys] == [6, None]
+    assert [k.softcap for k in keys] == [30.0, 30.0]
+    gpt = AutoConfig.for_model(
+        "gpt_oss", **sizes, **heads, layer_types=mixed, num_local_experts=2, num_experts_per_tok=1
+    )
+    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gpt).eval())[0]]
+    assert [k.window for k in keys] == [6, None]
+    assert all(k.has_sinks for k in keys)
+
+
+def test_the_users_own_generate_works_as_before() -> None:
+    model = tiny_llama(context=0.35)
+    before, attention = generated(model), model.config._attn_implementation
+    wrapped = wrap(model)
+    assert generated(model) == before
+    ours = wrapped.generate(PROMPT, SamplingParams(max_new_tokens=10))[0].token_ids
+    assert PROMPT + ours == before
+    assert generated(model) == before
+    assert model.config._attn_implementation == attention
+
+
+def test_the_users_own_generate_may_run_between_two_rounds() -> None:
+    model = tiny_llama(context=0.35)
+    before = generated(model)
+    stream = wrap(model).stream(PROMPT, SamplingParams(max_new_tokens=10))
+    tokens: list[int] = []
+    for update in stream:
+        tokens += update.token_ids
+        assert generated(model) == before
+    assert PROMPT + tokens == before
+
+
+def test_a_failing_forward_puts_the_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    wrapped, attention = wrap(model), model.config._attn_implementation
+
+    def fail(*args: object) -> object:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(type(wrapped.target.runner._backend), "run", fail)
+    with pytest.raises(RuntimeError, match="planted"):
+        wrapped.generate(PROMPT, SamplingParams(max_new_tokens=2))
+    assert model.config._attn_implementation == attention
+
+
+def test_attention_outside_a_forward_of_ours_raises() -> None:
+    """Without a mask function a plain forward would attend to everything: it must not run at all."""
+    model = tiny_llama()
+    wrap(model)
+    with (
+        attention_implementation((model.config,), ATTENTION_NAME),
+        pytest.raises(
+            UnsupportedAttentionError, match=r"outside SpeculativeModel; set the model's attention with .*sdpa"
+        ),
+    ):
+        model(torch.tensor([PROMPT]))
+
+
+def test_a_module_that_was_never_bound_raises() -> None:
+    wrap(tiny_llama())
+    other = tiny_llama(seed=2)
+    with (
+        attention_implementation((other.config,), ATTENTION_NAME),
+        pytest.raises(UnsupportedAttentionError, match="not bound to a paged cache"),
+    ):
+        other(torch.tensor([PROMPT]))
+
+
+def test_an_unknown_argument_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    attention = model.model.layers[1].self_attn
+    real = attention.forward
+    monkeypatch.setattr(attention, "forward", lambda *a, **k: real(*a, **k, position_bias=torch.zeros(1)))
+    with pytest.raises(UnsupportedAttentionError, match="passes position_bias to its attention"):
+        probe(model)
+
+
+def test_a_module_that_attends_twice_is_refused() -> None:
+    model = tiny_llama()
+    model.model.layers[1].self_attn = model.model.layers[0].self_attn
+    with pytest.raises(UnsupportedAttentionError, match="calls attention twice"):
+        probe(model)
+
+
+def test_a_wrapped_model_can_be_wrapped_again() -> None:
+    """The newer one works; the older one says so instead of answering with the wrong cache."""
+    model = tiny_llama(context=0.35)
+    right = generated(copy.deepcopy(model))
+    first, second = wrap(model), wrap(model)
+    params = SamplingParams(max_new_tokens=10)
+    assert PROMPT + second.generate(PROMPT, params)[0].token_ids == right
+    assert PROMPT + first.generate(PROMPT, params)[0].token_ids == right
+    assert PROMPT + second.generate(PROMPT, params)[0].token_ids == right

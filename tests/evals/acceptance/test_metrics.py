@@ -1,0 +1,143 @@
+"""Known truth: hand-worked rounds, and planted acceptance rates that must lie inside the intervals."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from evals.acceptance.bootstrap import Resampling
+from evals.acceptance.metrics import METRICS, Metric, columns, histogram, position_metrics
+from evals.runs.answers import Answer, Turn
+from evals.runs.runner import Arm, run_chunk
+from specdec.requests.stats import RoundRecord
+
+BY_KEY = {metric.key: metric for metric in METRICS}
+
+
+def answer(*turns: list[tuple[int, int, int]], wall: float = 2.0, text_tokens: int = 6) -> Answer:
+    made = tuple(
+        Turn(
+            "text",
+            tuple(range(1 + sum(e for _, _, e in rounds))),
+            "eos",
+            3,
+            text_tokens,
+            tuple(RoundRecord(*r) for r in rounds),
+            wall_s=wall,
+            prefill_s=0.5,
+            decode_s=1.5,
+        )
+        for rounds in turns
+    )
+    return Answer("q", "arm", "all", "all", made)
+
+
+def total(metric: Metric, sums: dict[str, np.ndarray]) -> float:
+    return float(metric.of({name: sums[name].sum() for name in {*metric.over, *metric.under}}))
+
+
+def value(key: str, sums: dict[str, np.ndarray]) -> float:
+    return total(BY_KEY[key], sums)
+
+
+def test_hand_worked_example() -> None:
+    # K=3. Turn 1: 1 of 3 accepted; then 3 of 3, of which the stop leaves 2. Turn 2: no room for drafts in one round.
+    sums = columns([answer([(3, 1, 2), (3, 3, 2)], [(2, 2, 3), (0, 0, 1)])], k=3, baseline=[answer([(0, 0, 1)] * 7)])
+    assert value("tau", sums) == (2 + 2 + 3 + 1) / 4
+    assert value("tau_eagle", sums) == value("tau_spec_bench", sums) == (2 + 4 + 3 + 1) / 4
+    assert value("tau_eagle_idxs", sums) == 10 / (4 - 2)
+    assert value("tau_vllm", sums) == 1 + 6 / 3
+    assert value("tau_sglang", sums) == (8 + 2) / 4
+    assert value("acceptance_rate", sums) == 5 / 7
+    assert value("acceptance_rate_vllm", sums) == 6 / 8
+    assert value("acceptance_rate_sglang", sums) == 5 / (4 * 3)
+    assert value("speedup", sums) == (10 / 4.0) / (8 / 2.0)
+    assert value("speedup_spec_bench", sums) == pytest.approx((10 / 4.0) / ((6 - 1) / 2.0))
+    assert value("drafts_per_s", sums) == 8 / 4.0
+    conditional, unconditional = position_metrics(3)
+    assert [total(metric, sums) for metric in unconditional] == [1.0, 2 / 3, 0.0]
+    assert [total(metric, sums) for metric in conditional[:2]] == [1.0, 2 / 3] and np.isnan(total(conditional[2], sums))
+    assert histogram([answer([(3, 1, 2), (3, 3, 2)])], 3) == [0, 1, 1, 0]
+
+
+def test_without_speculation_tau_is_one() -> None:
+    sums = columns([answer([(0, 0, 1)] * 5)], k=0)
+    assert value("tau", sums) == 1.0
+    assert np.isnan(value("acceptance_rate", sums))
+
+
+def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
+    rates = (0.8, 0.6, 0.5)
+    answers = planted(plant, plant.Model(rates=rates, length=200), 300)
+    sums = columns(answers, 3)
+    resampling = Resampling(len(answers), seed=1)
+    conditional, unconditional = position_metrics(3)
+    for metric, truth in zip(conditional, rates, strict=True):
+        found = resampling.value(metric, sums)
+        assert found.low < truth < found.high and found.high - found.low < 0.03
+    for metric, truth in zip(unconditional, np.cumprod(rates), strict=True):
+        found = resampling.value(metric, sums)
+        assert found.low < truth < found.high
+
+
+def test_a_wrong_denominator_would_be_seen(plant: SimpleNamespace) -> None:
+    sums = columns(planted(plant, plant.Model(rates=(0.8, 0.6), length=200), 300), 2)
+    wrong = {**sums, "reached_2": sums["offered_2"]}
+    found = Resampling(300, seed=1).value(position_metrics(2)[0][1], wrong)
+    assert not found.low < 0.6 < found.high
+
+
+def test_planted_tokens_after_the_stop_do_not_count(plant: SimpleNamespace) -> None:
+    plain = columns(planted(plant, plant.Model(rates=(1.0,), length=11), 20), 4)
+    over = columns(planted(plant, plant.Model(rates=(1.0,), length=12, overshoot=True), 20), 4)
+    assert value("tau", plain) == 5.0  # ten tokens after the first, in two rounds
+    assert value("tau", over) == pytest.approx(11 / 3)  # the third round keeps one of its five
+    assert value("tau_eagle", over) == 5.0
+
+
+def test_per_request_k_has_right_denominators(plant: SimpleNamespace) -> None:
+    model = plant.Model(rates=(0.9, 0.7, 0.5), length=300)
+    mixed = planted(plant, model, 100, k=1) + planted(plant, model, 100, k=3)
+    sums = columns(mixed, 3)
+    found = Resampling(200, seed=0).value(position_metrics(3)[1][2], sums)
+    assert found.low < 0.9 * 0.7 * 0.5 < found.high
+    assert sums["offered_2"][:100].sum() == 0 < sums["offered_1"][:100].sum()
+
+
+def planted(plant: SimpleNamespace, model: Any, count: int, k: int = 0) -> list[Answer]:
+    k = k or (4 if model.rates == (1.0,) else len(model.rates))
+    chunk = plant.questions(count).questions
+    return run_chunk({"main": model}, [Arm("k", k)], chunk, plant.asking(max_new_tokens=10_000))
+
+
+def test_interval_of_a_difference_is_paired() -> None:
+    rng = np.random.default_rng(0)
+    emitted = rng.integers(50, 500, 100).astype(float)
+    left = {"emitted": emitted, "rounds": emitted / 2}
+    right = {"emitted": emitted, "rounds": emitted / 2.5}
+    found = Resampling(100, seed=0).difference(BY_KEY["tau"], left, right)
+    assert found.estimate == pytest.approx(0.5) and found.high - found.low < 1e-9
+
+
+def test_interval_covers_as_often_as_it_says() -> None:
+    rng, inside = np.random.default_rng(5), 0
+    for _ in range(200):
+        sums = {"accepted": rng.binomial(20, 0.7, 60).astype(float), "drafted": np.full(60, 20.0)}
+        found = Resampling(60, seed=1, draws=400).value(BY_KEY["acceptance_rate"], sums)
+        inside += found.low <= 0.7 <= found.high
+    assert 180 <= inside <= 199
+
+
+def test_one_question_has_no_interval() -> None:
+    found = Resampling(1, seed=0).value(BY_KEY["tau"], {"emitted": np.array([3.0]), "rounds": np.array([2.0])})
+    assert found.estimate == 1.5 and np.isnan(found.low)
+
+
+def test_every_metric_has_a_definition_and_known_columns() -> None:
+    sums = columns([answer([(1, 1, 2)])], 1, [answer([(0, 0, 1)])])
+    for metric in METRICS:
+        assert metric.definition.endswith(".") and {*metric.over, *metric.under} <= set(sums)
+    assert len({metric.key for metric in METRICS}) == len(METRICS)

@@ -1,0 +1,40 @@
+"""The predicted speed-up by hand, and where the prediction goes beyond what was measured."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from evals.acceptance.predict import best, expected_tokens, predict, round_seconds
+
+
+def test_by_hand() -> None:
+    # Acceptance 0.8 then 0.5: E(1) = 1.8, E(2) = 2.2. A round costs 1 without drafts, 1.2 with one, 1.4 with two.
+    table = predict([0.8, 0.5], {1: {0: 1.0, 1: 1.2, 2: 1.4}}, (1, 2, 3))
+    assert [cell.speedup for cell in table] == pytest.approx([1.8 / 1.2, 2.2 / 1.4, 2.4 / 1.6])
+    assert [cell.extrapolated for cell in table] == [False, False, True]
+    assert best(table)[1].k == 2
+
+
+def test_drafts_that_cost_more_than_they_bring_have_no_best_k() -> None:
+    assert best(predict([0.1], {4: {0: 1.0, 1: 2.0}}, (1, 2, 3))) == {}
+
+
+def test_one_measured_k_is_drawn_through_the_target_alone() -> None:
+    assert round_seconds({0: 1.0, 4: 2.0}, 2) == pytest.approx(1.5)
+    assert round_seconds({0: 1.0, 2: 1.6, 4: 2.0}, 2) == 1.6
+    assert math.isnan(round_seconds({0: 1.0}, 2))
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6), st.integers(0, 12))
+def test_expected_tokens_lie_between_one_and_k_plus_one(rates: list[float], k: int) -> None:
+    assert 1.0 <= expected_tokens(rates, k) <= k + 1 + 1e-9
+    assert expected_tokens(rates, k) <= expected_tokens(rates, k + 1) + 1e-12
+
+
+def test_positions_that_were_never_reached_take_the_last_known_rate() -> None:
+    assert expected_tokens([0.5, float("nan")], 2) == 1.75
+    assert expected_tokens([float("nan")], 3) == 1.0

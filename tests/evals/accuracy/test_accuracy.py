@@ -1,0 +1,263 @@
+"""Accuracy through lm-eval: same answers with and without speculation, a planted defect, resume, and its own side."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("lm_eval")
+pytest.importorskip("scipy")
+
+from fakes import table_head
+from lm_eval.api.instance import Instance
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import specdec
+import specdec.acceptance.judge
+from evals.accuracy import humaneval
+from evals.accuracy.accuracy import AccuracyPlan, prepare, run, settings
+from evals.accuracy.lm_eval_model import EngineLM, SpecdecLM
+from evals.accuracy.paired import paired_accuracy
+from evals.data.datasets import DATA_VARIABLE
+from evals.errors import DataError
+from evals.runs.runner import Arm
+from evals.runs.store import RunStore
+from evals.runs.worker import ModelSpec, Worker
+from specdec.acceptance.accept import Verdict
+from specdec.errors import InvalidInputError
+from specdec.loading.builtin import builtin_names, builtin_path
+
+pytestmark = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target")
+K = 3
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    """The built-in target with a head that knows its bigrams: no training, and some drafts are accepted."""
+    folder = builtin_path("gsm-llama")
+    target = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    head = table_head(target, disturbance=0.0)
+    sizes: dict[str, Any] = {"max_num_seqs": 16, "kv_cache_tokens": 16384, "max_model_len": 512}
+    return specdec.SpeculativeModel.from_pretrained(
+        target, head, num_speculative_tokens=K, tokenizer=tokenizer, **sizes
+    )
+
+
+@pytest.fixture(autouse=True)
+def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CHECK", "0")
+
+
+def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
+    plan = AccuracyPlan(**{"tasks": ("specdec_arithmetic",), "k": K, "limit": 20, "chat_template": True, **more})
+    worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
+    facts = worker.facts()["main"]
+    return run(model, facts, prepare(plan), RunStore(folder, settings(plan, facts)), lambda answers: None)
+
+
+@pytest.mark.slow
+def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
+    document = evaluate(model, tmp_path / "run")
+    (row,) = document["scores"]
+    assert (row["task"], row["filter"], row["total"]) == ("specdec_arithmetic", "strict-match", 20)
+    assert row["right_a"] == row["right_b"] >= 14
+    assert row["p_value"] == 1.0 and row["only_a"] == row["only_b"] == 0
+    assert document["identical"] == {"questions": 20, "identical": 20, "differ": []}
+    assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
+    assert json.loads(json.dumps(document, allow_nan=False)) == document
+
+
+@pytest.mark.slow
+def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def accepts_everything(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
+        return Verdict(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
+
+    monkeypatch.setattr(specdec.acceptance.judge, "accept_greedy", accepts_everything)
+    document = evaluate(model, tmp_path / "run", max_gen_toks=96)
+    (row,) = document["scores"]
+    assert row["p_value"] < 0.01 and row["high"] < 0
+    assert document["identical"]["identical"] < 5
+
+
+class Killed(Exception):
+    """Stands for the process being killed."""
+
+
+@pytest.mark.slow
+def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = AccuracyPlan(("specdec_arithmetic",), K, limit=6, chat_template=True)
+    facts = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model).facts()["main"]
+    done: list[Any] = []
+
+    def kill(answers: Any) -> None:
+        done.extend(answers)
+        if len(done) == 9:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(model, facts, prepare(plan), RunStore(tmp_path / "run", settings(plan, facts)), kill)
+    kept = len((tmp_path / "run" / "answers.jsonl").read_text().splitlines())
+    asked: list[int] = []
+    plain = model.generate_iter
+    monkeypatch.setattr(model, "generate_iter", lambda p, q: asked.append(len(p)) or plain(p, q))
+    document = run(model, facts, prepare(plan), RunStore(tmp_path / "run", settings(plan, facts)), lambda answers: None)
+    assert kept == 9 and sum(asked) == 3
+    assert document["identical"]["identical"] == 6
+
+
+@pytest.mark.slow
+def test_unknown_tasks_and_missing_data_are_named(model: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="unknown task 'gsm9k'"):
+        evaluate(model, tmp_path / "a", tasks=("gsm9k",))
+    with pytest.raises(DataError, match=r"test\.jsonl does not exist|train\.jsonl does not exist"):
+        evaluate(model, tmp_path / "b", tasks=("gsm8k",), data_dir=tmp_path)
+
+
+@pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
+def test_gsm8k_reads_local_data_with_its_own_shots(model: Any, tmp_path: Path) -> None:
+    folder = Path(os.environ[DATA_VARIABLE])
+    document = evaluate(
+        model, tmp_path / "run", tasks=("gsm8k",), data_dir=folder, limit=4, num_fewshot=0, max_gen_toks=64
+    )
+    assert {row["filter"] for row in document["scores"]} == {"strict-match", "flexible-extract"}
+    assert document["identical"]["identical"] == 4
+
+
+def request(context: str, index: int = 0, **gen_kwargs: Any) -> Instance:
+    arguments = (context, {"until": ["Question:"], "do_sample": False, **gen_kwargs})
+    return Instance("generate_until", {}, arguments, 0, ("task", index, 1))
+
+
+def test_unknown_arguments_are_refused(model: Any) -> None:
+    lm = EngineLM(model, Arm("x", K))
+    with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalty'\]"):
+        lm.generate_until([request("a", repetition_penalty=1.2)])
+    with pytest.raises(InvalidInputError, match="unknown model_args: drfat"):
+        SpecdecLM("gsm-llama", drfat="auto")
+
+
+def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch, model: Any) -> None:
+    """lm-eval passes on words: what they say reaches from_pretrained."""
+    specs: list[ModelSpec] = []
+    monkeypatch.setattr(ModelSpec, "load", lambda spec: (specs.append(spec), model)[1])
+    given = {"kv_cache_dtype": "fp8", "cuda_graphs": True, "mtp_concat": "hidden_first", "mtp_feedback": "pre_norm"}
+    SpecdecLM("gsm-deepseek", draft="auto", **given)
+    assert {name: getattr(specs[0], name) for name in given} == given
+
+
+@pytest.mark.slow
+def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> None:
+    lm = EngineLM(model, Arm("x", K), max_gen_toks=24)
+    one = request("<|user|>How many apples?<|end|><|assistant|>", do_sample=True, temperature=1.5)
+    answers = lm.generate_until([one] * 6)
+    assert len(set(answers)) > 3
+    assert lm.generate_until([one] * 6) == answers
+    assert lm.get_model_info()["specdec_stats"]["tau"] > 1.0
+
+
+def test_scoring_agrees_with_the_model(model: Any) -> None:
+    lm = EngineLM(model, Arm("x", 0))
+    ids = lm.tok_encode("2+2 = 4")
+    (score,) = lm._loglikelihood_tokens([(None, ids[:3], ids[3:])])
+    with torch.no_grad():
+        logp = model.hf_model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    assert score[0] == pytest.approx(sum(float(logp[i - 1, ids[i]]) for i in range(3, len(ids))), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_stock_hf_model_gives_the_same_score(tmp_path: Path) -> None:
+    """lm-eval's own command line, its own hf model and ours, on the same task."""
+    pytest.importorskip("accelerate")
+    folder = str(builtin_path("gsm-llama"))
+    found = []
+    for name, extra in (("hf", ",dtype=float32"), ("specdec", "")):
+        out = tmp_path / name / "results.json"
+        arguments = ["--model", name, "--model_args", f"pretrained={folder}{extra}", "--device", "cpu"]
+        arguments += [
+            "--tasks",
+            "specdec_arithmetic",
+            "--limit",
+            "12",
+            "--apply_chat_template",
+            "--output_path",
+            str(out),
+        ]
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "specdec.cli.main",
+                "eval",
+                "lm-eval",
+                *arguments,
+                "--batch_size",
+                "4",
+                "--log_samples",
+            ],
+            check=True,
+            capture_output=True,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        )
+        (samples,) = (tmp_path / name).glob("samples_*.jsonl")
+        rows = [json.loads(line) for line in samples.read_text().splitlines()]
+        found.append([(row["prompt_hash"], row["resps"], row["exact_match"]) for row in rows])
+    assert found[0] == found[1] and len(found[0]) == 12
+
+
+def test_mcnemar_by_hand() -> None:
+    a = [True] * 8 + [False] * 2 + [True] * 10
+    b = [False] * 8 + [True] * 2 + [True] * 10
+    found = paired_accuracy(a, b)
+    assert (found.only_a, found.only_b, found.right_a, found.right_b) == (8, 2, 18, 12)
+    assert found.p_value == pytest.approx(2 * (1 + 10 + 45) / 1024)  # two-sided binomial tail of 2 in 10
+    assert found.difference == pytest.approx(-0.3) and found.low < -0.3 < found.high
+    with pytest.raises(InvalidInputError, match="equally long"):
+        paired_accuracy([True], [])
+
+
+GOOD = "def f(x):\n    return x + 1\n"
+TEST = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)\n"
+
+
+@pytest.mark.parametrize(
+    ("program", "passed"),
+    [
+        (GOOD, True),
+        (GOOD.replace("+ 1", "+ 2"), False),
+        ("import sys\nsys.exit(0)\n", False),
+        ("import os\nos._exit(0)\n", False),
+        pytest.param("while True:\n    pass\n", False, marks=pytest.mark.slow),
+        ("x = [0] * (1 << 33)\n" + GOOD, False),
+        ("def f(x:\n", False),
+    ],
+)
+def test_the_scorer_cannot_be_fooled_by_leaving_early(program: str, passed: bool) -> None:
+    assert humaneval.passes(f"{program}\n{TEST}", seconds=3.0) is passed
+
+
+@pytest.mark.slow
+def test_what_a_candidate_started_is_ended_with_it(tmp_path: Path) -> None:
+    mark = tmp_path / "alive"
+    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    program = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n{GOOD}"
+    assert humaneval.passes(f"{program}\n{TEST}", seconds=2.0)
+    subprocess.run(["sleep", "3.5"], check=True)
+    assert not mark.exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
+def test_the_canonical_solutions_pass() -> None:
+    path = Path(os.environ[DATA_VARIABLE]) / "humaneval" / "HumanEval.jsonl"
+    docs = [json.loads(line) for line in path.read_text("utf-8").splitlines()][::8]
+    for doc in docs:
+        ((program,),) = humaneval.programs([[doc["canonical_solution"]]], [doc])
+        assert humaneval.pass_at_1([f"{doc['test']}\ncheck({doc['entry_point']})"], [[program]]) == {"pass@1": 1.0}

@@ -1,0 +1,337 @@
+"""What the rewriting of the compiler's graph finds, what it leaves, and that the results stay."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from tests.specdec.test_compiling import Block
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor.decomposition import select_decomp_table
+
+from specdec.compiler.passes import Rewriting
+from specdec.compiler.settings import fuse_siblings
+
+HALF, TOKENS = torch.bfloat16, 5
+Run = Callable[..., torch.Tensor]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def operators(graph: torch.fx.Graph) -> Counter[str]:
+    names = (getattr(node.target, "overloadpacket", None) for node in graph.nodes if node.op == "call_function")
+    return Counter(name.__name__ for name in names if name is not None)
+
+
+class Counted(Rewriting):
+    """Counts operators before and after."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: Counter[str] = Counter()
+        self.after: Counter[str] = Counter()
+
+    def __call__(self, graph: torch.fx.Graph) -> None:
+        self.before = operators(graph)
+        super().__call__(graph)
+        graph.eliminate_dead_code()
+        self.after = operators(graph)
+
+
+def any_tokens(args: Sequence[torch.Tensor]) -> None:
+    """Compile for any number of tokens: the axes that have TOKENS entries."""
+    torch._dynamo.reset()
+    for x in args:
+        for axis in range(x.dim()):
+            if x.shape[axis] == TOKENS:
+                torch._dynamo.mark_dynamic(x, axis)
+
+
+def compiled(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counted]:
+    """The whole compiler."""
+    any_tokens(args)
+    counted = Counted()
+    settings = {"post_grad_custom_pre_pass": counted, "force_disable_caches": True}
+    with torch.no_grad(), torch._inductor.config.patch(settings), torch._dynamo.config.patch(specialize_float=True):
+        return torch.compile(run, fullgraph=True)(*args), counted
+
+
+def rewritten(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counter[str]]:
+    """The compiler's graph after our pass, run operator by operator: all but the making of kernels."""
+    any_tokens(args)
+    counted = Counted()
+
+    def compile_inference(module: torch.fx.GraphModule, _: Any) -> torch.fx.GraphModule:
+        counted(module.graph)
+        module.recompile()
+        return module
+
+    backend = aot_autograd(fw_compiler=compile_inference, decompositions=select_decomp_table())
+    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+        return torch.compile(run, fullgraph=True, backend=backend)(*args), counted.after
+
+
+def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
+    """Up to what is rounded between operators, in half precision."""
+    assert ours.dtype == eager.dtype
+    torch.testing.assert_close(ours.double(), eager.double(), rtol=2e-2, atol=6e-2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bias", [False, True])
+def test_one_product_a_group_of_siblings(bias: bool) -> None:
+    block, x = Block(bias).requires_grad_(False), torch.randn(TOKENS, 16)
+    before = block(x)
+    fuse_siblings(block, lambda: block(x))
+    out, counted = compiled(block, x)
+    assert counted.before["mm"] + counted.before["addmm"] == 8
+    products = ("mm", "addmm", "few_tokens_linear")
+    assert sum(counted.after[name] for name in products) == 5  # q+k+v, o, gate+up, tied, head
+    assert torch.allclose(out, before, atol=1e-5)
+
+
+class Norm(nn.Module):
+    """LlamaRMSNorm as transformers writes it."""
+
+    def __init__(self, dtype: torch.dtype = HALF) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(64, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(torch.float32)
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+        return self.weight * wide.to(x.dtype)
+
+
+class Residual(nn.Module):
+    """A sum that is normed, and read once more behind the norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first = Norm(), Norm()
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        residual = residual + self.first(x)
+        return self.norm(residual) * 2 + residual
+
+
+def hidden(*shape: int, dtype: torch.dtype = HALF) -> torch.Tensor:
+    return torch.randn(*(shape or (1, TOKENS, 64)), dtype=dtype)
+
+
+@pytest.mark.slow
+def test_norms_are_one_operator_with_their_sum() -> None:
+    model, args = Residual(), (hidden(), hidden())
+    out, counted = compiled(model, *args)
+    assert (counted.after["rms_norm"], counted.after["add_rms_norm"], counted.after["rsqrt"]) == (1, 1, 0)
+    assert_alike(out, model(*args))
+
+
+@pytest.mark.slow
+def test_a_sum_of_transposed_terms_is_one_operator() -> None:
+    norm, args = Norm(), (hidden(1, 64, TOKENS), hidden(1, 64, TOKENS))
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return norm(x.transpose(1, 2) + y.transpose(1, 2))
+
+    out, counted = compiled(run, *args)
+    assert counted.after["add_rms_norm"] == 1
+    assert_alike(out, run(*args))
+
+
+def scaled_by(norm: Norm, scale: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.float32) -> Run:
+    """A norm that divides by something else than the root of the mean square."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        wide = x.to(dtype)
+        return norm.weight * (wide * scale(wide)).to(x.dtype)
+
+    return run
+
+
+def mean_square(x: torch.Tensor) -> torch.Tensor:
+    return x.pow(2).mean(-1, keepdim=True)
+
+
+def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
+    norm, x = Norm(), hidden()
+    weight = norm.weight
+
+    def plus_one(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(mean_square(wide) + 1e-5) * (1.0 + weight.float())).to(x.dtype)
+
+    def computed_weight(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return (weight * 2).relu() * (wide * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
+
+    one = nn.Parameter(torch.randn(1, dtype=HALF), requires_grad=False)
+
+    def one_weight(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return one * (wide * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
+
+    def scale_read_twice(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        scale = torch.rsqrt(mean_square(wide) + 1e-5)
+        return weight * (wide * scale).to(x.dtype) + scale.to(x.dtype)
+
+    def product_with_another(x: torch.Tensor) -> torch.Tensor:
+        wide = x.float()
+        return weight * (wide.flip(-1) * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
+
+    return {
+        "weight plus one": (plus_one, x),
+        "float32": (Norm(torch.float32), hidden(dtype=torch.float32)),
+        "weight of another dtype": (Norm(torch.float32), x),
+        "computed weight": (computed_weight, x),
+        "two sequences": (norm, hidden(2, TOKENS, 64)),
+        "no sequences": (norm, hidden(TOKENS, 64)),
+        "heads": (norm, hidden(1, TOKENS, 3, 64)),
+        "fourth power": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5)), x),
+        "rounded float64": (Norm(torch.float64), hidden(dtype=torch.float64)),
+        "weight of one number": (one_weight, x),
+        "mean over tokens": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(2).mean(1, keepdim=True) + 1e-5)), x),
+        "sum": (scaled_by(norm, lambda x: torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-5)), x),
+        "weighed epsilon": (scaled_by(norm, lambda x: torch.rsqrt(torch.add(mean_square(x), 0.1, alpha=20))), x),
+        "epsilon a tensor": (scaled_by(norm, lambda x: torch.rsqrt(mean_square(x) + x[:, :, :1].abs())), x),
+        "float64": (scaled_by(norm, lambda x: torch.rsqrt(mean_square(x) + 1e-5), torch.float64), x),
+        "scale read twice": (scale_read_twice, x),
+        "product with another": (product_with_another, x),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(other_norms()))
+def test_other_norms_stay(name: str) -> None:
+    run, x = other_norms()[name]
+    out, after = rewritten(run, x)
+    assert (after["rms_norm"], after["rsqrt"]) == (0, 1)
+    assert_alike(out, run(x))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda x: x + x[0, 0],
+        lambda x: torch.add(x, x.flip(-1), alpha=-3),
+        lambda x: x + x.shape[1],
+        lambda x: x + 0.5,
+        lambda x: (x.float() + x.flip(-1).float()).to(x.dtype),
+    ],
+    ids=["broadcast", "weighed", "number of tokens", "constant", "in float32"],
+)
+def test_other_sums_are_no_residuals(add: Run) -> None:
+    """The norm behind them is one operator by itself."""
+    norm, x = Norm(), hidden()
+    out, after = rewritten(lambda x: norm(add(x)), x)
+    assert (after["rms_norm"], after["add_rms_norm"]) == (1, 0)
+    assert_alike(out, norm(add(x)))
+
+
+def turned(x: torch.Tensor) -> torch.Tensor:
+    half = x.shape[-1] // 2
+    return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    return torch.cat((q * cos + turned(q) * sin, k * cos + turned(k) * sin), 1)
+
+
+def rotating(turn: Run, add: Run = torch.add) -> Run:
+    """Like `rotate`, with another turn of a head or another sum."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.cat([add(x * cos, turn(x) * sin) for x in (q, k)], 1)
+
+    return run
+
+
+def read_at_once(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The first result is read before the second is there, as an attention operator's reshapes do."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    q = (q * cos + turned(q) * sin).transpose(1, 2)[0].relu()
+    k = (k * cos + turned(k) * sin).transpose(1, 2)[0].relu()
+    return torch.cat((q, k), 1)
+
+
+def one_after_the_other(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """The second rotation needs the first."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    q = q * cos + turned(q) * sin
+    k = k + q[:, : k.shape[1]]
+    return k * cos + turned(k) * sin
+
+
+def query_key_angles(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
+    shapes = ((1, TOKENS, 4, 16), (1, TOKENS, 2, 16), (1, TOKENS, 16), (1, TOKENS, 16))
+    q, k, cos, sin = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return q.transpose(1, 2), k.transpose(1, 2), cos, sin
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", [rotate, read_at_once])
+def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
+    args = query_key_angles()
+    out, counted = compiled(run, *args)
+    assert (counted.after["rotated"], counted.after["neg"]) == (1, 0)
+    assert_alike(out, run(*args))
+
+
+def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
+    args = query_key_angles()
+    q, k, cos, sin = args
+    half = [x[..., :8] for x in args[2:]]
+    return {
+        "float32": (rotate, query_key_angles(torch.float32)),
+        "angles of float32": (rotate, (q, k, cos.float(), sin.float())),
+        "angles of two sequences": (rotate, (q, k, cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))),
+        "two sequences": (rotate, (q.repeat(2, 1, 1, 1), k.repeat(2, 1, 1, 1), cos, sin)),
+        "angles of one token": (rotate, (q, k, cos[:, :1], sin[:, :1])),
+        "one after the other": (one_after_the_other, args),
+        "other way round": (rotating(lambda x: torch.cat((x[..., 8:], -x[..., :8]), -1)), args),
+        "both negative": (rotating(lambda x: torch.cat((-x[..., 8:], -x[..., :8]), -1)), args),
+        "another sign": (rotating(lambda x: torch.cat((x[..., 8:].abs(), x[..., :8]), -1)), args),
+        "second half twice": (rotating(lambda x: torch.cat((-x[..., 8:], x[..., 8:]), -1)), args),
+        "halves in place": (rotating(lambda x: torch.cat((-x[..., :8], x[..., 8:]), -1)), args),
+        "unequal parts": (rotating(lambda x: torch.cat((-x[..., 6:], x[..., :6]), -1)), args),
+        "overlapping parts": (rotating(lambda x: torch.cat((-x[..., 4:12], x[..., :8]), -1)), args),
+        "of another": (rotating(lambda x: turned(x.flip(-1))), args),
+        "minus": (rotating(turned, lambda a, b: torch.add(a, b, alpha=-1)), args),
+        "of the number of tokens": (lambda q, k, cos, sin: q * q.shape[2] + turned(q) * sin.unsqueeze(1), args),
+        "queries alone": (lambda q, k, cos, sin: q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1), args),
+        "narrow angles": (
+            lambda q, k, cos, sin: torch.cat(
+                [x[..., :8] * cos.unsqueeze(1) + x[..., 8:] * sin.unsqueeze(1) for x in (q, k)], 1
+            ),
+            (q, k, *half),
+        ),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(other_rotations()))
+def test_other_rotations_stay(name: str) -> None:
+    run, args = other_rotations()[name]
+    out, after = rewritten(run, *args)
+    assert after["rotated"] == 0
+    assert_alike(out, run(*args))
+
+
+@pytest.mark.slow
+def test_the_quick_way_sees_what_the_compiler_sees() -> None:
+    """Else nothing would be found in the cases that must stay."""
+    norm, args = Residual(), query_key_angles()
+    x = hidden()
+    assert rewritten(norm, x, x.flip(-1))[1]["add_rms_norm"] == 1
+    assert rewritten(rotate, *args)[1]["rotated"] == rewritten(rotating(turned), *args)[1]["rotated"] == 1

@@ -1,0 +1,396 @@
+"""The graph executor's bookkeeping on a CPU: a "graph" is a launch that runs again on the same buffers when replayed.
+
+What a real capture fixes is fixed here too: addresses (one device buffer in the arena), shapes, and the plan's place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import (
+    VOCAB,
+    count_calls,
+    eagle3_head,
+    enlarge,
+    free_everywhere,
+    hf_greedy,
+    random_prompts,
+    table_head,
+    tiny_llama,
+    wrap,
+)
+from transformers import AutoModelForCausalLM, DeepseekV2Config
+
+import specdec.execution.capture
+import specdec.execution.graphs
+from attention.backends.base import PlanKey
+from attention.backends.reference import TorchBackend
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.checking import check_mode
+from drafters.mtp.head import MtpHead
+from drafters.mtp.spec import MtpSpec, mtp_target
+from specdec.compiler.passes import Rewriting
+from specdec.compiler.settings import compiler_settings
+from specdec.execution.graphs import GraphExecutor, graph_rows
+from specdec.execution.readback import HostReads
+from specdec.ops.experts import CAPTURABLE, using_capturable_experts
+from specdec.requests.sampling import SamplingParams
+
+PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
+
+
+class Box:
+    """A plan's fixed place."""
+
+    plan: Any = None
+
+
+class FixedPlaceBackend(TorchBackend):
+    """The torch reference, with plans that stay where they are."""
+
+    def fixed_builder(
+        self, group: Any, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
+    ) -> Any:
+        return FixedPlaceBuilder(self.builder(group, key, dtype), rows, query_len)
+
+    def run(self, plan: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return super().run(plan.plan if isinstance(plan, Box) else plan, *args, **kwargs)
+
+
+class FixedPlaceBuilder:
+    def __init__(self, builder: Any, rows: int, query_len: int) -> None:
+        self.builder, self.rows, self.query_len, self.box = builder, rows, query_len, Box()
+
+    def build(self, metadata: CommonAttentionMetadata) -> Box:
+        self.metadata = metadata
+        self.replan(metadata.host)
+        return self.box
+
+    def replan(self, host: HostBatch) -> None:
+        assert host.query_lens.tolist() == [self.query_len] * self.rows
+        self.box.plan = self.builder.build(replace(self.metadata, host=host))
+
+
+class Replayed:
+    """Runs a launch again and leaves its results where they were the first time."""
+
+    def __init__(self, launch: Callable[[], Any]) -> None:
+        self.launch, self.result, self.replays = launch, launch(), 0
+
+    def replay(self) -> None:
+        self.replays += 1
+        with check_mode(False):  # a captured launch has no Python left that could check
+            again = self.launch()
+        if isinstance(again, torch.Tensor):
+            again = (again,)
+            self.result[...] = again[0]
+        elif again is not None:
+            for kept, new in zip(self.result, again, strict=True):
+                kept.copy_(new)
+
+
+@pytest.fixture
+def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    recorded: list[Replayed] = []
+
+    def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
+        recorded.append(Replayed(launch))
+        return recorded[-1], recorded[-1].result
+
+    monkeypatch.setattr(specdec.execution.capture, "record", record)
+    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    for name, result in (("memory_reserved", 0), ("graph_pool_handle", None), ("synchronize", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
+    return recorded
+
+
+@pytest.fixture
+def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """Without the compiler."""
+    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    return recorded_on_cpu
+
+
+def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: Any) -> Any:
+    wrapped = wrap(tiny_llama() if target is None else target, head, **options)
+    backend = backend or FixedPlaceBackend(torch.device("cpu"))
+    wrapped.target.runner._backend = backend
+    if wrapped.executor.drafter is not None:
+        wrapped.executor.drafter.runner._backend = backend
+    executor = GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
+    wrapped._engine._executor = executor
+    wrapped._engine._launch_ahead = True
+    return wrapped
+
+
+@pytest.mark.parametrize("kind", ["table", "eagle3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param({"kv_cache_tokens": 88}, marks=pytest.mark.slow),
+        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
+        pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
+    ],
+)
+def test_tokens_and_drafts_are_those_of_the_eager_road(
+    graphs_on_cpu: list[Replayed], kind: str, options: dict[str, int]
+) -> None:
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 5, **options}
+    make = table_head if kind == "table" else eagle3_head
+    params = SamplingParams(max_new_tokens=24, return_drafts=True)
+    eager = wrap(tiny_llama(), make(tiny_llama()), **sizes).generate(PROMPTS, params)
+    graphed = with_graphs(make(tiny_llama()), **sizes)
+    completions = graphed.generate(PROMPTS, params)
+    most = options.get("max_model_len", 128)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, min(24, most - len(p))) for p in PROMPTS]
+    assert [c.drafts for c in completions] == [c.drafts for c in eager]
+    assert sum(g.replays for g in graphs_on_cpu) > 30
+    assert free_everywhere(graphed)
+
+
+@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 1, 5])
+def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
+    """What is reserved for the round behind a launched one is no more than the block tables hold."""
+    head = table_head(tiny_llama()) if num_drafts else None
+    sizes = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 16, "max_num_batched_tokens": 64}
+    graphed = with_graphs(head, num_speculative_tokens=num_drafts, **sizes)
+    prompts = [prompt[:40] for prompt in PROMPTS]
+    completions = graphed.generate(prompts, SamplingParams(max_new_tokens=100))
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 64 - len(p)) for p in prompts]
+    assert free_everywhere(graphed)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 1, 2])
+def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
+    head = table_head(tiny_llama()) if num_drafts else None
+    graphed = with_graphs(head, num_speculative_tokens=num_drafts, max_num_seqs=3)
+    completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=16))
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 16) for p in PROMPTS]
+    assert sum(g.replays for g in graphs_on_cpu) > 20
+
+
+def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
+    """Same seed and K: the graph executor draws what the eager one draws."""
+    params = [SamplingParams(max_new_tokens=20, temperature=t, seed=i) for i, t in enumerate((0, 1.0, 0, 0.7, 1.3, 0))]
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
+    eager = wrap(tiny_llama(), table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    assert [c.token_ids for c in graphed] == [c.token_ids for c in eager]
+    assert any(g.replays for g in graphs_on_cpu)
+
+
+@pytest.mark.slow
+def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Replayed]) -> None:
+    """With torch.compile, fused siblings and taps that leave the compiled forward as outputs (float32)."""
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
+    params = SamplingParams(max_new_tokens=24, return_drafts=True)
+    eager = wrap(tiny_llama(), eagle3_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    graphed = with_graphs(eagle3_head(tiny_llama()), **sizes)
+    completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
+    assert [c.drafts for c in completions] == [c.drafts for c in eager]
+    assert graphed._engine._executor.report.fused_groups == 2 * 4 + 2
+    assert sum(g.replays for g in recorded_on_cpu) > 30
+
+
+@pytest.mark.slow
+def test_norms_and_rotations_of_the_target_are_operators_of_ours(
+    recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision, through the attention port. The first norm has no residual before it."""
+    graphs: list[Counter[str]] = []
+    rewrite = Rewriting.__call__
+
+    def count(self: Rewriting, graph: torch.fx.Graph) -> None:
+        rewrite(self, graph)
+        graphs.append(Counter(str(node.target) for node in graph.nodes))
+
+    monkeypatch.setattr(Rewriting, "__call__", count)
+    with torch._inductor.config.patch(force_disable_caches=True):
+        with_graphs(None, tiny_llama().to(torch.bfloat16), num_speculative_tokens=0, max_num_seqs=4)
+    layers = tiny_llama().config.num_hidden_layers
+    names = ("rms_norm", "add_rms_norm", "rotated")
+    assert [graphs[0][f"specdec.{name}.default"] for name in names] == [1, 2 * layers, layers]
+
+
+def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted defect: the verification is not planned anew."""
+    graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
+    for bucket in graphed._engine._executor._buckets.values():
+        monkeypatch.setattr(bucket.planner, "replan", lambda host: None)
+    completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+    assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
+
+
+def test_buckets() -> None:
+    assert graph_rows(12, 6) == (12, 8, 4, 2, 1)
+    assert graph_rows(1, 1) == (2,)
+    assert graph_rows(128, 6)[:2] == (128, 64)
+
+
+def latent_mixture_pair() -> tuple[Any, MtpHead]:
+    """A tiny target with latent attention and experts, and a multi-token-prediction module of its kind."""
+    torch.manual_seed(0)
+    config = DeepseekV2Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=48,
+        moe_intermediate_size=24,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        num_experts_per_tok=2,
+        n_routed_experts=4,
+        first_k_dense_replace=1,
+        kv_lora_rank=16,
+        q_lora_rank=None,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=8,
+        max_position_embeddings=128,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    target = AutoModelForCausalLM.from_config(config).eval().requires_grad_(False)
+    head = MtpHead(MtpSpec(), mtp_target(target)).eval().requires_grad_(False)
+    for module in (target, head):
+        enlarge(module)
+    return target, head
+
+
+def check_latent_mixture(drafts: int, rows: int = 4) -> None:
+    sizes = {"num_speculative_tokens": drafts, "max_num_seqs": rows}
+    params = SamplingParams(max_new_tokens=16, return_drafts=True)
+    target, head = latent_mixture_pair()
+    eager = wrap(target, head, **sizes).generate(PROMPTS, params)
+    target, head = latent_mixture_pair()
+    graphed = with_graphs(head, target, **sizes)
+    with compiler_settings(), using_capturable_experts(target, head):  # a real replay compiles nothing anew
+        completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in eager]
+    assert [c.drafts for c in completions] == [c.drafts for c in eager]
+    assert target.config._experts_implementation != CAPTURABLE  # the model's own form is back
+
+
+@pytest.mark.parametrize("drafts", [1, 3])
+def test_a_latent_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
+    check_latent_mixture(drafts)
+    assert sum(g.replays for g in graphs_on_cpu) > 20
+
+
+@pytest.mark.slow
+def test_a_latent_mixture_is_one_compiled_graph(
+    recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target and module traced without a break; what they compute is that of the eager road."""
+    compiler = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": "aot_eager"}))
+    plain = specdec.execution.capture.record
+
+    def record(launch: Callable[[], Any], pool: Any) -> Any:
+        launch()
+        return plain(launch, pool)
+
+    monkeypatch.setattr(specdec.execution.capture, "record", record)
+    check_latent_mixture(2, rows=1)
+    assert sum(g.replays for g in recorded_on_cpu) > 20
+
+
+def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More requests than rows, limits, an eos id and a stop string: tokens are the target's own, nothing is lost."""
+    graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
+    plain = wrap(tiny_llama(), None, num_speculative_tokens=0, max_num_seqs=3)
+    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+    eos = first[1].token_ids[7]
+    for model in (plain, graphed):
+        model._engine._eos = np.array([eos])
+    params = [SamplingParams(max_new_tokens=n) for n in (24, 24, 3, 17, 24, 9)]
+    expected = plain.generate(PROMPTS, params)
+    completions = graphed.generate(PROMPTS, params)
+    assert [c.token_ids for c in completions] == [c.token_ids for c in expected]
+    assert [c.finish_reason for c in completions] == [c.finish_reason for c in expected]
+    assert "eos" in [c.finish_reason for c in completions]
+    assert len(followed) > 20
+    assert free_everywhere(graphed)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 3])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_with_drafts_a_round_is_launched_before_the_commit(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int, ahead: bool
+) -> None:
+    """More requests than rows, limits, an eos id and an abort: tokens and drafts stay the same."""
+    target = tiny_llama()
+    models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
+    plain, early = models
+    monkeypatch.setattr(plain._engine, "_go_on", lambda *_: None)
+    found: list[Any] = []
+    go_on = early._engine._go_on
+    monkeypatch.setattr(early._engine, "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
+    eos = hf_greedy(PROMPTS[1], 24)[7]
+    lengths = (50, 50, 3, 40, 50, 9)
+
+    def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
+        engine = model._engine
+        engine._eos, engine._launch_ahead = np.array([eos]), ahead
+        params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
+        ids = [engine.submit(p, own) for p, own in zip(PROMPTS, params, strict=True)]
+        done = {}
+        while engine.has_work:
+            updates = engine.step()
+            if len(done) == 3:
+                engine.abort([ids[4]])
+            done |= {u.request_id: u.completion for u in updates if u.completion is not None}
+        return [(c.token_ids, c.finish_reason, c.drafts) for _, c in sorted(done.items())]
+
+    expected = answers(plain)
+    assert answers(early) == expected
+    assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
+    launched = sum(follower is not None for follower in found)
+    assert 8 <= launched < early._engine.stats.rounds - 8
+    assert free_everywhere(early)
+
+
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_no_read_is_larger_than_its_buffer(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int
+) -> None:
+    """A model for one row, whose graphs have two where nothing is drafted; a CPU's reads have no buffers."""
+    reads = count_calls(monkeypatch, HostReads, "start")
+    head = table_head(tiny_llama()) if num_drafts else None
+    graphed = with_graphs(head, num_speculative_tokens=num_drafts, max_num_seqs=1)
+    assert [c.token_ids for c in graphed.generate(PROMPTS[:2], SamplingParams(max_new_tokens=12))] == [
+        hf_greedy(prompt, 12) for prompt in PROMPTS[:2]
+    ]
+    assert 0 < max(packed.numel() for (packed,) in reads) <= 2 * (num_drafts + 1)
+
+
+def test_nothing_is_launched_ahead_when_somebody_could_join(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
+    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    engine = graphed._engine
+    engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
+    for _ in range(4):
+        engine.step()
+    before = len(followed)
+    assert before
+    engine.submit(PROMPTS[1], SamplingParams(max_new_tokens=20))
+    engine.step()
+    assert len(followed) == before, "the waiting request has to be let in first"
+    engine.step()
+    assert len(engine._inflight.schedule.rows) == 2

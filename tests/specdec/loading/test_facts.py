@@ -1,0 +1,33 @@
+"""What was resolved is told: attention kernels, caches, and what capturing the graphs took."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from fakes import table_head, tiny_llama, wrap
+
+from specdec.cli.tables import route_rows
+from specdec.execution.graphs import GraphReport
+from specdec.loading.facts import facts_of
+
+
+def loaded() -> Any:
+    model = tiny_llama()
+    return wrap(model, table_head(model), num_speculative_tokens=2)
+
+
+def test_attention_and_caches() -> None:
+    facts = facts_of(loaded())
+    assert facts["attention"] == dict.fromkeys(("target", "head"), "torch reference, cache float32")
+    assert facts["kv_cache"]["target"] == f"400 tokens in float32, {400 * 4 * 2 * 2 * 16 * 4 / 2**30:.3g} GiB"
+    assert facts["engine"]["num_speculative_tokens"] == 2
+    assert facts["graphs"] is None and ("CUDA graphs", "none") in route_rows(facts)
+
+
+def test_graphs() -> None:
+    model = loaded()
+    model.executor = SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7))
+    facts = facts_of(model)
+    assert facts["graphs"] == {"graphs": 12, "rows": (8, 4, 2, 1), "seconds": 31.2, "GiB": 1.5, "fused_groups": 7}
+    assert ("CUDA graphs", "12 for 8, 4, 2, 1 rows, captured in 31.2 s, 1.5 GiB") in route_rows(facts)

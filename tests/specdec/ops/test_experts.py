@@ -1,0 +1,119 @@
+"""Mixtures of experts in a form that CUDA graphs can hold: what transformers' own forms compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
+
+from specdec.ops import experts
+from specdec.ops.experts import CAPTURABLE, MOST_PAIRS, mixtures, using_capturable_experts
+
+COMMON: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "num_experts_per_tok": 2,
+    "pad_token_id": None,
+}
+LATENT: dict[str, Any] = {"kv_lora_rank": 16, "q_lora_rank": None, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+ROUTED: dict[str, Any] = {"n_routed_experts": 4, "v_head_dim": 8, "n_group": 1, "topk_group": 1}
+CONFIGS = {
+    "deepseek_v2": DeepseekV2Config(**COMMON, **LATENT, **ROUTED),
+    "deepseek_v3": DeepseekV3Config(**COMMON, **LATENT, **ROUTED, first_k_dense_replace=1),
+    "qwen3_moe": Qwen3MoeConfig(**COMMON, num_experts=4),
+    "gpt_oss": GptOssConfig(**COMMON, num_local_experts=4, head_dim=8),
+}
+
+
+def model_of(name: str) -> Any:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name], attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@torch.inference_mode()
+def test_paired_experts_compute_what_transformers_does(name: str) -> None:
+    model = model_of(name)
+    ids = torch.arange(9)[None]
+    own = model(ids, use_cache=False).logits
+    with using_capturable_experts(model):
+        assert model.config._experts_implementation == CAPTURABLE
+        paired = model(ids, use_cache=False).logits
+    assert model.config._experts_implementation != CAPTURABLE
+    assert float(own.std()) > 0.1
+    torch.testing.assert_close(paired, own, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_the_comparison_can_fail() -> None:
+    model = model_of("deepseek_v2")
+    ids = torch.arange(9)[None]
+    own = model(ids, use_cache=False).logits
+    mixtures(model)[0].down_proj[1].mul_(1.1)
+    with using_capturable_experts(model):
+        assert float((model(ids, use_cache=False).logits - own).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "paired"),
+    [
+        (MOST_PAIRS // 2, torch.bfloat16, True),
+        (MOST_PAIRS // 2 + 1, torch.bfloat16, False),
+        (MOST_PAIRS, torch.float16, True),
+    ],
+)
+@torch.inference_mode()
+def test_only_many_pairs_in_bfloat16_are_grouped(
+    tokens: int, dtype: torch.dtype, paired: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two experts a token."""
+    calls = []
+
+    def noted(module: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        calls.append(index.shape)
+        return hidden
+
+    monkeypatch.setattr(experts, "paired_experts", noted)
+    model = model_of("qwen3_moe").to(dtype)
+    with using_capturable_experts(model):
+        model(torch.zeros(1, tokens, dtype=torch.long), use_cache=False)
+    assert bool(calls) == paired
+
+
+@torch.inference_mode()
+def test_compiled_for_both_sides_of_the_limit() -> None:
+    model = model_of("deepseek_v2").to(torch.bfloat16)
+    mixture = mixtures(model)[0]
+    compiled = torch.compile(mixture, fullgraph=True, dynamic=True, backend="aot_eager")
+    torch._dynamo.reset()
+    with using_capturable_experts(model):
+        for tokens in (200, 8, 100, 30):
+            hidden = torch.randn(tokens, 32).to(torch.bfloat16)
+            index, weights = torch.randint(4, (tokens, 2)), torch.rand(tokens, 2)
+            got, expected = compiled(hidden, index, weights), mixture(hidden, index, weights)
+            torch.testing.assert_close(got, expected, rtol=0.05, atol=0.05)
+
+
+def test_the_models_own_form_comes_back_after_an_error() -> None:
+    model = model_of("qwen3_moe")
+    before = model.config._experts_implementation
+    with pytest.raises(RuntimeError, match="inside"), using_capturable_experts(model):
+        raise RuntimeError("inside")
+    assert model.config._experts_implementation == before
+
+
+def test_a_model_without_experts_is_left_alone() -> None:
+    layer = torch.nn.Linear(2, 2)
+    assert mixtures(layer) == []
+    with using_capturable_experts(layer):
+        pass

@@ -1,0 +1,145 @@
+"""Rounds in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py.)"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from attention.batch.host import HostBatch, slots_of
+from specdec.config import EngineConfig
+from specdec.rounds.static import FixedSteps, FixedTarget, fixed_shape
+from specdec.rounds.verification import StepArrays, TargetArrays
+
+CPU = torch.device("cpu")
+ROWS, DRAFTS, LONGEST = 4, 3, 44
+Rows = list[tuple[int, int]]
+"""(position of the root, drafts) of each row."""
+
+
+def config(page_size: int) -> EngineConfig:
+    return EngineConfig(DRAFTS, LONGEST, ROWS, ROWS * (DRAFTS + 1), page_size, 1000)
+
+
+def table(rows: int, page_size: int, first: int) -> np.ndarray:
+    width = -(-LONGEST // page_size)
+    return np.arange(first, first + rows * width, dtype=np.int32).reshape(rows, width)
+
+
+def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> TargetArrays:
+    start, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
+    ones = np.ones(len(rows), np.int64)
+    return TargetArrays(
+        start=start,
+        num_new=ones,
+        drafts=drafts,
+        num_drafting=len(rows),
+        tokens=(start[:, None] + 100).astype(np.int32),
+        judged=np.arange(len(rows)),
+        block_table=table(len(rows), page_size, 1),
+        head_table=table(len(rows), page_size, 500),
+        wanted=ones * DRAFTS,
+        room=ones * DRAFTS,
+        page_size=page_size,
+        sources=None if sources is None else np.array(sources),
+    )
+
+
+def check_rows(batch: HostBatch, rows: Rows, pages: np.ndarray, page_size: int) -> None:
+    batch.validate()
+    slots, positions = (a.reshape(ROWS, DRAFTS + 1) for a in (batch.slot_mapping, batch.positions))
+    for i, (first, drafts) in enumerate(rows):
+        own = np.arange(first, first + drafts + 1)
+        assert positions[i, : len(own)].tolist() == own.tolist()
+        assert slots[i, : len(own)].tolist() == slots_of(pages, np.full(len(own), i), own, page_size).tolist()
+        assert not slots[i, len(own) :].any() and not positions[i, len(own) :].any()
+    assert not slots[len(rows) :].any() and not batch.block_table[len(rows) :].any()
+    assert batch.seq_lens.tolist() == [n + DRAFTS + 1 for n in [r[0] for r in rows] + [0] * (ROWS - len(rows))]
+
+
+rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min_size=1, max_size=ROWS)
+
+
+@given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
+def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
+    """Nothing of an earlier and larger round is left in a later one."""
+    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), True, CPU)
+    for rows in rounds:
+        target = target_of(rows, page_size)
+        batch, head, staged = fixed.send(target)
+        assert head is not None and target.head_table is not None
+        check_rows(batch, rows, target.block_table, page_size)
+        check_rows(head, rows, target.head_table, page_size)
+        for name, host in (("target", batch), ("head", head)):
+            flat = staged[f"{name}.page_indices"][: len(host.page_indices)]
+            assert flat.tolist() == host.page_indices.tolist()
+        plain = HostBatch(*(getattr(batch, name) for name in HostBatch.__dataclass_fields__))
+        assert staged["target.page_indptr"].tolist() == plain.page_indptr.tolist()
+        assert staged["target.last_page_len"].tolist() == plain.last_page_len.tolist()
+        assert staged["target.num_drafts"].tolist() == [n for _, n in rows] + [0] * (ROWS - len(rows))
+        roots = staged["target.token_ids"].view(ROWS, DRAFTS + 1)[: len(rows), 0]
+        assert roots.tolist() == [first + 100 for first, _ in rows]
+
+
+def test_worked_example() -> None:
+    """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
+    shape = fixed_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
+    target = target_of([(20, 1)], 16)
+    target.block_table[0, :2] = [7, 9]
+    batch, _, _ = FixedTarget(shape, False, CPU).send(target)
+    assert batch.slot_mapping.tolist() == [148, 149, 0, 0]
+    assert batch.seq_lens.tolist() == [24] and batch.page_counts.tolist() == [2]
+
+
+def test_drafts_may_stand_in_other_rows() -> None:
+    """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
+    fixed = FixedTarget(fixed_shape(config(16), ROWS), True, CPU)
+    _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
+    assert staged["target.sources"].tolist() == [2, 0, 2, 3]
+    _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
+    assert staged["target.sources"].tolist() == [0, 1, 2, 3]
+
+
+@given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
+def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
+    fixed = FixedSteps(fixed_shape(config(page_size), ROWS), CPU)
+    for rows in rounds:
+        lens, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
+        pages = table(len(rows), page_size, 1)
+        draft = StepArrays(lens, drafts, DRAFTS - 1, pages, page_size)
+        batches, staged = fixed.send(draft)
+        for step, batch in enumerate(batches):
+            batch.validate()
+            active = [n >= step + 2 for n in drafts]
+            expected = [n + step if a else 0 for n, a in zip(lens, active, strict=True)] + [0] * (ROWS - len(rows))
+            assert batch.positions.tolist() == expected
+            assert batch.seq_lens.tolist() == [n + 1 for n in expected]
+            own = [
+                slots_of(pages, np.array([i]), np.array([p]), page_size)[0] for i, p in enumerate(expected[: len(rows)])
+            ]
+            assert batch.slot_mapping[: len(rows)].tolist() == [s if a else 0 for s, a in zip(own, active, strict=True)]
+            assert not batch.slot_mapping[len(rows) :].any()
+            flat = staged["step.page_indices"][step, : len(batch.page_indices)]
+            assert flat.tolist() == batch.page_indices.tolist()
+            plain = HostBatch(*(getattr(batch, name) for name in HostBatch.__dataclass_fields__))
+            assert staged["step.page_indptr"][step].tolist() == plain.page_indptr.tolist()
+            assert staged["step.last_page_len"][step].tolist() == plain.last_page_len.tolist()
+
+
+def test_worked_example_of_draft_steps() -> None:
+    fixed = FixedSteps(fixed_shape(config(16), ROWS), CPU)
+    pages = np.array([[7, 9], [3, 4]], np.int32)
+    batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, pages, 16))
+    assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
+    assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
+
+
+def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
+    """Their room follows from the pool, not from the longest row there could be."""
+    small = EngineConfig(DRAFTS, 4000, ROWS, ROWS * (DRAFTS + 1), 4, 12)  # 11 pages of 4 tokens
+    shape = fixed_shape(small, ROWS)
+    assert dict(shape.bucket)["target.rows_times_pages"] < 40
+    rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
+    batch, head, _ = FixedTarget(shape, True, CPU).send(target_of(rows, 4))
+    assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None

@@ -1,0 +1,176 @@
+"""Families that come out right through the paged attention, families that are refused and why, and the taps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fakes import enlarge, random_prompts, table_head, tiny_llama, wrap
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from attention.backends.reference import TorchBackend
+from attention.hf.interface import probe
+from drafters.base import FINAL_NORM
+from specdec.errors import CacheTooSmallError, InvalidInputError, UnsupportedModelError
+from specdec.requests.sampling import SamplingParams
+from specdec.target.target import TapRecorder, probe_target
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+MIXED = ["sliding_attention", "full_attention"] * 2
+MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
+RIGHT: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"layer_types": MIXED, "sliding_window": 7, "use_sliding_window": True},
+    "qwen3": {},
+    "mistral": {"sliding_window": 6},
+    "gemma2": {
+        "layer_types": MIXED,
+        "sliding_window": 6,
+        "query_pre_attn_scalar": 20,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "gemma3_text": {"layer_types": MIXED, "sliding_window": 6, "query_pre_attn_scalar": 20},
+    "gpt_oss": {"layer_types": MIXED, "sliding_window": 6, "rope_parameters": {"rope_type": "default"}, **MOE},
+    "mixtral": MOE,
+    "phi3": {},
+    "olmo2": {},
+}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "qwen3_next": ({**HYBRID, "num_experts": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2}, "keeps state"),
+    "minimax": ({**HYBRID, **MOE}, "4 layers, but 2 of them"),
+    "mamba": ({"state_size": 4, "expand": 1}, "keeps state"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "4 layers, but 2 of them"),
+    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type chunked_attention"),
+    "falcon": ({"head_dim": None, "alibi": False}, "does not run without an attention mask"),
+    "bloom": ({}, "4 layers, but 0 of them"),
+    "gptj": ({"rotary_dim": 4}, "4 layers, but 0 of them"),
+    "mpt": ({}, "without an attention mask"),
+    "diffllama": ({}, "calls attention twice"),
+    "doge": ({}, "builds its own attention mask"),
+}
+
+
+def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
+    sizes = {name: value for name, value in {**SIZES, **options}.items() if value is not None or name != "head_dim"}
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+    enlarge(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_a_supported_family_comes_out_right(kind: str) -> None:
+    model = build(kind, RIGHT[kind])
+    wrapped = wrap(model, max_model_len=100)
+    assert wrapped.self_test_error < 1e-5
+    model.set_attn_implementation("eager")  # transformers 5.17 gives gemma2 sdpa by default, which drops its softcap
+    prompt = random_prompts([19])[0]
+    ids = torch.tensor([prompt])
+    right = model.generate(ids, max_new_tokens=10, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert prompt + wrapped.generate(prompt, SamplingParams(max_new_tokens=10))[0].token_ids == right[0].tolist()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_family_that_would_come_out_wrong_is_refused_with_the_reason(kind: str) -> None:
+    options, reason = REFUSED[kind]
+    model = build(kind, options)
+    with pytest.raises(UnsupportedModelError, match=reason) as caught:
+        probe_target(model)
+    assert type(model).__name__ in str(caught.value)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
+    """Let `wrong(output, metadata)` spoil what the backend gives."""
+    real = TorchBackend.run
+
+    def run(self: Any, plan: Any, key: Any, query: Any, k: Any, v: Any, kv: Any, metadata: Any, sinks: Any) -> Any:
+        return wrong(real(self, plan, key, query, k, v, kv, metadata, sinks), metadata)
+
+    monkeypatch.setattr(TorchBackend, "run", run)
+
+
+def only_verification(output: torch.Tensor, metadata: Any) -> torch.Tensor:
+    return output if metadata.host.num_computed_tokens.sum() == 0 else output.flip(0)
+
+
+def only_second_row(output: torch.Tensor, metadata: Any) -> torch.Tensor:
+    start, stop = metadata.host.query_start_loc[1:3].tolist()
+    output[start:stop] = 0
+    return output
+
+
+def everything(output: torch.Tensor, metadata: Any) -> torch.Tensor:
+    return output * 0.9
+
+
+@pytest.mark.parametrize("wrong", [only_verification, only_second_row, everything])
+def test_the_self_test_sees(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what is wrong in a minority of the tokens: in one row only, or in the verification only."""
+    plant(monkeypatch, wrong)
+    with pytest.raises(UnsupportedModelError, match="comes out wrong through the paged attention"):
+        wrap(tiny_llama(context=0.35))
+
+
+def test_a_cache_too_small_for_the_self_test_says_so() -> None:
+    with pytest.raises(CacheTooSmallError, match=r"the KV cache has 3 pages of 4 tokens; at least 18 are needed"):
+        wrap(tiny_llama(), kv_cache_tokens=12)
+
+
+@pytest.mark.parametrize("taps", [(0,), (1, 2, 3), (2, 4), (FINAL_NORM,)])
+def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
+    """Boundary b is the residual stream after b layers; the last one before the final norm, FINAL_NORM after it."""
+    model = tiny_llama(context=0.35)
+    ids = torch.tensor(random_prompts([9]))
+    with torch.no_grad():
+        states = model(ids, output_hidden_states=True).hidden_states
+        residual = [*states[:4], model.model.layers[3](states[3], position_embeddings=rope(model, states[3]))]
+    recorder = TapRecorder(probe_target(model), taps, 16)
+    with torch.no_grad(), recorder.recording():
+        model(ids)
+    with torch.no_grad():
+        model(ids.flip(1))
+    right = torch.cat([states[4][0] if tap == FINAL_NORM else residual[tap][0] for tap in taps], -1)
+    assert torch.allclose(recorder.buffer[:9], right, atol=1e-5)
+    if 4 in taps:
+        assert not torch.allclose(residual[4], states[4], atol=1e-2), "transformers' last state is after the norm"
+
+
+def rope(model: Any, states: torch.Tensor) -> Any:
+    return model.model.rotary_emb(states, torch.arange(states.shape[1])[None])
+
+
+def test_a_boundary_the_target_does_not_have_is_refused() -> None:
+    with pytest.raises(InvalidInputError, match=r"tap 5: the target has boundaries 0 … 4"):
+        wrap(tiny_llama(), table_head(tiny_llama(), taps=(1, 5)), num_speculative_tokens=2)
+
+
+def test_the_probe_does_not_change_the_model() -> None:
+    model = tiny_llama()
+    ids = torch.tensor(random_prompts([9]))
+    with torch.no_grad():
+        before = model(ids).logits
+        probe(model)
+        assert torch.equal(model(ids).logits, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mixtral"])
+def test_rounding_does_not_fail_the_self_test(kind: str, dtype: torch.dtype) -> None:
+    if kind in ("mixtral", "gpt_oss") and dtype == torch.float64:
+        pytest.skip("transformers' expert kernels have no float64 on CPU")
+    assert 0 <= wrap(build(kind, RIGHT[kind]).to(dtype), max_model_len=100).self_test_error < 0.2
