@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Generic
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from drafters.base import FINAL_NORM, Head
 from drafters.checkpoints import save_eagle3
+from drafters.eagle3 import Eagle3Head
 from drafters.eagle3_spec import Eagle3Spec, default_taps
 from drafters.mtp import MtpHead
 from drafters.mtp_checkpoints import deepseek_tensors, load_mtp, save_mtp
 from drafters.mtp_spec import MtpReading, mtp_target
 from drafters.rope import RopeSpec
-from drafters.training.answers import AnswerSet, answer
+from drafters.training.answers import AnswerSet
 from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
-from drafters.training.state import TrainedHead
+from drafters.training.state import FREE_SETTINGS, Save, TrainedHead
 from drafters.training.trainer import TrainingData, TrainResult, train
+from specdec.answering import Questions
 from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.fingerprint import target_fingerprint, weights_fingerprint
 from specdec.loading import resolve, target_facts
 from specdec.model import SpeculativeModel
-from specdec.prompts import encode_prompts
+from specdec.run_folder import Setting, claim, locked, release
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test_head
 from specdec.stats import pool_requests
@@ -76,38 +78,134 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
 
 
 @dataclass(frozen=True)
-class AnswerLimits:
-    """max_new_tokens of an answer, max_length of a training sequence."""
+class TrainingPlan(Generic[TrainedHead]):
+    """A run that was checked before the target answers anything, and can begin once there are answers.
 
-    max_new_tokens: int = 512
-    max_length: int = 1024
-
-
-def answer_questions(
-    model: SpeculativeModel, questions: list[Any], limits: AnswerLimits, output: Path, console: Console
-) -> AnswerSet:
-    """The target's own answers, kept in `output`; an earlier run's file for the same questions is taken as it is.
-
-    Args:
-        questions: prompts as `SpeculativeModel.generate` takes them.
+    Attributes:
+        model: the target, without a head.
+        config: of the run; held_out: answers that only measure.
+        settings: what decides the result, besides the answers.
+        start: the answers to learn from -> the head to train.
+        features: the target's states and logits of a batch.
+        finished: the trained head as an engine loads it.
+        save: writes a head in the layout of its family.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    prompts = encode_prompts(questions, model.tokenizer)
-    key = repr((model.describe()["target"], limits, prompts)).encode()
-    path = output / f"answers-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"
-    if path.exists():
-        return AnswerSet.load(path)
-    params = SamplingParams(max_new_tokens=limits.max_new_tokens)
 
-    def regenerate(batch: list[list[int]]) -> list[list[int]]:
-        each = model.generate_iter(batch, params)
-        shown = track(each, "the target answers", total=len(batch), console=console)
-        done = {index: completion.token_ids for index, completion in shown}
-        return [done[i] for i in range(len(batch))]
+    model: SpeculativeModel
+    config: TrainConfig
+    held_out: int
+    settings: Mapping[str, Setting]
+    start: Callable[[AnswerSet], TrainedHead]
+    features: Features
+    finished: Callable[[TrainedHead], Head]
+    save: Save[TrainedHead]
 
-    answers = answer(prompts, regenerate, limits.max_length)
-    answers.save(path)
-    return answers
+    def check_questions(self, questions: Sequence[Questions]) -> None:
+        """Raises InvalidInputError when too few questions can be used, or none for as many drafts as are trained."""
+        room = [each.room[i] for each in questions for i in each.usable]
+        if not 0 < self.held_out < len(room):
+            raise InvalidInputError(
+                f"of {len(room)} usable questions, 1 to {len(room) - 1} can be held out, not held_out={self.held_out}; "
+                "give more questions or hold out fewer"
+            )
+        if max(room) <= self.config.ttt_steps:
+            raise InvalidInputError(
+                f"ttt_steps={self.config.ttt_steps} needs answers of {self.config.ttt_steps + 1} tokens (a bonus token "
+                f"and as many drafts); by max_new_tokens and max_length, the longest can have {max(room)}"
+            )
+
+    def claim(self, output: Path, data: Mapping[str, Setting], *, overwrite: bool = False) -> None:
+        """Make `output` the folder of this run, or find that it is already.
+
+        Args:
+            data: what the answers come from.
+            overwrite: remove checkpoints and head of whatever run is there, this one included; answers stay.
+
+        Raises:
+            InvalidInputError, RunFolderError: see `specdec.run_folder.claim`.
+        """
+        if overwrite:
+            for folder in _results(output):
+                shutil.rmtree(folder)
+            release(output)
+        claim(output, {**self.settings, **data}, _results(output))
+
+    def run(self, answers: AnswerSet, output: Path, console: Console) -> TrainResult:
+        """Train; goes on from the newest checkpoint in `output`.
+
+        Raises:
+            InvalidInputError: too few answers, or none long enough.
+            RunFolderError: another process trains there, or something there is damaged or cannot be written.
+            TrainingDivergedError: the loss or a weight is not finite.
+        """
+        training, measured = answers.split(self.held_out, self.config.seed)
+        longest = int((training.lengths - training.answer_starts).max())
+        if longest <= self.config.ttt_steps:
+            raise InvalidInputError(
+                f"the longest answer has {longest} tokens; ttt_steps={self.config.ttt_steps} needs one of "
+                f"{self.config.ttt_steps + 1}"
+            )
+        data = TrainingData(training, measured)
+        judge = _judge(self.model, measured, self.config.ttt_steps, self.finished)
+        with locked(output):
+            head = self.start(training)
+            return train(self.config, head, data, self.features, judge, output, console, save=self.save)
+
+
+def plan_eagle3(
+    model: SpeculativeModel, shape: HeadShape, config: TrainConfig, held_out: int
+) -> TrainingPlan[Eagle3Head]:
+    """Check everything about a new EAGLE-3 head that can be known before there are answers.
+
+    Raises:
+        InvalidInputError: the model has a head already, or cannot have one of this shape.
+        HeadLoadError: the target has no output embedding.
+    """
+    _check_alone(model)
+    spec = eagle3_spec(model, shape)
+    facts = target_facts(probe_target(model.hf_model))
+    features = target_features(model, spec.taps)
+    settings = _settings(model, "eagle3", config, held_out)
+    for name in ("draft_vocab_size", "intermediate_size", "taps"):
+        settings[name] = Setting(getattr(spec, name))
+
+    def start(training: AnswerSet) -> Eagle3Head:
+        return fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
+
+    def finished(head: Eagle3Head) -> Head:
+        return copy.deepcopy(head).to(model.dtype).eval()
+
+    return TrainingPlan(model, config, held_out, settings, start, features, finished, save_eagle3)
+
+
+def plan_mtp(
+    model: SpeculativeModel, module: str | Path, reading: MtpReading, config: TrainConfig, held_out: int
+) -> TrainingPlan[MtpHead]:
+    """Load a multi-token-prediction module and check that it can be trained and saved.
+
+    Raises:
+        InvalidInputError: the model has a head already.
+        HeadLoadError: see `drafters.mtp_checkpoints.load_mtp`; more than one module, or one that cannot be saved.
+    """
+    _check_alone(model)
+    target = mtp_target(model.hf_model)
+    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
+    if len(modules) > 1:
+        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
+    head = modules[0]
+    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
+    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
+    settings = _settings(model, "mtp", config, held_out)
+    settings["module"] = Setting(weights_fingerprint(head), str(module))
+    settings["mtp_concat"], settings["mtp_feedback"] = Setting(reading.concat), Setting(reading.feedback)
+
+    def finished(trained: MtpHead) -> Head:
+        with TemporaryDirectory() as folder:
+            own = MtpReading(feedback=reading.feedback)
+            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
+
+    save, features = partial(save_mtp, target=target), final_features(model)
+    return TrainingPlan(model, config, held_out, settings, lambda training: head, features, finished, save)
 
 
 def train_eagle3(
@@ -129,18 +227,11 @@ def train_eagle3(
         held_out: answers that only measure.
 
     Raises:
-        InvalidInputError: the model has a head already, or there are too few questions.
-        TrainingDivergedError: the loss is not finite.
+        InvalidInputError: the model has a head already, there are too few questions, or `output` holds another run.
+        RunFolderError: another process trains there, or something there is damaged or cannot be written.
+        TrainingDivergedError: the loss or a weight is not finite.
     """
-    _check_alone(model)
-    training, measured = answers.split(held_out, config.seed)
-    spec = eagle3_spec(model, shape)
-    facts = target_facts(probe_target(model.hf_model))
-    head = fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
-    features = target_features(model, spec.taps)
-    data = TrainingData(training, measured)
-    judge = _judge(model, measured, config.ttt_steps, lambda head: copy.deepcopy(head).to(model.dtype).eval())
-    return train(config, head, data, features, judge, output, console, save=save_eagle3)
+    return _train(plan_eagle3(model, shape, config, held_out), answers, output, console)
 
 
 def train_mtp(
@@ -165,28 +256,35 @@ def train_mtp(
         output: gets checkpoints, and in `head/` the finished module as a DeepSeek-style checkpoint of its own.
 
     Raises:
-        InvalidInputError: the model has a head already, or there are too few questions.
+        InvalidInputError, RunFolderError, TrainingDivergedError: as `train_eagle3`.
         HeadLoadError: see `drafters.mtp_checkpoints.load_mtp`; more than one module, or one that cannot be saved.
-        TrainingDivergedError: the loss is not finite.
     """
-    _check_alone(model)
-    target = mtp_target(model.hf_model)
-    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
-    if len(modules) > 1:
-        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
-    head = modules[0]
-    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
-    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
-    training, measured = answers.split(held_out, config.seed)
+    return _train(plan_mtp(model, module, reading, config, held_out), answers, output, console)
 
-    def stored(trained: MtpHead) -> Head:
-        with TemporaryDirectory() as folder:
-            own = MtpReading(feedback=reading.feedback)
-            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
 
-    judge, save = _judge(model, measured, config.ttt_steps, stored), partial(save_mtp, target=target)
-    data, features = TrainingData(training, measured), final_features(model)
-    return train(config, head, data, features, judge, output, console, save=save)
+def _train(plan: TrainingPlan[Any], answers: AnswerSet, output: Path, console: Console) -> TrainResult:
+    with locked(output):
+        plan.claim(output, {"answers": Setting(answers.digest()[:16], f"{len(answers)} answers")})
+        return plan.run(answers, output, console)
+
+
+def _settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
+    """What decides the result for every family of heads."""
+    described = model.describe()
+    values = {
+        "head": Setting(family),
+        "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
+        "dtype": Setting(str(model.dtype).removeprefix("torch.")),
+        "device": Setting(model.device.type),
+        "backend": Setting(model.backend_name),
+        "held_out": Setting(held_out),
+    }
+    return values | {name: Setting(value) for name, value in asdict(config).items() if name not in FREE_SETTINGS}
+
+
+def _results(output: Path) -> list[Path]:
+    """Checkpoints, whole, damaged or half-written, and the head of earlier runs."""
+    return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
 
 
 def _check_alone(model: SpeculativeModel) -> None:
