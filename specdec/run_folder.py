@@ -42,8 +42,8 @@ def check_writable(folder: Path) -> None:
     Raises:
         InvalidInputError: it or something above it is a file, or may not be written.
     """
-    above = next((p for p in (folder, *folder.absolute().parents) if p.exists()), None)
-    if above is None or not above.is_dir():
+    above = next(p for p in (folder, *folder.absolute().parents) if os.path.exists(p))  # "/" does at last
+    if not above.is_dir():
         raise InvalidInputError(f"the output folder {folder} cannot be made: {above} is a file; name another folder")
     if not os.access(above, os.W_OK | os.X_OK):
         raise InvalidInputError(f"the output folder {folder} cannot be written: no permission to write in {above}")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from specdec.answering import Questions
     from specdec.model import SpeculativeModel
     from specdec.run_folder import Setting
-    from specdec.training import TrainingPlan
+    from specdec.training_plan import TrainingPlan
 
     MakePlan = Callable[[SpeculativeModel, TrainConfig, int], TrainingPlan[Any]]
 

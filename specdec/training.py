@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Generic
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -26,20 +24,15 @@ from drafters.training.answers import AnswerSet
 from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
-from drafters.training.state import FREE_SETTINGS, Save, TrainedHead
-from drafters.training.trainer import TrainingData, TrainResult, train
-from specdec.answering import Questions
+from drafters.training.trainer import TrainResult
 from specdec.errors import HeadLoadError, InvalidInputError
-from specdec.fingerprint import target_fingerprint, weights_fingerprint
+from specdec.fingerprint import weights_fingerprint
 from specdec.loading import resolve, target_facts
 from specdec.model import SpeculativeModel
-from specdec.run_folder import Setting, claim, locked, release
-from specdec.sampling import SamplingParams
+from specdec.run_folder import Setting, locked
 from specdec.selftest import self_test_head
-from specdec.stats import pool_requests
 from specdec.target import probe_target
-
-_JUDGED_PROMPTS = 64
+from specdec.training_plan import TrainingPlan, common_settings
 
 
 @dataclass(frozen=True)
@@ -77,81 +70,6 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
     )
 
 
-@dataclass(frozen=True)
-class TrainingPlan(Generic[TrainedHead]):
-    """A run that was checked before the target answers anything, and can begin once there are answers.
-
-    Attributes:
-        model: the target, without a head.
-        config: of the run; held_out: answers that only measure.
-        settings: what decides the result, besides the answers.
-        start: the answers to learn from -> the head to train.
-        features: the target's states and logits of a batch.
-        finished: the trained head as an engine loads it.
-        save: writes a head in the layout of its family.
-    """
-
-    model: SpeculativeModel
-    config: TrainConfig
-    held_out: int
-    settings: Mapping[str, Setting]
-    start: Callable[[AnswerSet], TrainedHead]
-    features: Features
-    finished: Callable[[TrainedHead], Head]
-    save: Save[TrainedHead]
-
-    def check_questions(self, questions: Sequence[Questions]) -> None:
-        """Raises InvalidInputError when too few questions can be used, or none for as many drafts as are trained."""
-        room = [each.room[i] for each in questions for i in each.usable]
-        if not 0 < self.held_out < len(room):
-            raise InvalidInputError(
-                f"of {len(room)} usable questions, 1 to {len(room) - 1} can be held out, not held_out={self.held_out}; "
-                "give more questions or hold out fewer"
-            )
-        if max(room) <= self.config.ttt_steps:
-            raise InvalidInputError(
-                f"ttt_steps={self.config.ttt_steps} needs answers of {self.config.ttt_steps + 1} tokens (a bonus token "
-                f"and as many drafts); by max_new_tokens and max_length, the longest can have {max(room)}"
-            )
-
-    def claim(self, output: Path, data: Mapping[str, Setting], *, overwrite: bool = False) -> None:
-        """Make `output` the folder of this run, or find that it is already.
-
-        Args:
-            data: what the answers come from.
-            overwrite: remove checkpoints and head of whatever run is there, this one included; answers stay.
-
-        Raises:
-            InvalidInputError, RunFolderError: see `specdec.run_folder.claim`.
-        """
-        if overwrite:
-            for folder in _results(output):
-                shutil.rmtree(folder)
-            release(output)
-        claim(output, {**self.settings, **data}, _results(output))
-
-    def run(self, answers: AnswerSet, output: Path, console: Console) -> TrainResult:
-        """Train; goes on from the newest checkpoint in `output`.
-
-        Raises:
-            InvalidInputError: too few answers, or none long enough.
-            RunFolderError: another process trains there, or something there is damaged or cannot be written.
-            TrainingDivergedError: the loss or a weight is not finite.
-        """
-        training, measured = answers.split(self.held_out, self.config.seed)
-        longest = int((training.lengths - training.answer_starts).max())
-        if longest <= self.config.ttt_steps:
-            raise InvalidInputError(
-                f"the longest answer has {longest} tokens; ttt_steps={self.config.ttt_steps} needs one of "
-                f"{self.config.ttt_steps + 1}"
-            )
-        data = TrainingData(training, measured)
-        judge = _judge(self.model, measured, self.config.ttt_steps, self.finished)
-        with locked(output):
-            head = self.start(training)
-            return train(self.config, head, data, self.features, judge, output, console, save=self.save)
-
-
 def plan_eagle3(
     model: SpeculativeModel, shape: HeadShape, config: TrainConfig, held_out: int
 ) -> TrainingPlan[Eagle3Head]:
@@ -165,7 +83,7 @@ def plan_eagle3(
     spec = eagle3_spec(model, shape)
     facts = target_facts(probe_target(model.hf_model))
     features = target_features(model, spec.taps)
-    settings = _settings(model, "eagle3", config, held_out)
+    settings = common_settings(model, "eagle3", config, held_out)
     for name in ("draft_vocab_size", "intermediate_size", "taps"):
         settings[name] = Setting(getattr(spec, name))
 
@@ -195,7 +113,7 @@ def plan_mtp(
     head = modules[0]
     deepseek_tensors(head, target.num_layers)  # raises before anything is trained
     self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
-    settings = _settings(model, "mtp", config, held_out)
+    settings = common_settings(model, "mtp", config, held_out)
     settings["module"] = Setting(weights_fingerprint(head), str(module))
     settings["mtp_concat"], settings["mtp_feedback"] = Setting(reading.concat), Setting(reading.feedback)
 
@@ -268,25 +186,6 @@ def _train(plan: TrainingPlan[Any], answers: AnswerSet, output: Path, console: C
         return plan.run(answers, output, console)
 
 
-def _settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
-    """What decides the result for every family of heads."""
-    described = model.describe()
-    values = {
-        "head": Setting(family),
-        "target": Setting(target_fingerprint(model.hf_model), str(described["target"])),
-        "dtype": Setting(str(model.dtype).removeprefix("torch.")),
-        "device": Setting(model.device.type),
-        "backend": Setting(model.backend_name),
-        "held_out": Setting(held_out),
-    }
-    return values | {name: Setting(value) for name, value in asdict(config).items() if name not in FREE_SETTINGS}
-
-
-def _results(output: Path) -> list[Path]:
-    """Checkpoints, whole, damaged or half-written, and the head of earlier runs."""
-    return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
-
-
 def _check_alone(model: SpeculativeModel) -> None:
     if model.head is not None:
         raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
@@ -328,25 +227,3 @@ def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
         return torch.cat([out.hidden_states[tap] for tap in taps], -1).float(), out.logits.float()
 
     return features
-
-
-def _judge(
-    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
-) -> Callable[[TrainedHead], Mapping[str, float]]:
-    """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
-    count = min(len(measured), _JUDGED_PROMPTS)
-    prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
-
-    def judge(head: TrainedHead) -> Mapping[str, float]:
-        trial = SpeculativeModel.from_pretrained(
-            model.hf_model,
-            draft=finished(head),
-            num_speculative_tokens=num_drafts,
-            tokenizer=model.tokenizer,
-            max_model_len=model.config.max_model_len,
-            backend=model.backend_name,
-        )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
-        return {"tau": pool_requests([c.stats for c in completions]).tau}
-
-    return judge

@@ -30,6 +30,8 @@ FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not touch the result."""
 _NAME = re.compile(r"step-(\d+)")
 _STATE, _EVALUATION = "trainer.pt", "evaluation.json"
+_PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
+"""Of the state in trainer.pt."""
 
 
 @dataclass(frozen=True)
@@ -182,10 +184,7 @@ def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, A
     for path in reversed(found):
         reason = damage(path)
         if reason is None:
-            try:
-                state = torch.load(path / _STATE, map_location="cpu", weights_only=True)
-            except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-                reason = f"{_STATE} cannot be read: {error}"
+            state, reason = _read_state(path / _STATE)
         if reason is None:
             _set_aside(broken, path, console)
             return path, state
@@ -194,6 +193,16 @@ def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, A
     raise RunFolderError(
         f"every checkpoint is damaged ({listed}); give another --output, or --overwrite to start anew there"
     )
+
+
+def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
+    """The state and None; or nothing and why."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return {}, f"{file.name} cannot be read: {error}"
+    missing = [name for name in _PARTS if name not in state] if isinstance(state, dict) else list(_PARTS)
+    return ({}, f"{file.name} lacks {', '.join(missing)}") if missing else (state, None)
 
 
 def _set_aside(broken: list[tuple[Path, str]], good: Path, console: Console) -> None:

@@ -60,6 +60,9 @@ def test_files_without_questions(tmp_path: Path) -> None:
         read_questions(tmp_path / "none.jsonl")
     with pytest.raises(InvalidInputError, match="no questions"):
         read_questions(write(tmp_path / "q.jsonl", ""))
+    (tmp_path / "q.jsonl").write_bytes(b'{"prompt": "caf\xe9"}')
+    with pytest.raises(InvalidInputError, match="UTF-8"):
+        read_questions(tmp_path / "q.jsonl")
 
 
 def answers_of(*lengths: tuple[int, int]) -> AnswerSet:
