@@ -38,8 +38,11 @@ def write_file(path: Path, content: bytes) -> None:
 
 
 @contextmanager
-def whole_folder(path: Path) -> Iterator[Path]:
-    """Fill a folder that takes the place of `path` when the block ends, with a manifest of its files.
+def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
+    """Fill a folder that takes the place of `path` when the block ends.
+
+    Args:
+        manifest: add one, so that `damage` can tell later whether the files are still what was written.
 
     Yields:
         An empty folder beside `path` to write into. After an error it is removed, and `path` is as it was.
@@ -52,7 +55,10 @@ def whole_folder(path: Path) -> Iterator[Path]:
         _remove(partial, old)
         partial.mkdir(parents=True)
         yield partial
-        _seal(partial)
+        files = _synced_files(partial)
+        if manifest:
+            listed = {file.relative_to(partial).as_posix(): _entry(file) for file in files}
+            write_file(partial / MANIFEST, (json.dumps(listed, indent=2) + "\n").encode())
         if path.exists():
             os.replace(path, old)  # a folder cannot be renamed onto another one that holds files
         os.replace(partial, path)
@@ -90,14 +96,15 @@ def sync(descriptor: int) -> None:
     os.fsync(descriptor)
 
 
-def _seal(folder: Path) -> None:
-    """Sync every file of a folder, then write the manifest."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != MANIFEST)
+def _synced_files(folder: Path) -> list[Path]:
+    """All files below a folder, once the disk has them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
     for file in files:
         with file.open("rb+") as opened:
             sync(opened.fileno())
-    listed = {file.relative_to(folder).as_posix(): _entry(file) for file in files}
-    write_file(folder / MANIFEST, (json.dumps(listed, indent=2) + "\n").encode())
+    for inner in {file.parent for file in files}:
+        _sync_folder(inner)
+    return files
 
 
 def _entry(file: Path) -> dict[str, int | str]:

@@ -92,6 +92,8 @@ def train(
     learner = _learner(config, head)
     run = Run(output, config, data.digest())
     done, history = restore(run, learner, console)
+    if done:
+        console.print(f"{done} of {config.steps} steps were made before", highlight=False)
     score = _Scorer(config, head, features)
     batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, score.device, done)
     with TrainingDisplay(console, config.steps, done) as display:
@@ -107,7 +109,7 @@ def train(
                 display.measurement(history[-1])
             if keep:
                 save_checkpoint(run, step, learner, history, save)
-    with whole_folder(output / "head") as folder:
+    with whole_folder(output / "head", manifest=False) as folder:
         save(head.eval(), folder)
     history[-1] = replace(history[-1], evaluation=_evaluated(evaluate, head, output, console))
     return TrainResult(output / "head", tuple(history))

@@ -20,6 +20,7 @@ from unittest.mock import patch
 
 import pytest
 from fakes import LETTERS, tiny_llama
+from safetensors import safe_open
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -490,3 +491,16 @@ def test_modules_are_trained_under_the_same_rules(tmp_path: Path) -> None:
     assert refused(done), f"exit {done.code}: {done.text}"
     assert head.read_bytes() == first
     assert specdec(*command, "--data", data).code == 0 and head.read_bytes() == first
+
+
+@pytest.mark.slow
+def test_an_exported_module_says_the_dtype_that_it_has(tmp_path: Path) -> None:
+    """A module is trained in float32, also for a target in another dtype."""
+    data = questions(tmp_path / "questions.jsonl", [f"Anna has {n} apples and buys 8. How many?" for n in range(4)])
+    sizes = "--steps 1 --batch-size 2 --held-out 1 --max-new-tokens 4 --ttt-steps 2 --device cpu --dtype bfloat16"
+    done = specdec("train", "mtp", "--data", data, "--output", tmp_path / "run", *sizes.split())
+    assert done.code == 0, done.text
+    with safe_open(tmp_path / "run" / "head" / "model.safetensors", framework="pt") as weights:
+        stored = {str(weights.get_tensor(name).dtype) for name in weights.keys()}  # noqa: SIM118 (not a dict)
+    said = json.loads((tmp_path / "run" / "head" / "config.json").read_text())["dtype"]
+    assert stored == {f"torch.{said}"}
