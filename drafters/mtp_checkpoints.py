@@ -174,6 +174,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1
+    config.dtype = head.eh_proj.weight.dtype  # of these tensors; the target's may be another
     folder = Path(folder)
     config.save_pretrained(folder)
     partial = folder / "model.safetensors.partial"

@@ -11,6 +11,7 @@ from attention.errors import (
     UnsupportedAttentionError,
 )
 from drafters.errors import HeadLoadError, HeadMismatchError
+from drafters.training.errors import RunFolderError, TrainingDivergedError
 
 
 class ModelLoadError(SpecdecError):
@@ -42,9 +43,11 @@ __all__ = [
     "ModelLoadError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "RunFolderError",
     "SpecdecError",
     "SpecdecWarning",
     "StaleMetadataError",
+    "TrainingDivergedError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]
