@@ -62,9 +62,7 @@ def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) ->
     return found & (np.arange(tokens.shape[1]) < count[:, None])
 
 
-def commit(
-    schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable
-) -> tuple[Committed, Verified]:
+def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> tuple[Committed, Verified]:
     """Append the kept tokens to the table and advance its lengths.
 
     A row keeps its accepted drafts and the next token, up to the first eos id and to its limit.

@@ -1,10 +1,10 @@
 """Incremental decoding: the text of the first n tokens, without decoding all of them each time.
 
-The text of n tokens is defined as `tokenizer.decode(first n tokens, skip_special_tokens=True)`. A token's text depends on
-its neighbours: a character may be spelled by several tokens, sentencepiece decoders drop the space of the first one, and a
-run of byte tokens (<0xE2> …) that is not valid UTF-8 as a whole becomes one U+FFFD a byte, however many good characters it
-began with. So only a window of tokens is decoded, with earlier tokens as context, and it moves on where the text before it
-can no longer change.
+The text of n tokens is defined as `tokenizer.decode(first n tokens, skip_special_tokens=True)`. A token's text depends
+on its neighbours: a character may be spelled by several tokens, sentencepiece decoders drop the space of the first one,
+and a run of byte tokens (<0xE2> …) that is not valid UTF-8 as a whole becomes one U+FFFD a byte, however many good
+characters it began with. So only a window of tokens is decoded, with earlier tokens as context, and it moves on where
+the text before it can no longer change.
 
 Source: huggingface/tokenizers, decoders/byte_fallback.rs, strip.rs and metaspace.rs (what a decoder may change later);
 huggingface/text-generation-inference, models/model.py, decode_token (decode a window twice, take the difference).

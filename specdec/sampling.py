@@ -12,8 +12,8 @@ import torch
 from specdec.errors import InvalidInputError
 from specdec.values import flag, real, refuse, short, whole
 
-
 MAX_TOP_K = 2**31 - 1
+MAX_N = 2**16
 TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
 SEEDS = (-(2**63), 2**64 - 1)
@@ -64,7 +64,7 @@ class SamplingParams:
         kept = {
             "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1, a whole number"),
             "top_k": whole("top_k", self.top_k, 0, MAX_TOP_K, f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
-            "n": whole("n", self.n, 1, None, "at least 1, a whole number"),
+            "n": whole("n", self.n, 1, MAX_N, f"1 to {MAX_N}, a whole number"),
             "stop": _stops(self.stop),
             "stop_token_ids": _stop_ids(self.stop_token_ids),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),

@@ -3,7 +3,8 @@
 A request ends with the first token after which its text contains a stop string. Its text after n tokens is
 `tokenizer.decode(first n tokens, skip_special_tokens=True)` without U+FFFD at the end (a character that is not finished
 yet). A stop string may also contain special tokens: it is looked for in the same text with every special token written
-out at its place. Both are looked at token by token, so that the place does not depend on how many tokens a round brings.
+out at its place. Both are looked at token by token, so that the place does not depend on how many tokens a round
+brings.
 """
 
 from __future__ import annotations

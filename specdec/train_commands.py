@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options import MTP_OPTIONS
+from specdec.options import GENERATION_CONFIG, MTP_OPTIONS
 
 if TYPE_CHECKING:
     from drafters.mtp_spec import Concat, Feedback
@@ -39,6 +39,7 @@ _RUN = (
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="Of the target."),
     click.option("--device", help="Default: CUDA where there is one."),
+    GENERATION_CONFIG,
 )
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -121,6 +122,7 @@ def _run(options: dict[str, Any], train_head: Callable[..., TrainResult]) -> Non
         dtype=options["dtype"],
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
+        generation_config=options["generation_config"],
     )
     console, output = Console(), options["output"]
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])

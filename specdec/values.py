@@ -17,7 +17,10 @@ _REPR.maxlong = 40
 
 def short(value: object) -> str:
     """repr(value), cut where it is long."""
-    return _REPR.repr(value)
+    try:
+        return _REPR.repr(value).replace("\n", " ")
+    except ValueError:  # a whole number of more digits than Python writes
+        return f"<{type(value).__name__}>"
 
 
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
@@ -63,6 +66,8 @@ def flag(name: str, value: Any) -> bool:
 
 def is_whole(value: Any) -> bool:
     """Whether this is a whole number: an int, or a scalar of numpy or torch with `__index__`; a bool is none."""
+    if type(value) is int:
+        return True
     if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0):
         return False
     try:

@@ -65,12 +65,21 @@ def word_piece() -> Any:
     return fast(tokenizer, clean_up_tokenization_spaces=True)
 
 
-TOKENIZERS = {
-    make.__name__: make() for make in (byte_fallback, byte_level, metaspace, word_piece, LetterTokenizer)
-}
+TOKENIZERS = {make.__name__: make() for make in (byte_fallback, byte_level, metaspace, word_piece, LetterTokenizer)}
 # ids that a run of tokens is likely to be made of: pieces, pieces of characters, the special token, an unknown id
 COMMON = {
-    "byte_fallback": [*range(257, 265), 1 + 0x20, 1 + 0x0A, 1 + 0xE2, 1 + 0x82, 1 + 0xAC, 1 + 0xFF, 1 + 0x61, 265, 9999],
+    "byte_fallback": [
+        *range(257, 265),
+        1 + 0x20,
+        1 + 0x0A,
+        1 + 0xE2,
+        1 + 0x82,
+        1 + 0xAC,
+        1 + 0xFF,
+        1 + 0x61,
+        265,
+        9999,
+    ],
     "byte_level": [*range(256, 265), 0x61, 0x20, 0xE2, 0x82, 0xAC, 0xEF, 0xBF, 0xBD, 0xF0, 0x9F, 9999],
     "metaspace": [*range(9), 9999],
     "word_piece": [*range(1, 14), 9999],
