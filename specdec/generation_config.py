@@ -80,17 +80,17 @@ def from_generation_config(
         InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …).
     """
     own = _own(model, use)
-    merged = _merged(config, own)
-    _refuse_unsupported(config, merged)
+    whole_config = merged(config, own)
+    _refuse_unsupported(config, whole_config)
     given_length = config.max_length is not None or own.max_length is not None
-    own_eos = eos_ids(merged) == eos_ids(own)
+    own_eos = eos_ids(whole_config) == eos_ids(own)
     return SamplingParams(
-        max_new_tokens=_max_new_tokens(merged, prompt_len if given_length else 0),
-        stop=_stop_strings(merged),
-        stop_token_ids=() if own_eos else eos_ids(merged),
+        max_new_tokens=_max_new_tokens(whole_config, prompt_len if given_length else 0),
+        stop=_stop_strings(whole_config),
+        stop_token_ids=() if own_eos else eos_ids(whole_config),
         ignore_eos=not own_eos,
-        n=_or(merged.num_return_sequences, 1),
-        **_sampling(merged),
+        n=_or(whole_config.num_return_sequences, 1),
+        **_sampling(whole_config),
     )
 
 
@@ -134,8 +134,14 @@ def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
     """Set fields of a model's generation_config that change its greedy tokens and that are not supported."""
     if config is None:
         return {}
-    fields = set(vars(GenerationConfig())) - _SAMPLING - _LENGTHS - _SAMPLING_ONLY - _SAME_TOKENS - _LOSSLESS
-    return _set_fields(config, fields - {"eos_token_id", "num_return_sequences"})
+    return _set_fields(config, refused_fields())
+
+
+def refused_fields() -> set[str]:
+    """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _SAME_TOKENS | _LOSSLESS
+    return fields - idle - {"eos_token_id", "num_return_sequences"}
 
 
 def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:
@@ -153,14 +159,14 @@ def _own(model: PreTrainedModel, use: Use) -> GenerationConfig:
     return own if use == "model" else GenerationConfig(**{name: getattr(own, name, None) for name in _IDS})
 
 
-def _merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
+def merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
     """`config`, then the model's, then transformers' defaults, as `_prepare_generation_config` merges them."""
-    merged = copy.deepcopy(config)
-    for values in (own.to_dict(), merged._get_default_generation_params()):
+    found = copy.deepcopy(config)
+    for values in (own.to_dict(), found._get_default_generation_params()):
         for name, value in values.items():
-            if getattr(merged, name, None) is None:
-                setattr(merged, name, value)
-    return merged
+            if getattr(found, name, None) is None:
+                setattr(found, name, value)
+    return found
 
 
 def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> None:

@@ -28,8 +28,8 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
 
     A str is tokenised as `tokenizer(text)` does; a list of {"role", "content"} messages goes through the chat template
     with a generation prompt; a list of int is taken as it is. An array or tensor of whole numbers is one prompt (1-D)
-    or one a row (2-D). A BatchEncoding, or a dict with input_ids, is read with its attention_mask: padding on the left and
-    on the right is left out.
+    or one a row (2-D). A BatchEncoding, or a dict with input_ids, is read with its attention_mask: padding on the left
+    and on the right is left out.
 
     Raises:
         InvalidInputError: an empty list, an unknown kind of prompt, messages without a chat template or that it

@@ -45,7 +45,7 @@ def real(name: str, value: Any, allowed: str) -> float:
     Raises:
         InvalidInputError: it is none, or too large for a float.
     """
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0):
+    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) > 0:
         raise refuse(name, value, allowed)
     try:
         return float(value)
@@ -68,7 +68,7 @@ def is_whole(value: Any) -> bool:
     """Whether this is a whole number: an int, or a scalar of numpy or torch with `__index__`; a bool is none."""
     if type(value) is int:
         return True
-    if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0):
+    if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0) > 0:
         return False
     try:
         operator.index(value)

@@ -1,4 +1,4 @@
-"""What a request may say: every value is right or refused before anything is started, and no message prints it whole."""
+"""What a request may say: every value is right or refused before anything is started; no message prints it whole."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Stop strings spelled in bytes and pieces: a request ends where the definition says, whatever K is.
 
 The definition: with the first token after which `tokenizer.decode(new tokens, skip_special_tokens=True)`, without an
-unfinished character at its end, contains the stop string. The models say random tokens of real tokenizers' vocabularies.
+unfinished character at its end, contains the stop string. Real tokenizers, random models.
 """
 
 from __future__ import annotations
