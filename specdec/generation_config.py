@@ -146,7 +146,7 @@ def refused_fields() -> set[str]:
 
 def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:
     """The config's eos ids as a tuple."""
-    ids = None if config is None else config.eos_token_id
+    ids: Any = None if config is None else config.eos_token_id
     if hasattr(ids, "tolist"):
         ids = ids.tolist()
     each = [] if ids is None else ids if isinstance(ids, (list, tuple)) else [ids]
@@ -217,7 +217,7 @@ def _stop_strings(config: GenerationConfig) -> tuple[str, ...]:
 
 def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
     if config.max_new_tokens is not None:
-        return config.max_new_tokens  # type: ignore[no-any-return]
+        return config.max_new_tokens
     length = whole("max_length", _or(config.max_length, 20), 1, None, "at least 1, a whole number")
     if length <= prompt_len:
         raise InvalidInputError(

@@ -237,3 +237,10 @@ def test_a_run_of_bytes_is_shown_when_nothing_can_change_it() -> None:
     text.push(ids, 5)
     assert text.show() == "€a"
     assert tokenizer.decode([*ids[:4], 1 + 0xFF]) == "a" + 4 * UNFINISHED
+
+
+@pytest.mark.parametrize("cuts", [[1], [3]])
+def test_the_space_that_is_dropped_at_the_start_is_no_text(cuts: list[int]) -> None:
+    """Also where it is spelled as a byte."""
+    for ids in ([1 + 0x20, 258], [1 + 0x20, 1 + 0x61, 1 + 0x20, 258], [265, 1 + 0x20, 1 + 0x20, 1 + 0x61]):
+        check("byte_fallback", ids, [" "], cuts)
