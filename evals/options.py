@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.config import BACKENDS
-from specdec.options import CUDA_GRAPHS, DEFAULT_MODEL, KV_CACHE_DTYPE, MTP_OPTIONS
+from specdec.options import CUDA_GRAPHS, DEFAULT_MODEL, GENERATION_CONFIG, KV_CACHE_DTYPE, MTP_OPTIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -60,6 +60,7 @@ model_options = _stacked(
     click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),
     KV_CACHE_DTYPE,
     CUDA_GRAPHS,
+    GENERATION_CONFIG,
     *MTP_OPTIONS,
 )
 
@@ -160,6 +161,7 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
         max_model_len=options["max_model_len"],
         kv_cache_dtype=options["kv_cache_dtype"],
         cuda_graphs=options["cuda_graphs"],
+        generation_config=options["generation_config"],
         mtp_concat=options["mtp_concat"],
         mtp_feedback=options["mtp_feedback"],
         seed=options["seed"],

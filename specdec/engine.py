@@ -31,7 +31,7 @@ from specdec.rows import RowTable
 from specdec.sampling import SamplingParams
 from specdec.scheduler import Schedule, Scheduler
 from specdec.target import Target
-from specdec.text import StopFinder, TextStream, Tokenizer
+from specdec.text import TextStream, Tokenizer, Vocabulary
 from specdec.uniforms import request_key
 from specdec.verify import unpack_outcome
 
@@ -87,8 +87,8 @@ class Engine:
         self.stats = EngineStats()
         self._target = target
         self._drafter = drafter
-        self._tokenizer = tokenizer
-        self._eos = np.array(sorted(set(eos_token_ids)), np.int64)
+        self._vocabulary = Vocabulary(tokenizer)
+        self._eos = tuple(eos_token_ids)
         self._table = RowTable(config.max_num_seqs, config.max_model_len)
         head_pages = None if drafter is None else self._pages(config.num_head_pages)
         self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages)
@@ -107,24 +107,28 @@ class Engine:
         """Whether any request waits or runs."""
         return not self._scheduler.idle
 
-    def submit(self, token_ids: Sequence[int], params: SamplingParams, sample_index: int = 0) -> int:
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        sample_index: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> int:
         """Queue a request; it joins the batch between two rounds.
 
         Args:
             token_ids: prompt ids; sample_index: which of several samples of one prompt (with one seed) this is.
+            eos_token_ids: the ids that end it, unless params.ignore_eos is set; default the engine's.
 
         Returns:
             The request's id.
 
         Raises:
-            InvalidInputError: empty or too long prompt, an id outside the vocabulary, K larger than the engine's.
-            CacheTooSmallError: the KV cache could not hold the request even alone.
+            InvalidInputError, CacheTooSmallError: see `check`.
         """
+        limit = self.check(token_ids, params)
         prompt = np.asarray(token_ids, np.int64)
-        self._check_prompt(prompt)
-        num_drafts = self._check_num_drafts(params)
-        limit = min(len(prompt) + params.max_new_tokens, self.config.max_model_len)
-        self._check_cache(len(prompt), limit)
+        eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed, index = (self.config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         request = Request(
@@ -132,16 +136,34 @@ class Engine:
             params=params,
             prompt_len=len(prompt),
             limit=limit,
-            num_drafts=num_drafts,
+            num_drafts=self._num_drafts(params),
             key=request_key(seed, index),
             committed=prompt.astype(np.int32),
-            stream=TextStream(self._tokenizer, params.stop),
-            stops=StopFinder(self._tokenizer, params.stop),
+            stream=TextStream(self._vocabulary, params.stop),
+            sample_index=sample_index,
+            eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
         )
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
         return request_id
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Whether such a request can be served; nothing is queued.
+
+        Returns:
+            Its most tokens, the prompt's and new ones together.
+
+        Raises:
+            InvalidInputError: empty or too long prompt, an id outside the vocabulary, K larger than the engine's.
+            CacheTooSmallError: the KV cache could not hold the request even alone.
+        """
+        self._check_prompt(token_ids)
+        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        self._check_num_drafts(params)
+        limit = min(len(token_ids) + params.max_new_tokens, self.config.max_model_len)
+        self._check_cache(len(token_ids), limit)
+        return limit
 
     @torch.inference_mode()
     def step(self) -> list[Update]:
@@ -170,7 +192,7 @@ class Engine:
         if ahead is not None and drafted is not None:
             follower = self._go_on(inflight, ahead, outcome, drafted)
         owners = self._owners()
-        committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table, self._eos)
+        committed, verified = commit(inflight.schedule, inflight.target, outcome, self._table)
         self._retire(committed, owners)
         if follower is None:
             undrafted = self._executor.verified(verified, inflight.device) if drafted is None else None
@@ -236,7 +258,7 @@ class Engine:
         """The round behind one that was read and has drafted on, launched before the commit: where all rows go on."""
         rows, accepted = inflight.schedule.rows, outcome.num_accepted
         drafts = drafts_after(inflight.target, accepted)
-        ending = ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows], self._eos)
+        ending = ending_tokens(outcome.tokens, accepted + 1, self._table.eos[rows])
         if not drafts.all() or ending.any():
             return None
         roots = outcome.tokens[np.arange(len(rows)), accepted]
@@ -305,23 +327,31 @@ class Engine:
         c = self.config
         return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
 
-    def _check_prompt(self, prompt: np.ndarray) -> None:
-        if prompt.ndim != 1 or not len(prompt):
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not len(prompt):
             raise InvalidInputError("the prompt is empty; at least one token is needed")
         if len(prompt) >= self.config.max_model_len:
             raise InvalidInputError(
                 f"the prompt has {len(prompt)} tokens; with max_model_len={self.config.max_model_len} at most "
                 f"{self.config.max_model_len - 1} are allowed (one place is kept for a new token)"
             )
-        bad = prompt[(prompt < 0) | (prompt >= self._target.vocab_size)]
-        if len(bad):
-            raise InvalidInputError(f"token id {bad[0]} is outside the vocabulary 0 … {self._target.vocab_size - 1}")
+        self._check_ids("", prompt)
 
-    def _check_num_drafts(self, params: SamplingParams) -> int:
+    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        bad = [t for t in token_ids if not 0 <= t < self._target.vocab_size][:1]
+        if bad:
+            raise InvalidInputError(
+                f"{where}token id {bad[0]} is outside the vocabulary 0 … {self._target.vocab_size - 1}"
+            )
+
+    def _check_num_drafts(self, params: SamplingParams) -> None:
         asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens
         if asked is not None and asked > most:
             raise InvalidInputError(f"num_speculative_tokens={asked}: this model was loaded for at most {most}")
-        return most if asked is None else asked
+
+    def _num_drafts(self, params: SamplingParams) -> int:
+        asked = params.num_speculative_tokens
+        return self.config.num_speculative_tokens if asked is None else asked
 
     def _check_cache(self, prompt_len: int, limit: int) -> None:
         capacity = self._scheduler.target_pages.capacity_tokens

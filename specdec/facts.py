@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.kv_cache import bytes_per_token
 from attention.runner import GroupRunner
+from specdec.generation_config import unsupported
+from specdec.values import short
 
 if TYPE_CHECKING:
     from specdec.graphs import GraphReport
@@ -37,9 +39,18 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
         "head": None if head is None else type(head).__name__,
         "taps": None if head is None else list(head.taps),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
+        "generation_config": _own_config(model),
         "engine": dict(vars(model.config)),
         "graphs": _graphs(model.executor.report) if isinstance(model.executor, _Captured) else None,
     }
+
+
+def _own_config(model: SpeculativeModel) -> str:
+    """What of the model's own generation_config applies, and what is switched off or will be refused."""
+    odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
+    if model.generation_config_use == "ignore":
+        return f"ignore (switched off: {odd or 'nothing that would change greedy tokens'})"
+    return f"model (requests are refused: {odd})" if odd else "model"
 
 
 def _cache(runner: GroupRunner) -> str:

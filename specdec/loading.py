@@ -172,9 +172,20 @@ def load_tokenizer(name: str | Path) -> Any:
         raise ModelLoadError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
 
 
+def builtin_name(target: str | Path | None) -> str | None:
+    """The built-in model that this name or folder is; None where it is none.
+
+    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
+    """
+    if target is None:
+        return None
+    folder = Path(resolve(target)).resolve()
+    return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
+
+
 def has_builtin_head(target: str | Path) -> bool:
     """Whether draft="auto" means something for this target."""
-    return str(target) in _BUILTIN_HEADS
+    return builtin_name(target) in _BUILTIN_HEADS
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
@@ -185,7 +196,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
-    head = _BUILTIN_HEADS.get(target_name or "")
+    head = _BUILTIN_HEADS.get(builtin_name(target_name) or "")
     if head is None:
         raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
     return resolve(head)

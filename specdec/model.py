@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention.backend import AttentionBackend
 from attention.kv_cache import CacheGroup, KVFormat
@@ -20,30 +20,36 @@ from drafters.mtp_spec import Concat, Feedback, MtpReading
 from specdec.backends import check_graphs, kv_format, make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import InvalidInputError, SpecdecError
+from specdec.errors import SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
-from specdec.generation_config import eos_ids, from_generation_config
+from specdec.generation_config import Use, check_use, eos_ids
 from specdec.loading import load_head, open_target, open_tokenizer
 from specdec.memory import memory_named
 from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
-from specdec.prompts import Prompts, encode_prompts
+from specdec.prompts import Prompts
 from specdec.request import Completion, Update
-from specdec.sampling import SamplingParams
 from specdec.selftest import self_test, self_test_head
 from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
+from specdec.submission import Params, Submission, submissions
 from specdec.target import Target, TargetProbe, probe_target
 from specdec.verify import unpack_outcome
 
 MODEL_FORMAT = KVFormat()
-Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
 
 
 @dataclass(frozen=True)
 class StreamUpdate:
-    """What one round brought for one prompt: its index, new token ids, new text, and at the end the completion."""
+    """What one round brought for one completion.
+
+    Attributes:
+        index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
+            completions in a row, n·prompt + sample.
+        token_ids: new token ids. text: new text; joined, the texts are the completion's.
+        completion: set when it is finished.
+    """
 
     index: int
     token_ids: list[int]
@@ -59,6 +65,7 @@ class SpeculativeModel:
         tokenizer: its tokenizer.
         head: the draft head, or None.
         config: sizes and limits of the engine.
+        generation_config_use: "model" or "ignore", what of the model's own generation_config applies.
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
         runners: attention of the target and, with a head, of the head.
@@ -74,6 +81,7 @@ class SpeculativeModel:
         cuda_graphs: bool = False,
         read: ReadOutcome = unpack_outcome,
         format: KVFormat = MODEL_FORMAT,
+        generation_config: Use = "model",
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -81,6 +89,7 @@ class SpeculativeModel:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
             read: the round's device-to-host read; see `Engine`.
             format: how the target's keys and values are stored.
+            generation_config: what of the model's own applies; see `from_pretrained`.
 
         Raises:
             InvalidInputError: the backend or the head cannot do with CUDA graphs, or not without.
@@ -92,6 +101,7 @@ class SpeculativeModel:
         self.tokenizer = tokenizer
         self.head = head
         self.config = config
+        self.generation_config_use = generation_config
         self.backend_name = backend.name
         taps = () if head is None else tuple(head.taps)
         dtype, device = probed.model.dtype, probed.model.device
@@ -134,6 +144,7 @@ class SpeculativeModel:
         cuda_graphs: bool = False,
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
+        generation_config: Use = "model",
         seed: int = 0,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
@@ -168,12 +179,17 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
+            generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
+                of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
+                is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
+                SamplingParams and with a GenerationConfig; `describe` says what is switched off.
             seed: randomness of requests without a seed of their own.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
+        use = check_use(generation_config)
         stored = kv_format(kv_cache_dtype, kv_cache_scales)
         log.info("loading the target")
         model, name = open_target(target, dtype, device)
@@ -197,7 +213,7 @@ class SpeculativeModel:
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         with memory_named(place, tokens, per_token):
-            return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored)
+            return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored, generation_config=use)
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -223,11 +239,14 @@ class SpeculativeModel:
         """Generate for one prompt or many, batched continuously.
 
         Args:
-            prompts: str, token ids, chat messages, or a list of any of these.
-            params: SamplingParams, one for all or one a prompt, or a transformers.GenerationConfig; default greedy.
+            prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: one
+                prompt, 2-D: one a row); a BatchEncoding, or a dict of input_ids and attention_mask, padded on either
+                side.
+            params: SamplingParams or a transformers.GenerationConfig, one for all or one a prompt; default greedy.
 
         Returns:
-            One Completion a prompt, in order (num_return_sequences of a GenerationConfig: that many in a row).
+            One Completion a prompt, in order (SamplingParams.n, or num_return_sequences of a GenerationConfig: that
+            many in a row).
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
@@ -246,35 +265,24 @@ class SpeculativeModel:
 
         Closing the iterator early aborts what is left.
         """
-        ids = encode_prompts(prompts, self.tokenizer)
-        requests = self._requests(ids, params)
+        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+        for request in requests:
+            self._engine.check(request.token_ids, request.params)
         return self._run(requests)
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         return facts_of(self)
 
-    def _requests(self, ids: list[list[int]], params: Params) -> list[tuple[list[int], SamplingParams, int]]:
-        """(prompt, params, sample index) of every request."""
-        if isinstance(params, GenerationConfig):
-            copies = params.num_return_sequences or 1
-            own = [from_generation_config(params, self.hf_model, len(p)) for p in ids]
-            return [(p, s, c) for p, s in zip(ids, own, strict=True) for c in range(copies)]
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(ids)
-        else:
-            each = list(params)
-        if len(each) != len(ids):
-            raise InvalidInputError(f"{len(each)} SamplingParams for {len(ids)} prompts; give one, or one a prompt")
-        return [(p, s, 0) for p, s in zip(ids, each, strict=True)]
-
-    def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
+    def _run(self, requests: list[Submission]) -> Iterator[StreamUpdate]:
         """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
         index: dict[int, int] = {}
         inbox: deque[Update] = deque()
         try:
-            for i, (ids, params, sample) in enumerate(requests):
-                request_id = self._engine.submit(ids, params, sample)
+            for i, request in enumerate(requests):
+                request_id = self._engine.submit(
+                    request.token_ids, request.params, request.sample_index, request.eos_token_ids
+                )
                 index[request_id], self._inboxes[request_id] = i, inbox
             while index:
                 for update in [] if inbox else self._engine.step():

@@ -41,6 +41,13 @@ KV_CACHE_DTYPE = click.option(
     help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
 )
 CUDA_GRAPHS = click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (on a GPU).")
+GENERATION_CONFIG = click.option(
+    "--generation-config",
+    type=click.Choice(["model", "ignore"]),
+    default="model",
+    show_default=True,
+    help="ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
+)
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
@@ -61,6 +68,7 @@ _MODEL_OPTIONS = (
         help="Share of the GPU's memory that model, cache and graphs may take together.",
     ),
     CUDA_GRAPHS,
+    GENERATION_CONFIG,
     click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
@@ -90,6 +98,7 @@ def load_model(
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
     cuda_graphs: bool,
+    generation_config: str,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading import has_builtin_head
@@ -111,4 +120,5 @@ def load_model(
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         cuda_graphs=cuda_graphs,
+        generation_config=generation_config,  # type: ignore[arg-type]
     )

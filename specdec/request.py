@@ -9,7 +9,7 @@ import numpy as np
 
 from specdec.sampling import SamplingParams
 from specdec.stats import AcceptanceStats, RequestStats, RoundRecord, pool
-from specdec.text import StopFinder, TextStream
+from specdec.text import TextStream
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -19,12 +19,13 @@ class Completion:
     """A finished request.
 
     Attributes:
-        text: decoded new tokens without special tokens, cut before a stop string.
+        text: `tokenizer.decode(token_ids, skip_special_tokens=True)`, cut before a stop string.
         token_ids: new tokens, the eos id or the token that completed a stop string included.
         prompt_token_ids: what the model read.
         finish_reason: "eos" (an eos id), "stop" (a stop string or one of stop_token_ids), "length" (a limit).
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
+        sample_index: which of the prompt's `SamplingParams.n` completions this is, from 0.
     """
 
     text: str
@@ -33,6 +34,7 @@ class Completion:
     finish_reason: FinishReason
     stats: RequestStats
     drafts: tuple[tuple[int, ...], ...] | None = None
+    sample_index: int = 0
 
     @property
     def pooled(self) -> AcceptanceStats:
@@ -46,7 +48,8 @@ class Update:
 
     Attributes:
         request_id: as returned by `Engine.submit`.
-        token_ids: new tokens; text: new text, complete characters only, never part of a stop string.
+        token_ids: new tokens; text: new text, complete characters only, never part of a stop string. All texts of a
+            request joined are the completion's text.
         completion: set when the request is finished.
     """
 
@@ -90,7 +93,8 @@ class Request:
     key: int
     committed: np.ndarray
     stream: TextStream
-    stops: StopFinder
+    sample_index: int
+    eos_token_ids: tuple[int, ...]
     times: Times
     row: int = -1
     preemptions: int = 0
@@ -117,26 +121,24 @@ class Request:
             self.drafts.append(round_.drafts)
         tokens = round_.token_ids[:emitted]
         if self.finish_reason is None:
-            return Update(self.id, tokens, self.stream.push(self.new_tokens))
+            return Update(self.id, tokens, self.stream.show())
         self.times.finished = now
-        completion = self._completion()
-        return Update(self.id, tokens, self.stream.finish(completion.text), completion)
+        text, rest = self.stream.finish(self.new_tokens)
+        return Update(self.id, tokens, rest, self._completion(text))
 
     def _surplus(self, num_new: int) -> int:
         """Tokens after the first stop id or stop string among the last `num_new`; sets the finish reason."""
-        start = len(self.new_tokens) - num_new
-        ends = [start + i + 1 for i, t in enumerate(self.new_tokens[start:]) if t in self.params.stop_token_ids][:1]
-        found = self.stops.find(self.new_tokens, num_new)
-        if found is not None:
-            ends.append(found)
-        if not ends:
+        known = len(self.new_tokens)
+        ids = self.params.stop_token_ids
+        at_id = next((i + 1 for i in range(known - num_new, known) if self.new_tokens[i] in ids), None)
+        end = self.stream.push(self.new_tokens, at_id or known) or at_id
+        if end is None:
             return 0
         self.finish_reason = "stop"
-        return len(self.new_tokens) - min(ends)
+        return known - end
 
-    def _completion(self) -> Completion:
+    def _completion(self, text: str) -> Completion:
         t = self.times
-        text = self.stops.cut(self.stream.decode(self.new_tokens))
         stats = RequestStats(
             rounds=tuple(self.rounds),
             prompt_tokens=self.prompt_len,
@@ -154,4 +156,5 @@ class Request:
             finish_reason=self.finish_reason,
             stats=stats,
             drafts=tuple(self.drafts) if self.params.return_drafts else None,
+            sample_index=self.sample_index,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from specdec.sampling import SamplingArrays, SamplingParams
@@ -16,7 +18,7 @@ class RowTable:
         entered [R]: tokens the row entered with (the prompt, and after a preemption what it had emitted).
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
-        key [R] uint64: randomness. eos [R] bool: the model's eos ids end it. temperature, top_k, top_p, min_p [R].
+        key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
@@ -29,7 +31,7 @@ class RowTable:
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
         self.key = np.zeros(max_rows, np.uint64)
-        self.eos = np.zeros(max_rows, bool)
+        self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
         self._free = list(range(max_rows - 1, -1, -1))
 
@@ -38,16 +40,31 @@ class RowTable:
         """Rows that are not in use."""
         return len(self._free)
 
-    def open(self, tokens: np.ndarray, limit: int, drafts: int, key: int, params: SamplingParams) -> int:
+    def open(
+        self,
+        tokens: np.ndarray,
+        limit: int,
+        drafts: int,
+        key: int,
+        params: SamplingParams,
+        eos_ids: Sequence[int] = (),
+    ) -> int:
         """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
         row = self._free.pop()
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
-        self.eos[row] = not params.ignore_eos
+        self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
         return row
+
+    def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
+        missing = len(eos_ids) - self.eos.shape[1]
+        if missing > 0:
+            self.eos = np.pad(self.eos, ((0, 0), (0, missing)), constant_values=-1)
+        self.eos[row] = -1
+        self.eos[row, : len(eos_ids)] = eos_ids
 
     def close(self, row: int) -> None:
         """Give a row back."""

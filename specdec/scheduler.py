@@ -168,7 +168,12 @@ class Scheduler:
 
     def _open(self, request: Request) -> None:
         request.row = self._table.open(
-            request.committed, request.limit, request.num_drafts, request.key, request.params
+            request.committed,
+            request.limit,
+            request.num_drafts,
+            request.key,
+            request.params,
+            request.eos_token_ids,
         )
         request.times.admitted = request.times.admitted or time.perf_counter()
         self.running.append(request)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options import MTP_OPTIONS
+from specdec.options import GENERATION_CONFIG, MTP_OPTIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -61,6 +61,7 @@ _RUN = (
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="Of the target."),
     click.option("--device", help="Default: CUDA where there is one."),
+    GENERATION_CONFIG,
 )
 _INTERRUPTED = 130
 """Exit status of a command that was ended by Ctrl-C, as shells count it: 128 + SIGINT."""
@@ -146,6 +147,7 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
         dtype=options["dtype"],
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
+        generation_config=options["generation_config"],
     )
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:

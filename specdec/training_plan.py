@@ -136,6 +136,7 @@ def _judge(
             tokenizer=model.tokenizer,
             max_model_len=model.config.max_model_len,
             backend=model.backend_name,
+            generation_config=model.generation_config_use,
         )
         completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
         return {"tau": pool_requests([c.stats for c in completions]).tau}

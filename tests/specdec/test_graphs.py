@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fakes import (
@@ -316,7 +315,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     eos = first[1].token_ids[7]
     for model in (plain, graphed):
-        model._engine._eos = np.array([eos])
+        model.hf_model.generation_config.eos_token_id = eos
     params = [SamplingParams(max_new_tokens=n) for n in (24, 24, 3, 17, 24, 9)]
     expected = plain.generate(PROMPTS, params)
     completions = graphed.generate(PROMPTS, params)
@@ -345,9 +344,9 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
 
     def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
         engine = model._engine
-        engine._eos, engine._launch_ahead = np.array([eos]), ahead
+        engine._launch_ahead = ahead
         params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
-        ids = [engine.submit(p, own) for p, own in zip(PROMPTS, params, strict=True)]
+        ids = [engine.submit(p, own, eos_token_ids=[eos]) for p, own in zip(PROMPTS, params, strict=True)]
         done = {}
         while engine.has_work:
             updates = engine.step()
