@@ -23,7 +23,14 @@ class SamplingParams:
         stop: strings that end the request; the text ends before the string, the ids with the token that completed it.
         stop_token_ids: ids that end the request beside the model's own eos ids.
         ignore_eos: go on past the model's eos ids.
-        seed: fixes the request's randomness whatever else is in the batch; None draws from the engine's seed.
+        seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
+            model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
+            chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
+            rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
+            distribution, and another max_new_tokens may from its last round on, which has fewer drafts; in half
+            precision logits round by the batch's shape, so that neighbours may change a token. backend="batch_invariant"
+            rules that out for the target but not for the head: there it holds with num_speculative_tokens=0 only.
+            None: the model's seed and how many requests were submitted before decide.
         num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
     """

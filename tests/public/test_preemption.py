@@ -6,7 +6,7 @@ prompts are cut into chunks, and who the neighbours are change nothing of that.
 
 from __future__ import annotations
 
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +93,32 @@ def test_each_request_with_a_k_of_its_own() -> None:
         for i in range(len(PROMPTS))
     ]
     assert_as_alone(alone, together, asked)
+
+
+def test_what_a_seed_does_not_fix() -> None:
+    """Another K draws other tokens; without a seed it matters how many requests there were before."""
+    target = tiny_llama()
+    model = load(target, table_head(target), num_speculative_tokens=5, **ROOMY)
+    asked = SamplingParams(max_new_tokens=40, temperature=1.0, seed=3)
+    by_drafts = [
+        [tuple(model.generate(PROMPTS[0], replace(asked, num_speculative_tokens=k))[0].token_ids) for _ in range(2)]
+        for k in (0, 3, 5)
+    ]
+    assert all(first == again for first, again in by_drafts)
+    assert len({first for first, _ in by_drafts}) == 3
+    first, again = (model.generate(PROMPTS[0], replace(asked, seed=None))[0].token_ids for _ in range(2))
+    assert first != again
+
+
+def test_a_limit_changes_the_end_only() -> None:
+    """Near its limit a request drafts less, so a longer one's tokens are the same but for the last rounds'."""
+    target = tiny_llama()
+    model = load(target, table_head(target), num_speculative_tokens=5, **ROOMY)
+    asked = SamplingParams(max_new_tokens=60, temperature=1.0, seed=3)
+    longest = model.generate(PROMPTS[1], asked)[0].token_ids
+    for most in range(10, 60, 7):
+        tokens = model.generate(PROMPTS[1], replace(asked, max_new_tokens=most))[0].token_ids
+        assert len(tokens) == most and tokens[: most - 6] == longest[: most - 6]
 
 
 def test_a_multi_token_prediction_module() -> None:
