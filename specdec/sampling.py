@@ -27,10 +27,10 @@ class SamplingParams:
             model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
             chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
             rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
-            distribution, and another max_new_tokens may from its last round on, which has fewer drafts; in half
-            precision logits round by the batch's shape, so that neighbours may change a token. backend="batch_invariant"
-            rules that out for the target but not for the head: there it holds with num_speculative_tokens=0 only.
-            None: the model's seed and how many requests were submitted before decide.
+            distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
+            precision logits round by the batch's shape, so that neighbours may change a token ("batch_invariant" rules
+            that out for the target, not for what the head drafts).
+            None: the model's seed, and how many requests were submitted before.
         num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
     """
