@@ -10,8 +10,8 @@ invalid. Checked:
 - every greedy or seeded request has the tokens, drafts and rounds that it has alone, on a model with room for it; some
   greedy ones also the tokens of transformers' own `generate`;
 - an invalid submission is refused and disturbs nobody;
-- at quiet moments a fixed set of requests that fills the cache takes the same rounds and transfers as on the fresh model,
-  so that no page and no row is lost;
+- at quiet moments a fixed set of requests that fills the cache takes the same rounds and transfers as on the fresh
+  model, so that no page and no row is lost;
 - memory: from the middle third of the quiet moments to the last third it grows by 1 % at most.
 
 The model runs in float64, so that rounding neither hides a difference nor makes one. Ends in one JSON line; the exit

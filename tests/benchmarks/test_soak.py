@@ -27,13 +27,13 @@ def subject() -> Subject:
     return Subject(load, chats=False)
 
 
+@pytest.mark.slow
 def test_nothing_is_wrong(subject: Subject) -> None:
     work = Soak(subject, seed=3)
     for _ in range(2):
         work.run(actions=70)
     assert not work.faults
     counts = work.counts
-    print(counts)
     assert counts["finished"] + counts["cancelled"] == counts["requests"] > 40
     assert min(counts["preempted"], counts["cancelled"], counts["refused"]) > 0
     assert min(counts["seeded"], counts["greedy"], counts["unseeded"]) > 0
@@ -48,15 +48,15 @@ def test_uniforms_that_depend_on_the_batch_are_found(subject: Subject, monkeypat
 
     monkeypatch.setattr(specdec.round, "uniforms", planted)
     work = Soak(subject, seed=3)
-    work.run(actions=40)
+    work.run(actions=20)
     assert work.counts["mismatches"] > 0
 
 
+@pytest.mark.slow
 def test_a_resumed_request_that_reads_its_root_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_entry", lambda self, request: (len(request.committed), 0))
     work = Soak(subject, seed=3)
     work.run(actions=60)
-    print(work.counts, work.model.engine_stats)
     assert work.counts["mismatches"] > 0
 
 
