@@ -91,7 +91,8 @@ class Engine:
         self._eos = tuple(eos_token_ids)
         self._table = RowTable(config.max_num_seqs, config.max_model_len)
         head_pages = None if drafter is None else self._pages(config.num_head_pages)
-        self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages)
+        num_modules = 1 if drafter is None else drafter.num_modules
+        self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages, num_modules)
         self._executor: Executor = executor or EagerExecutor(target, drafter, config)
         self._foresees = not getattr(read, "alters_tokens", False)
         self._transfers = self._executor.transfers

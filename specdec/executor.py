@@ -13,6 +13,7 @@ from attention.runner import GroupRunner
 from attention.staging import StagingArena
 from drafters.base import Head
 from drafters.chain import Draft, draft_chain
+from drafters.mtp_modules import MtpStack
 from specdec.config import EngineConfig
 from specdec.fields import largest_bucket, round_bucket, round_fields
 from specdec.readback import HostReads, Readback
@@ -28,6 +29,11 @@ class Drafter:
 
     head: Head
     runner: GroupRunner
+
+    @property
+    def num_modules(self) -> int:
+        """M: modules that take turns, see `drafters.mtp_modules`; 1 for any other head."""
+        return self.head.num_modules if isinstance(self.head, MtpStack) else 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the root).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
-        entered [R]: tokens the row entered with (the prompt, and after a preemption what it had emitted).
+        prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
+            first token; after a preemption all but the root that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
@@ -26,7 +27,7 @@ class RowTable:
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
-        self.entered = np.zeros(max_rows, np.int64)
+        self.prefill = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
@@ -48,11 +49,16 @@ class RowTable:
         key: int,
         params: SamplingParams,
         eos_ids: Sequence[int] = (),
+        prefill: int | None = None,
     ) -> int:
-        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
+        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it.
+
+        prefill: how many of the tokens it reads before it decodes; default all of them.
+        """
         row = self._free.pop()
         self.tokens[row, : len(tokens)] = tokens
-        self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
+        self.length[row], self.computed[row], self.limit[row] = len(tokens), 0, limit
+        self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
@@ -77,8 +83,12 @@ class RowTable:
         self.previous[rows] = np.arange(len(rows))
 
     def reading(self, rows: np.ndarray) -> np.ndarray:
-        """[R] bool, rows that have not yet emitted a token since they entered: they read chunks and do not draft."""
-        return self.length[rows] == self.entered[rows]
+        """[R] bool, rows that still prefill: they read chunks and do not draft."""
+        return self.computed[rows] < self.prefill[rows]
+
+    def pending(self, rows: np.ndarray) -> np.ndarray:
+        """[R] int64, committed tokens that each row reads next: what is left of its prefill, else its root."""
+        return np.where(self.reading(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
     def committed(self, row: int) -> np.ndarray:
         """A copy of the row's committed tokens."""

@@ -38,7 +38,14 @@ class SamplingParams:
             stop string may also contain special tokens as they are written.
         stop_token_ids: ids that end the request beside the model's own eos ids.
         ignore_eos: go on past the model's eos ids.
-        seed: fixes the request's randomness whatever else is in the batch; None draws from the engine's seed.
+        seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
+            model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
+            chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
+            rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
+            distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
+            precision logits round by the batch's shape, so that neighbours may change a token ("batch_invariant" rules
+            that out for the target, not for what the head drafts).
+            None: the model's seed, and how many requests were submitted before.
         num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
