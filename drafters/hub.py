@@ -1,4 +1,4 @@
-"""Names that may be folders or models of the Hugging Face hub: told apart, and the hub asked once whether it is there."""
+"""Names of folders and of models on the Hugging Face hub told apart, and the hub asked once whether it answers."""
 
 from __future__ import annotations
 

@@ -41,8 +41,8 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
         raise HeadLoadError(f"there is no folder {path}")
     if not is_hub_name(name):
         raise HeadLoadError(
-            f"there is no folder {_cut(name)}, and the Hugging Face hub has no such names; give a folder, or a name like "
-            "owner/model"
+            f"there is no folder {_cut(name)}, and the Hugging Face hub has no such names; give a folder, or a name "
+            "like owner/model"
         )
     return _download(name, revision)
 
@@ -188,8 +188,8 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
         weights = torch.load(file, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         raise HeadLoadError(
-            f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, which "
-            "could run code and is never read; ask for the weights as safetensors"
+            f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
+            "which could run code and is never read; ask for the weights as safetensors"
         ) from error
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error

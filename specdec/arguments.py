@@ -19,7 +19,7 @@ class _Short(reprlib.Repr):
 
     def __init__(self) -> None:
         super().__init__()
-        self.maxstring = self.maxother = 80
+        self.maxstring = self.maxother = 200
 
     def repr_int(self, x: int, level: int) -> str:
         return repr(x) if abs(x) < _MOST_DIGITS else f"<an integer of {x.bit_length()} bits>"
@@ -29,7 +29,7 @@ class _Short(reprlib.Repr):
 
 
 shown = _Short().repr
-"""A value as a message shows it: on one line, of at most about eighty characters, whatever the value is."""
+"""A value as a message shows it: on one line, of some two hundred characters at most, whatever the value is."""
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:

@@ -12,16 +12,16 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
 from transformers import __version__ as transformers_version
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.errors import HeadLoadError
 from drafters.hub import hub_answers, is_hub_name, looks_local
 from drafters.layouts import Layout, detect, strip_prefixes
 from specdec.arguments import shown
-from specdec.errors import ModelLoadError
-from specdec.models import builtin_names, builtin_path
+from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.models import BUILTIN_HEADS, builtin_names, builtin_path
 
 _HEADS = frozenset({Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH})
-_GIVE = "give a folder with config.json, weights and tokenizer, a hub name (owner/model), or a built-in name"
 
 
 @dataclass(frozen=True)
@@ -68,30 +68,37 @@ def resolve(name: str | Path) -> str:
     return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
 
 
-def find_checkpoint(name: str | Path, revision: str | None = None, trust_remote_code: bool = False) -> Checkpoint:
+def find_checkpoint(
+    name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
+) -> Checkpoint:
     """Find a target (or a tokenizer) by name. A name that can only be a folder is never asked of the hub.
+
+    Args:
+        what: what is looked for, for the message.
 
     Raises:
         ModelLoadError: there is no such folder, or it is a file, or no name of a hub model.
+        InvalidInputError: a revision of a folder.
     """
     path = resolve(name)
     found = Checkpoint(str(name), path, revision, trust_remote_code)
-    if not path:
-        raise ModelLoadError(f"the name is empty; {_built_in()}")
     if os.path.isdir(path):
         if revision is not None:
-            raise ModelLoadError(
+            raise InvalidInputError(
                 f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
             )
         return found
-    if os.path.exists(path):
-        kind = "a GGUF file, which is not supported" if path.endswith(".gguf") else "a file"
-        raise ModelLoadError(f"{name} is {kind}; {_built_in()}")
-    if looks_local(path):
-        raise ModelLoadError(f"there is no folder {shown(str(name))}; {_built_in()}")
-    if not is_hub_name(path):
-        raise ModelLoadError(f"{shown(str(name))} is no folder, and the hub has no such names; {_built_in()}")
-    return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
+    if not path:
+        reason = "the name is empty"
+    elif os.path.exists(path):
+        reason = "it is a GGUF file, which is not supported" if path.endswith(".gguf") else "it is a file"
+    elif looks_local(path):
+        reason = "there is no folder of that name"
+    elif not is_hub_name(path):
+        reason = "there is no folder of that name, and the hub has no such names"
+    else:
+        return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
+    raise ModelLoadError(f"cannot load {what} {shown(str(name))}: {reason}\n{_give()}")
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
@@ -107,12 +114,15 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     what = f"cannot load the target model {checkpoint.name!r}"
     if "adapter_config.json" in names:
         raise ModelLoadError(
-            f"{what}: the folder holds an adapter (adapter_config.json), not a model; merge it into its base model with "
-            "peft's merge_and_unload(), save that, and give its folder"
+            f"{what}: the folder holds an adapter (adapter_config.json), not a model; merge it into its base model "
+            "with peft's merge_and_unload(), save that, and give its folder"
         )
     if "config.json" not in names:
-        raise ModelLoadError(f"{what}: {_without_config(names)}; {_built_in()}")
-    config = _read_config(folder / "config.json", what)
+        raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
+    config = _read_json(folder / "config.json", what)
+    if "generation_config.json" in names:
+        _read_json(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
+    _check_quantisation(config, what)
     _check_no_head(folder, config, names, what)
     _check_model_type(config, what)
 
@@ -125,7 +135,7 @@ def _without_config(names: set[str]) -> str:
     return f"the folder has no config.json; it holds {shown(sorted(names))}"
 
 
-def _read_config(file: Path, what: str) -> Mapping[str, Any]:
+def _read_json(file: Path, what: str) -> Mapping[str, Any]:
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -163,5 +173,22 @@ def _check_model_type(config: Mapping[str, Any], what: str) -> None:
         )
 
 
-def _built_in() -> str:
-    return f"{_GIVE} ({', '.join(builtin_names())})"
+def _check_quantisation(config: Mapping[str, Any], what: str) -> None:
+    """transformers passes over a method that it does not know, and would read packed integers as weights."""
+    stored = config.get("quantization_config")
+    if stored is None:
+        return
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    old_bitsandbytes = isinstance(stored, dict) and (stored.get("load_in_4bit") or stored.get("load_in_8bit"))
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not old_bitsandbytes:
+        raise ModelLoadError(
+            f"{what}: config.json says quantization_config={shown(stored)}, a method that transformers "
+            f"{transformers_version} does not know; take the model without quantisation"
+        )
+
+
+def _give() -> str:
+    return (
+        "Give a folder, a hub name, or a built-in name "
+        f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
+    )

@@ -1,4 +1,4 @@
-"""What goes wrong inside transformers while a model or a tokenizer is read, as one `ModelLoadError` that says what to do.
+"""What goes wrong in transformers while a model or a tokenizer is read, as a `ModelLoadError` that says what to do.
 
 Its own messages recommend options of its own (`weights_only=False`, `ignore_mismatched_sizes=True`, `token=…`) that
 this library does not have: they are left out, the error itself stays as the cause.
@@ -10,6 +10,7 @@ import pickle
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from json import JSONDecodeError
 
 from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError, StrictDataclassError
 from jinja2 import TemplateError
@@ -65,8 +66,8 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
     chain = list(_chain(error))
     if any(isinstance(e, pickle.UnpicklingError) for e in chain):
         return (
-            "its weights are a damaged pickle, or one of more than tensors, which could run code and is never read; ask "
-            "for the weights as safetensors"
+            "its weights are a damaged pickle, or one of more than tensors, which could run code and is never read; "
+            "ask for the weights as safetensors"
         )
     if any(isinstance(e, GatedRepoError) for e in chain):
         return "its owner asks for a login: accept the terms on its page, then `hf auth login`, or set HF_TOKEN"
@@ -76,6 +77,10 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
         return "it is no folder, and the hub has no such model (a private one needs `hf auth login`, or HF_TOKEN)"
     if checkpoint.local_files_only:
         return f"it is no folder, and the Hugging Face hub gave nothing: {NO_ANSWER}"
+    if isinstance(error, (SafetensorError, EOFError)):
+        return f"a file of its weights is damaged or incomplete ({_plain(error)}); download it again"
+    if isinstance(error, JSONDecodeError):
+        return f"one of its JSON files is damaged ({_plain(error)}); download it again"
     if isinstance(error, ImportError):
         return f"a package is missing: {_plain(error)}"
     if isinstance(error, MemoryError):

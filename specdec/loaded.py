@@ -16,7 +16,7 @@ _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers mo
 _WRAPPERS = {
     "OptimizedModule": "a model compiled by torch.compile; give the model itself, cuda_graphs=True compiles it here",
     "DataParallel": "a model wrapped in DataParallel; give the model inside, its attribute .module",
-    "DistributedDataParallel": "a model wrapped in DistributedDataParallel; give the model inside, its attribute .module",
+    "DistributedDataParallel": "a model wrapped for several processes; give the model inside, its attribute .module",
     "FullyShardedDataParallel": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
     "FSDPModule": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
     "PeftModel": "a model with an adapter of peft; give what its merge_and_unload() returns",
@@ -38,7 +38,7 @@ def check_target_type(target: Any) -> None:
     if isinstance(target, torch.nn.Module) and not isinstance(target, PreTrainedModel):
         raise InvalidInputError(f"the target is a plain torch module ({type(target).__name__}); {_GIVE}")
     if not isinstance(target, (str, Path, PreTrainedModel)):
-        raise InvalidInputError(f"target={shown(target)} is a {type(target).__name__}; {_GIVE}")
+        raise InvalidInputError(f"target={shown(target)} (of type {type(target).__name__}) is no model; {_GIVE}")
 
 
 def check_loaded_target(model: PreTrainedModel) -> None:
@@ -62,7 +62,7 @@ def check_loaded_target(model: PreTrainedModel) -> None:
     if len(places) > 1:
         raise InvalidInputError(f"the model's weights lie on several devices ({', '.join(places)}); move it to one")
     if model.device.type not in ("cpu", "cuda"):
-        raise InvalidInputError(f"the model lies on {model.device}; CPU and CUDA are supported: move it with model.to(…)")
+        raise InvalidInputError(f"the model lies on {model.device}; CPU and CUDA are supported; use model.to(…)")
     if model.training:
         raise InvalidInputError("the model is in training mode, where dropout changes its output; call model.eval()")
 
@@ -76,7 +76,7 @@ def check_head_type(draft: Any) -> None:
     if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
         return
     raise InvalidInputError(
-        f"draft is a {draft.__name__ if isinstance(draft, type) else type(draft).__name__}, not a draft head; give the "
+        f"draft={shown(draft)} (of type {type(draft).__name__}) is no draft head; give the "
         "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"
     )
 

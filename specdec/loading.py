@@ -32,12 +32,12 @@ from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, 
 from specdec.load_errors import loading_named
 from specdec.loaded import check_head_place, check_head_type, check_loaded_target, check_target_type
 from specdec.memory import check_weights_fit
+from specdec.models import BUILTIN_HEADS
 from specdec.target import TargetProbe
 
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
 _MOST_TOLD = 4
-_BUILTIN_HEADS = {"gsm-llama": "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
 
 
 def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
@@ -96,7 +96,9 @@ def check_shapes(mismatched: Iterable[Any], checkpoint: Checkpoint) -> None:
     """
     wrong = sorted((str(name), tuple(stored), tuple(wanted)) for name, stored, wanted in mismatched)
     if wrong:
-        told = "; ".join(f"{name} is {stored}, config.json says {wanted}" for name, stored, wanted in wrong[:_MOST_TOLD])
+        told = "; ".join(
+            f"{name} is {stored}, config.json says {wanted}" for name, stored, wanted in wrong[:_MOST_TOLD]
+        )
         raise ModelLoadError(
             f"cannot load the target model {checkpoint.name!r}: {len(wrong)} tensors have other shapes than its "
             f"config.json says ({told}); config.json and weights are of different models: download both again"
@@ -175,7 +177,7 @@ def open_target(
 
 def has_builtin_head(target: str | Path) -> bool:
     """Whether draft="auto" means something for this target."""
-    return str(target) in _BUILTIN_HEADS
+    return str(target) in BUILTIN_HEADS
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
@@ -186,7 +188,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
-    head = _BUILTIN_HEADS.get(target_name or "")
+    head = BUILTIN_HEADS.get(target_name or "")
     if head is None:
         raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
     return resolve(head)

@@ -134,15 +134,15 @@ def memory_named(device: torch.device, cache_tokens: int, token_bytes: int) -> I
         if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
             raise
         raise OutOfDeviceMemoryError(
-            f"{device} ran out of memory while the engine was built{_free_now(device)}; the KV "
+            f"{device} ran out of memory while the engine was built{_free_now(device, error)}; the KV "
             f"caches of {cache_tokens} tokens take {_gib(cache_tokens * token_bytes)}; lower gpu_memory_utilization or "
             f"kv_cache_tokens (smaller caches), max_num_batched_tokens (smaller activations) or max_num_seqs (fewer "
             f"graphs)\n{error}"
         ) from error
 
 
-def _free_now(device: torch.device) -> str:
-    if device.type != "cuda":
+def _free_now(device: torch.device, error: BaseException) -> str:
+    if not isinstance(error, torch.OutOfMemoryError):  # the host's memory
         return ""
     free, total = torch.cuda.mem_get_info(device)
     return f": {_gib(free)} of {_gib(total)} are free"

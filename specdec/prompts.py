@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from specdec.chat import chat_ids
 from specdec.errors import InvalidInputError
 
 Prompts = Any
@@ -44,12 +45,7 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
     if _is_ids(prompt):
         return [int(t) for t in prompt]
     if _is_chat(prompt):
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidInputError(
-                "chat messages were given, but the tokenizer has no chat template; give text instead"
-            )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        return list(ids["input_ids"])
+        return chat_ids(prompt, tokenizer)
     raise InvalidInputError(
         f"a prompt is a str, a list of token ids or a list of chat messages, not {type(prompt).__name__}"
     )

@@ -43,7 +43,7 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     Raises:
         ModelLoadError: it cannot be loaded.
     """
-    checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name)
+    checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
         return AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
 

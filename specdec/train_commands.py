@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options import MTP_OPTIONS
+from specdec.options import MTP_OPTIONS, SOURCE_OPTIONS
 
 if TYPE_CHECKING:
     from drafters.mtp_spec import Concat, Feedback
@@ -28,6 +28,7 @@ _DATA = (
     click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder; an unfinished run goes on."),
 )
 _RUN = (
+    *SOURCE_OPTIONS,
     click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
     click.option("--held-out", default=256, show_default=True, help="Questions that only measure."),
     click.option("--max-new-tokens", default=512, show_default=True, help="Of an answer."),
@@ -94,9 +95,13 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.mtp_spec import MtpReading
+    from drafters.tensor_files import locate
     from specdec.training import train_mtp
 
-    source, reading = module or options["model"], MtpReading(mtp_concat, mtp_feedback)
+    source, revision = module or options["model"], options["revision"]
+    if module is None and revision is not None:
+        source = str(locate(source, revision))
+    reading = MtpReading(mtp_concat, mtp_feedback)
     _run(options, lambda model, answers, config, **rest: train_mtp(model, source, answers, reading, config, **rest))
 
 
@@ -121,6 +126,8 @@ def _run(options: dict[str, Any], train_head: Callable[..., TrainResult]) -> Non
         dtype=options["dtype"],
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
+        revision=options["revision"],
+        trust_remote_code=options["trust_remote_code"],
     )
     console, output = Console(), options["output"]
     limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
