@@ -12,6 +12,8 @@ from typing import Any
 from specdec.errors import InvalidInputError
 
 _MOST_DIGITS = 10**40
+_MOST_COUNT = 2**63 - 1
+"""What torch and numpy can count to; Python's own integers have no end."""
 
 
 class _Short(reprlib.Repr):
@@ -33,11 +35,12 @@ shown = _Short().repr
 
 
 def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
-    """An integer of any integer type (numpy's too), but no bool.
+    """An integer of any integer type (numpy's too), but no bool. Without `most` the largest is 2^63 - 1.
 
     Raises:
         InvalidInputError: another type, or outside least … most.
     """
+    bound = _MOST_COUNT if most is None else most
     allowed = f"a whole number, {least} or more" if most is None else f"a whole number from {least} to {most}"
     try:
         number = None if isinstance(value, bool) else operator.index(value)
@@ -45,8 +48,8 @@ def whole(name: str, value: Any, least: int, most: int | None = None) -> int:
         number = None
     if number is None:
         raise InvalidInputError(f"{name}={shown(value)} ({type(value).__name__}): allowed is {allowed}")
-    if number < least or (most is not None and number > most):
-        allowed = f"{least} or more" if most is None else f"{least} … {most}"
+    if not least <= number <= bound:
+        allowed = f"{least} or more" if number < least and most is None else f"{least} … {bound}"
         raise InvalidInputError(f"{name}={shown(number)}: allowed is {allowed}")
     return number
 

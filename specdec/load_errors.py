@@ -86,7 +86,7 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
     if isinstance(error, MemoryError):
         return "this machine has not enough memory for it"
     if isinstance(error, (KeyError, AttributeError, TypeError, AssertionError, IndexError, ArithmeticError)):
-        return f"a value in its configuration files is wrong ({type(error).__name__}: {_plain(error)})"
+        return f"a value in its configuration or weight files is wrong ({type(error).__name__}: {_plain(error)})"
     return _plain(error)
 
 

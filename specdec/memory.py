@@ -60,8 +60,8 @@ def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int
     if total is not None and needed > total:
         raise InvalidInputError(
             f"max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}, "
-            f"max_model_len={config.max_model_len}, num_speculative_tokens={config.num_speculative_tokens}: the buffers "
-            f"of such a round take {_gib(needed)}; this machine has {_gib(total)}; lower one of them"
+            f"max_model_len={config.max_model_len}, num_speculative_tokens={config.num_speculative_tokens}: the "
+            f"buffers of such a round take {_gib(needed)}; this machine has {_gib(total)}; lower one of them"
         )
 
 

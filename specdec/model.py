@@ -158,7 +158,8 @@ class SpeculativeModel:
                 Needs cuda_graphs=True; slower, see the README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
-            tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is a model without a name.
+            tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
+                a model without a name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins
                 to depend on the longest request of the batch (longrope, dynamic).
             max_num_seqs: most requests in one batch.

@@ -57,8 +57,8 @@ def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
         return
     if len(tokenizer) > vocab_size:
         warnings.warn(
-            f"the tokenizer has {len(tokenizer)} tokens and the target {vocab_size}: it may be another model's; prompts "
-            "with ids beyond the target's vocabulary are refused",
+            f"the tokenizer has {len(tokenizer)} tokens and the target {vocab_size}: it may be another model's; "
+            "prompts with ids beyond the target's vocabulary are refused",
             SpecdecWarning,
             stacklevel=3,
         )
