@@ -6,8 +6,9 @@ import math
 import operator
 import reprlib
 from collections.abc import Collection
-from numbers import Real
 from typing import Any
+
+import numpy as np
 
 from specdec.errors import InvalidInputError
 
@@ -60,7 +61,7 @@ def share(name: str, value: Any) -> float:
     Raises:
         InvalidInputError: it is none.
     """
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < value <= 1:
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.number)) or not 0 < value <= 1:
         raise InvalidInputError(f"{name}={shown(value)}: allowed is more than 0, at most 1")
     return float(value)
 

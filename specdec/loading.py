@@ -53,7 +53,7 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
         check_causal(config, checkpoint)
         with _module_tensors_expected(config), _without_progress_bar() if checkpoint.builtin else nullcontext():
-            model, found = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
                 config=config,
                 dtype=dtype,
@@ -61,9 +61,11 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
                 ignore_mismatched_sizes=True,  # told by name in check_shapes
                 **checkpoint.options,
             )
+        model, found = loaded
         check_shapes(found["mismatched_keys"], checkpoint)
     check_weights_fit(model, device, checkpoint.name)
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    placed: PreTrainedModel = model.to(device).eval()
+    return placed
 
 
 def check_causal(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
