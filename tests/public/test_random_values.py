@@ -149,10 +149,19 @@ def messages(rng: random.Random) -> Any:
     return [{"role": value(rng), "content": value(rng)} for _ in range(rng.randrange(1, 3))]
 
 
+def likely(rng: random.Random, default: Any) -> Any:
+    """A value of the type that a parameter's default has, which may still be a wrong one."""
+    if default is None:
+        return rng.choice((rng.choice(INTEGERS), rng.choice(TEXTS)))
+    kinds: dict[type, tuple[Any, ...]] = {bool: (True, False), int: INTEGERS, float: FLOATS, str: TEXTS}
+    return rng.choice(kinds.get(type(default), TEXTS))
+
+
 def options(rng: random.Random, function: Any) -> dict[str, Any]:
-    """Random values for one to three of a function's parameters."""
-    names = [name for name in inspect.signature(function).parameters if name not in ("cls", "self", "options")]
-    return {name: value(rng) for name in rng.sample(names, rng.randrange(1, 4))}
+    """Random values for one to three of a function's parameters, a third of them of the right type."""
+    known = {name: p for name, p in inspect.signature(function).parameters.items() if name not in ("cls", "self")}
+    names = rng.sample(list(known), rng.randrange(1, 4))
+    return {name: likely(rng, known[name].default) if rng.random() < 0.35 else value(rng) for name in names}
 
 
 def loading(rng: random.Random) -> tuple[str, Callable[[], object]]:
