@@ -32,7 +32,7 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         return list(ids["input_ids"])
     except _TEMPLATE_ERRORS as error:
         raise InvalidInputError(
-            f"the chat template of the tokenizer refuses these {len(messages)} messages "
+            f"the chat template refuses these {len(messages)} messages "
             f"({type(error).__name__}: {error}); change the messages, or give text"
         ) from error
 

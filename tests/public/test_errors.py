@@ -366,13 +366,13 @@ class Templated(LetterTokenizer):
 
 
 CHATS: dict[str, tuple[list[Any], str]] = {
-    "the template refuses": ([{"role": "system", "content": "a"}], "the chat template .* refuses .*no system role"),
+    "the template refuses": ([{"role": "system", "content": "a"}], "the chat template refuses .*no system role"),
     "no role": ([{"content": "a"}], "chat message 1 has role=None"),
     "a number as role": ([{"role": 3, "content": "a"}], "chat message 1 has role=3"),
     "no content": ([{"role": "user"}], "chat message 1 .* has content=None"),
     "a number as content": ([{"role": "user", "content": 3}], "chat message 1 .* has content=3"),
     "a later one": ([{"role": "user", "content": "a"}, {"role": "user", "content": b"b"}], "chat message 2 .*b'b'"),
-    "parts that it cannot read": ([{"role": "user", "content": [{"type": "image"}]}], "the chat template .* refuses"),
+    "parts that it cannot read": ([{"role": "user", "content": [{"type": "image"}]}], "the chat template refuses"),
 }
 
 
