@@ -7,6 +7,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
+from specdec.generation_values import check_values
 from specdec.sampling import SamplingParams
 
 _HONOURED = {
@@ -41,8 +42,10 @@ def from_generation_config(config: GenerationConfig, model: PreTrainedModel, pro
         prompt_len: tokens of the prompt, for a config that gives `max_length`; by default there are 20 new tokens.
 
     Raises:
-        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …).
+        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …), or has
+            values of a wrong type.
     """
+    check_values(config)
     merged, _ = model._prepare_generation_config(config)  # type: ignore[operator]
     _refuse_unsupported(merged)
     given_length = config.max_length is not None or model.generation_config.max_length is not None
