@@ -6,6 +6,7 @@ batch, so that a captured CUDA graph reads the same addresses every round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -59,7 +60,7 @@ def layout_of(fields: Sequence[Field], bucket: Bucket) -> ArenaLayout:
     for field in fields:
         shapes[field.name] = tuple(sizes[d] for d in field.dims)
         offsets[field.name] = end
-        nbytes = int(np.prod(shapes[field.name])) * np.dtype(field.dtype).itemsize
+        nbytes = math.prod(shapes[field.name]) * np.dtype(field.dtype).itemsize
         end += -(-nbytes // _ALIGN) * _ALIGN
     return ArenaLayout(offsets, shapes, end)
 

@@ -247,6 +247,8 @@ class SpecdecLM(EngineLM):
         mtp_concat: str = "auto",
         mtp_feedback: str = "post_norm",
         seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
         **unknown: Any,
     ) -> None:
         """Load the model.
@@ -275,6 +277,8 @@ class SpecdecLM(EngineLM):
             mtp_concat=mtp_concat,
             mtp_feedback=mtp_feedback,
             seed=seed,
+            trust_remote_code=trust_remote_code,
+            revision=None if revision is None else str(revision),
         )
         model = spec.load()
         super().__init__(

@@ -10,7 +10,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specdec.config import BACKENDS
-from specdec.options import CUDA_GRAPHS, DEFAULT_MODEL, GENERATION_CONFIG, KV_CACHE_DTYPE, MTP_OPTIONS
+from specdec.options import (
+    CUDA_GRAPHS,
+    DEFAULT_MODEL,
+    GENERATION_CONFIG,
+    KV_CACHE_DTYPE,
+    MTP_OPTIONS,
+    SOURCE_OPTIONS,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -62,6 +69,7 @@ model_options = _stacked(
     CUDA_GRAPHS,
     GENERATION_CONFIG,
     *MTP_OPTIONS,
+    *SOURCE_OPTIONS,
 )
 
 draft_option = click.option(
@@ -165,6 +173,8 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
         mtp_concat=options["mtp_concat"],
         mtp_feedback=options["mtp_feedback"],
         seed=options["seed"],
+        trust_remote_code=options["trust_remote_code"],
+        revision=options["revision"],
     )
 
 

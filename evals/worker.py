@@ -31,6 +31,8 @@ class ModelSpec:
     mtp_concat: str = "auto"
     mtp_feedback: str = "post_norm"
     seed: int = 0
+    trust_remote_code: bool = False
+    revision: str | None = None
 
     def load(self) -> Any:
         """The model. Raises what `from_pretrained` raises."""

@@ -30,6 +30,10 @@ class OutOfDeviceMemoryError(SpecdecError):
     """The device ran out of memory while the engine was built; the message names what takes it."""
 
 
+class NotCopyableError(SpecdecError, TypeError):
+    """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
@@ -41,6 +45,7 @@ __all__ = [
     "InvalidInputError",
     "InvariantError",
     "ModelLoadError",
+    "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
     "RunFolderError",

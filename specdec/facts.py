@@ -23,9 +23,11 @@ class _Captured(Protocol):
 
 def facts_of(model: SpeculativeModel) -> dict[str, Any]:
     """Resolved facts of model, head, attention, caches, graphs and engine."""
-    head, runners = model.head, model.runners
+    head, runners, checkpoint = model.head, model.runners, model.checkpoint
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
+        "revision": None if checkpoint is None else checkpoint.revision,
+        "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "architecture": type(model.hf_model).__name__,
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
+from specdec.generation_values import check_values
 from specdec.sampling import SamplingParams
 from specdec.values import short, whole
 
@@ -77,8 +78,10 @@ def from_generation_config(
         use: "ignore": of the model's generation config only the token ids (eos, bos, pad) are merged.
 
     Raises:
-        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …).
+        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …), or has
+            values of a wrong type.
     """
+    check_values(config)
     own = _own(model, use)
     whole_config = merged(config, own)
     _refuse_unsupported(config, whole_config)

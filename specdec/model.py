@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -16,16 +16,19 @@ from attention.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp_modules import MtpStack
-from drafters.mtp_spec import Concat, Feedback, MtpReading
-from specdec.backends import check_graphs, kv_format, make_backend
+from drafters.mtp_spec import Concat, Feedback
+from specdec.backends import check_graphs, make_backend
+from specdec.checkpoint import Checkpoint
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import SpecdecError
+from specdec.errors import NotCopyableError, SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
-from specdec.generation_config import Use, check_use, eos_ids
-from specdec.loading import load_head, open_target, open_tokenizer
-from specdec.memory import memory_named
+from specdec.generation_config import Use, eos_ids
+from specdec.load_options import LoadOptions
+from specdec.loaded import check_head_type
+from specdec.loading import load_head, open_target
+from specdec.memory import check_sizes_fit, memory_named
 from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts
@@ -35,6 +38,7 @@ from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.submission import Params, Submission, submissions
 from specdec.target import Target, TargetProbe, probe_target
+from specdec.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.verify import unpack_outcome
 
 MODEL_FORMAT = KVFormat()
@@ -69,6 +73,7 @@ class SpeculativeModel:
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
         runners: attention of the target and, with a head, of the head.
+        checkpoint: where the target was read from; None for a loaded model without a name.
     """
 
     def __init__(
@@ -82,6 +87,7 @@ class SpeculativeModel:
         read: ReadOutcome = unpack_outcome,
         format: KVFormat = MODEL_FORMAT,
         generation_config: Use = "model",
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -90,6 +96,7 @@ class SpeculativeModel:
             read: the round's device-to-host read; see `Engine`.
             format: how the target's keys and values are stored.
             generation_config: what of the model's own applies; see `from_pretrained`.
+            checkpoint: where the target was read from, for `describe`.
 
         Raises:
             InvalidInputError: the backend or the head cannot do with CUDA graphs, or not without.
@@ -100,6 +107,7 @@ class SpeculativeModel:
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
+        self.checkpoint = checkpoint
         self.config = config
         self.generation_config_use = generation_config
         self.backend_name = backend.name
@@ -146,6 +154,8 @@ class SpeculativeModel:
         mtp_feedback: Feedback = "post_norm",
         generation_config: Use = "model",
         seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
@@ -159,7 +169,8 @@ class SpeculativeModel:
                 Needs cuda_graphs=True; slower, see the README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
-            tokenizer: default the target's own; needed when `target` is a model without a name.
+            tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
+                a model without a name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins
                 to depend on the longest request of the batch (longrope, dynamic).
             max_num_seqs: most requests in one batch.
@@ -183,37 +194,91 @@ class SpeculativeModel:
                 of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
                 is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
                 SamplingParams and with a GenerationConfig; `describe` says what is switched off.
-            seed: randomness of requests without a seed of their own.
+            seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
+            trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
+            revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
+                modules.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
-        use = check_use(generation_config)
-        stored = kv_format(kv_cache_dtype, kv_cache_scales)
-        log.info("loading the target")
-        model, name = open_target(target, dtype, device)
-        tokenizer = open_tokenizer(tokenizer, name)
-        backend_ = make_backend(backend, model.device)
-        probed = probe_target(model)
-        log.info("loading the head")
-        head = None if draft is None else load_head(draft, name, probed, MtpReading(mtp_concat, mtp_feedback))
-        length = max_model_len_of(max_model_len, model)
-        per_token, place = cache_token_bytes(probed, head, stored), model.device
-        tokens = cache_tokens(kv_cache_tokens, place, per_token, max_num_seqs * length, gpu_memory_utilization)
-        config = EngineConfig(
-            num_speculative_tokens=num_drafts(num_speculative_tokens, head),
-            max_model_len=length,
+        options = LoadOptions(
+            num_speculative_tokens=num_speculative_tokens,
+            backend=backend,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
-            num_pages=-(-tokens // max(page_size, 1)) + 1,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_scales=kv_cache_scales,
+            gpu_memory_utilization=gpu_memory_utilization,
+            cuda_graphs=cuda_graphs,
+            mtp_concat=mtp_concat,
+            mtp_feedback=mtp_feedback,
+            generation_config=generation_config,
             seed=seed,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
+        if draft is not None:
+            check_head_type(draft)
+        log.info("loading the target")
+        model, checkpoint = open_target(target, dtype, device, revision, trust_remote_code)
+        tokenizer = open_tokenizer(tokenizer, checkpoint)
+        return cls._built(model, checkpoint, draft, tokenizer, options)
+
+    @classmethod
+    def _built(
+        cls,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        draft: str | Path | Head | None,
+        tokenizer: Any,
+        options: LoadOptions,
+    ) -> SpeculativeModel:
+        """The engine around a loaded target: see `from_pretrained`."""
+        backend = make_backend(options.backend, model.device)
+        probed = probe_target(model)
+        warn_of_another_vocabulary(tokenizer, probed.vocab_size)
+        log.info("loading the head")
+        head = None if draft is None else load_head(draft, checkpoint, probed, options.reading)
+        length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
+        per_token, place = cache_token_bytes(probed, head, options.format), model.device
+        share = options.gpu_memory_utilization
+        tokens = cache_tokens(options.kv_cache_tokens, place, per_token, seqs * length, share)
+        config = EngineConfig(
+            num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            page_size=options.page_size,
+            num_pages=-(-tokens // options.page_size) + 1,
+            seed=options.seed,
+        )
+        check_sizes_fit(config, place, per_token)
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         with memory_named(place, tokens, per_token):
-            return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored, generation_config=use)
+            return cls(
+                probed,
+                tokenizer,
+                head,
+                backend,
+                config,
+                options.cuda_graphs,
+                format=options.format,
+                generation_config=options.generation_config,
+                checkpoint=checkpoint,
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises NotCopyableError: pickle, copy and deepcopy end here."""
+        raise NotCopyableError(
+            "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
+            "SpeculativeModel.from_pretrained where it is needed (in the other process)"
+        )
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -40,6 +40,10 @@ KV_CACHE_DTYPE = click.option(
     show_default=True,
     help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
 )
+SOURCE_OPTIONS = (
+    click.option("--revision", help="Branch, tag or commit of a target on the hub."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the Python files of the target's checkpoint."),
+)
 CUDA_GRAPHS = click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (on a GPU).")
 GENERATION_CONFIG = click.option(
     "--generation-config",
@@ -50,6 +54,7 @@ GENERATION_CONFIG = click.option(
 )
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
+    *SOURCE_OPTIONS,
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
     click.option(
         "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
@@ -99,6 +104,8 @@ def load_model(
     gpu_memory_utilization: float,
     cuda_graphs: bool,
     generation_config: str,
+    revision: str | None,
+    trust_remote_code: bool,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading import has_builtin_head
@@ -121,4 +128,6 @@ def load_model(
         gpu_memory_utilization=gpu_memory_utilization,
         cuda_graphs=cuda_graphs,
         generation_config=generation_config,  # type: ignore[arg-type]
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )

@@ -6,8 +6,7 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2.exceptions import TemplateError
-
+from specdec.chat import chat_ids
 from specdec.errors import InvalidInputError
 from specdec.values import is_whole, short
 
@@ -81,7 +80,7 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
         _check_padding(ids, tokenizer)
         return ids
     if _is_chat(prompt):
-        return _chat(prompt, tokenizer)
+        return chat_ids(prompt, tokenizer)
     raise InvalidInputError(f"a prompt is {_KINDS}, not {type(prompt).__name__}: {_shown(prompt)}")
 
 
@@ -93,19 +92,6 @@ def _tokenised(text: str, tokenizer: Any) -> list[int]:
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"the prompt {short(text)} is not valid Unicode: {error.reason}") from error
     return list(tokenizer(text)["input_ids"])
-
-
-def _chat(messages: Any, tokenizer: Any) -> list[int]:
-    if not getattr(tokenizer, "chat_template", None):
-        raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
-    try:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
-    except (TemplateError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InvalidInputError(
-            f"the chat template refuses {short(messages)}: {type(error).__name__}: {error}; a message is a dict with "
-            '"role" and "content"'
-        ) from error
-    return list(ids["input_ids"])
 
 
 def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:

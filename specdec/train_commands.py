@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options import GENERATION_CONFIG, MTP_OPTIONS
+from specdec.options import GENERATION_CONFIG, MTP_OPTIONS, SOURCE_OPTIONS
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -44,6 +44,7 @@ _DATA = (
     ),
 )
 _RUN = (
+    *SOURCE_OPTIONS,
     click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
     click.option(
         "--held-out", type=click.IntRange(1), default=256, show_default=True, help="Questions that only measure."
@@ -119,9 +120,13 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.mtp_spec import MtpReading
+    from drafters.tensor_files import locate
     from specdec.training import plan_mtp
 
-    source, reading = module or options["model"], MtpReading(mtp_concat, mtp_feedback)
+    source, revision = module or options["model"], options["revision"]
+    if module is None and revision is not None:
+        source = str(locate(source, revision))
+    reading = MtpReading(mtp_concat, mtp_feedback)
     _run(options, lambda model, config, held_out: plan_mtp(model, source, reading, config, held_out))
 
 
@@ -148,6 +153,8 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
         generation_config=options["generation_config"],
+        revision=options["revision"],
+        trust_remote_code=options["trust_remote_code"],
     )
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:
