@@ -12,6 +12,7 @@ import click
 from evals import options as shared
 from evals.errors import require
 from evals.verdict import Verdict
+from specdec.options import examples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +41,13 @@ def _shared_options(command: Any) -> Any:
     return command
 
 
-@click.command(short_help="GSM8K accuracy with and without speculation (lm-eval).")
+@click.command(
+    short_help="GSM8K accuracy with and without speculation (lm-eval).",
+    epilog=examples(
+        "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
+        "specdec eval gsm8k --data DIR --tasks gsm8k,gsm8k_cot --limit 200 --output gsm8k.json",
+    ),
+)
 @click.option(
     "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
 )
@@ -57,7 +64,10 @@ def gsm8k(tasks: str, num_fewshot: int | None, chat_template: bool | None, **opt
     _run(replace(plan, num_fewshot=num_fewshot), chat_template, options)
 
 
-@click.command(short_help="HumanEval pass@1; runs code the model wrote.")
+@click.command(
+    short_help="HumanEval pass@1; runs code the model wrote.",
+    epilog=examples("specdec eval humaneval --confirm-run-unsafe-code --data DIR --limit 20"),
+)
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Needed: code that the model wrote is run on this machine."
 )
@@ -74,6 +84,12 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
     _run(replace(plan, unsafe_code=True), False, options)
 
 
+_LM_EVAL_EXAMPLES = examples(
+    "specdec eval lm-eval --model specdec --model_args pretrained=gsm-llama,draft=auto --tasks specdec_arithmetic "
+    "--limit 20 --apply_chat_template"
+)
+
+
 @click.command(
     "lm-eval",
     short_help="lm-eval's own command line with the specdec model.",
@@ -84,6 +100,8 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
 def lm_eval(arguments: tuple[str, ...]) -> None:
     """lm-eval's own command line, with --model specdec and the offline tasks known to it."""
     require("lm_eval", "eval")
+    if arguments in ((), ("--help",), ("-h",)):
+        click.echo(_LM_EVAL_EXAMPLES.removeprefix("\b\n") + "\n")
     from lm_eval.__main__ import cli_evaluate
 
     from evals.lm_eval_model import register

@@ -13,6 +13,7 @@ import click
 from evals import options as shared
 from evals.errors import require
 from evals.verdict import Verdict
+from specdec.options import examples
 
 if TYPE_CHECKING:
     from evals.acceptance import Plan
@@ -24,7 +25,14 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
-@click.command(short_help="Acceptance length, rates and speed-up of a draft head.")
+@click.command(
+    short_help="Acceptance length, rates and speed-up of a draft head.",
+    epilog=examples(
+        "specdec eval acceptance --data arithmetic --limit 20 --k 1,3,5",
+        "specdec eval acceptance --data arithmetic --limit 20 --model gsm-deepseek --draft mtp --k 3 --explain",
+        "specdec eval acceptance --data gsm8k --limit 200 --k 5 --output a.json --report a.html",
+    ),
+)
 @shared.model_options
 @shared.draft_option
 @shared.data_options
@@ -61,7 +69,14 @@ def acceptance(**options: Any) -> None:
     _evaluate(options, specs, plan, data)
 
 
-@click.command(short_help="Two heads, two K or two backends on the same prompts, paired.")
+@click.command(
+    short_help="Two heads, two K or two backends on the same prompts, paired.",
+    epilog=examples(
+        "specdec eval compare k=3 k=5 --data arithmetic --limit 20",
+        "specdec eval compare head-a head-b --model MODEL --data gsm8k --limit 200",
+        "specdec eval compare draft=auto,dtype=float32 draft=auto,dtype=bfloat16 --data arithmetic --limit 20",
+    ),
+)
 @click.argument("a")
 @click.argument("b")
 @shared.model_options
@@ -102,7 +117,14 @@ def compare(a: str, b: str, **options: Any) -> None:
     _evaluate(options, specs, plan, data)
 
 
-@click.command(short_help="Check that speculation leaves the target's output unchanged.")
+@click.command(
+    short_help="Check that speculation leaves the target's output unchanged.",
+    epilog=examples(
+        "specdec eval lossless --data arithmetic --limit 20 --k 5",
+        "specdec eval lossless --data arithmetic --limit 20 --mode greedy --k 1,3,5",
+        "specdec eval lossless --data gsm8k --model gsm-deepseek --draft mtp --mode sampled --samples 2000",
+    ),
+)
 @shared.model_options
 @shared.draft_option
 @shared.data_options
