@@ -134,7 +134,9 @@ class DistributionTest:
         if not found.places:
             return Tested(found, [])
         if model.hf_model.dtype in (torch.float32, torch.float64):
-            return Tested(found, self._against_exact(worker, found.places, sampling, _filtered(replay.logits, sampling)))
+            return Tested(
+                found, self._against_exact(worker, found.places, sampling, _filtered(replay.logits, sampling))
+            )
         return Tested(found, self._against_baseline(worker, found.places, sampling))
 
     def _answer(self, model: Any, questions: Sequence[Question]) -> list[tuple[Question, list[int], list[int]]]:

@@ -85,7 +85,9 @@ Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], 
 """Questions -> (question, prompt ids, ids of the greedy answer), those whose prompt is too long left out."""
 
 
-def search(answer: Answer, scores: ScoresText, questions: Sequence[Question], sampling: Sampling, wanted: int) -> Search:
+def search(
+    answer: Answer, scores: ScoresText, questions: Sequence[Question], sampling: Sampling, wanted: int
+) -> Search:
     """Find `wanted` open places, of different questions where there are such.
 
     Questions are read until there are enough, at most _MOST_QUESTIONS. Where none is open at temperature 1, the next of

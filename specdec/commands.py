@@ -95,7 +95,9 @@ def _read_file(path: Path) -> list[Any]:
         return [text.rstrip("\n")]
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise InvalidInputError(f"{path} has no prompts; give one JSON object a line, with prompt, question or messages")
+        raise InvalidInputError(
+            f"{path} has no prompts; give one JSON object a line, with prompt, question or messages"
+        )
     return [_prompt_of(path, number, line) for number, line in lines]
 
 
