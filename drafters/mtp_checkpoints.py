@@ -155,16 +155,22 @@ def describe_mtp(path: str | Path, target: MtpTarget, reading: MtpReading | None
 
 def _module_fields(folder: CheckpointFolder, family: Family, names: Mapping[str, str], start: str) -> list[Field]:
     """Where a module's tensors lie, and which of them are taken from the target instead."""
-    own = sorted(full for rest, full in names.items() if rest not in _SHARED)
-    files = sorted({folder.tensors[full].file.name for full in own})
+    own = {rest: full for rest, full in names.items() if rest not in _SHARED}
+    files = sorted({folder.tensors[full].file.name for full in own.values()})
     projection = next((full for rest, full in names.items() if _rename(rest, family) == "eh_proj.weight"), "absent")
     copies = [full for rest, full in names.items() if rest in _SHARED]
     shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
     return [
-        Field(f"{start}tensors", len(own), f"{', '.join(files)}: {os.path.commonprefix(own)}*"),
+        Field(f"{start}tensors", len(own), f"{', '.join(files)}: {_start(own)}*"),
         Field(f"{start}projection", list(folder.tensors[projection].shape), projection),
         Field(f"{start}embedding, lm_head", "the target's", shared),
     ]
+
+
+def _start(names: Mapping[str, str]) -> str:
+    """What the names of a module's tensors in the files begin with: "model.layers.61."."""
+    rest, full = next(iter(names.items()))
+    return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
 
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:

@@ -101,8 +101,8 @@ def prepare(plan: AccuracyPlan) -> Prepared:
 def _check_generates(name: str, output_type: str) -> None:
     if output_type != "generate_until":
         raise DataError(
-            f"the task {name!r} scores given texts ({output_type}) and generates nothing: speculation has no part in it, "
-            "so both sides would be equal whatever it did; choose a task that generates, such as gsm8k"
+            f"the task {name!r} scores given texts ({output_type}) and generates nothing: speculation has no part in "
+            "it, so both sides would be equal whatever it did; choose a task that generates, such as gsm8k"
         )
 
 

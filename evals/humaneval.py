@@ -59,8 +59,8 @@ def check_programs_run() -> None:
     """
     if not passes("assert 1 + 1 == 2\n") or passes("assert 1 + 1 == 3\n"):
         raise SpecdecError(
-            "programs cannot be run on this machine: a right one does not pass, or a wrong one does. Every answer would "
-            "get the same verdict. Limits on processes, memory or files of this container may be in the way"
+            "programs cannot be run on this machine: a right one does not pass, or a wrong one does. Every answer "
+            "would get the same verdict. Limits on processes, memory or files of this container may be in the way"
         )
 
 

@@ -49,6 +49,6 @@ def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
 
 def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(OutputError, match="cannot write .*file/inside"):
+    with pytest.raises(OutputError, match=r"cannot write .*file/inside"):
         write_atomically(tmp_path / "file" / "inside", "text")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
