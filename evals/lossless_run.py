@@ -144,7 +144,7 @@ def _print_sampled(console: Console, sampled: Json) -> None:
 
 
 def _numbers(fit: Json) -> str:
-    drawn = f"{fit['samples']:,} samples at {fit['places']} places, {fit['drafts']:,} drafts verified"
+    drawn = f"{fit['samples']:,} samples at {fit['places']} place(s), {fit['drafts']:,} drafts verified"
     if fit["p_value"] is None:
         return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"
     return (
