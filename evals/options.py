@@ -105,6 +105,7 @@ run_dir_option = click.option(
 output_options = _stacked(
     click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
     click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
+    click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
     click.option("--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."),
     run_dir_option,
 )

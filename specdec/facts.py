@@ -30,6 +30,7 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "architecture": type(model.hf_model).__name__,
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
+        "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
         "num_layers": len(model.target.runner.group.plan_keys),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -59,7 +60,7 @@ def _cache(runner: GroupRunner) -> str:
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.plan_keys, dtype) / 2**30
-    return f"{tokens} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
+    return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
 
 
 def _graphs(report: GraphReport) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from transformers.utils import logging as transformers_logging
 from drafters.base import Head
 from drafters.checkpoints import TargetFacts, describe_eagle3, load_eagle3
 from drafters.fields import HeadReport
-from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
+from drafters.mtp_checkpoints import describe_mtp, has_mtp, load_mtp, module_names
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_spec import MtpReading, mtp_target
 from drafters.tensor_files import locate
@@ -262,16 +262,21 @@ def load_head(
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
 
 
-def head_report(draft: str | Path, target_name: str, probed: TargetProbe) -> HeadReport:
-    """Every resolved field of an EAGLE-3 head and where it came from; nothing is loaded.
+def head_report(
+    draft: str | Path, target_name: str, probed: TargetProbe, reading: MtpReading | None = None
+) -> HeadReport:
+    """Every resolved field of a head and where it came from.
 
     Args:
-        draft: folder or hub name of the head, or "auto".
+        draft: folder or hub name of the head, "auto" or "mtp", as for `load_head`; reading: likewise.
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.checkpoints.describe_eagle3`.
     """
-    return describe_eagle3(resolve_head(draft, target_name), target_facts(probed))
+    path = resolve(target_name) if str(draft) == MTP_HEAD else resolve_head(draft, target_name)
+    if str(draft) == MTP_HEAD or has_mtp(path):
+        return describe_mtp(path, mtp_target(probed.model), reading)
+    return describe_eagle3(path, target_facts(probed))
 
 
 def _check_no_reading(reading: MtpReading, reason: str) -> None:

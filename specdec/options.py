@@ -81,6 +81,11 @@ _MODEL_OPTIONS = (
 )
 
 
+def examples(*lines: str) -> str:
+    """The epilog of a command's help: command lines that work as they stand, kept as they are by click (its \\b)."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
 def model_options(command: _Command) -> _Command:
     """Add the options that say which model to load, and how."""
     for option in reversed(_MODEL_OPTIONS):

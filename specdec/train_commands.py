@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.errors import InvalidInputError
-from specdec.options import GENERATION_CONFIG, MTP_OPTIONS, SOURCE_OPTIONS
+from specdec.options import GENERATION_CONFIG, MTP_OPTIONS, SOURCE_OPTIONS, examples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -80,12 +80,22 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Comm
     return added
 
 
-@click.group()
+@click.group(
+    epilog=examples(
+        "specdec train eagle3 --data questions.jsonl --output run",
+        "specdec train mtp --data questions.jsonl --output run",
+    )
+)
 def train() -> None:
     """Train a draft head for a target."""
 
 
-@train.command()
+@train.command(
+    epilog=examples(
+        "specdec train eagle3 --data questions.jsonl --output run --draft-vocab-size 1536",
+        "specdec train eagle3 --data a.jsonl --data b.jsonl --output run --steps 500 --held-out 64",
+    )
+)
 @click.option("--model", default="gsm-llama", show_default=True, help=_MODEL_HELP)
 @_with(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
@@ -104,7 +114,7 @@ def eagle3(**options: Any) -> None:
     _run(options, lambda model, config, held_out: plan_eagle3(model, shape, config, held_out))
 
 
-@train.command()
+@train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
 @click.option("--model", default="gsm-deepseek", show_default=True, help=_MODEL_HELP)
 @_with(_DATA)
 @click.option("--module", help="Checkpoint that holds the module. Default: the target's own.")
