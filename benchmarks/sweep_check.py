@@ -171,13 +171,13 @@ def _compared(case: Case, model: PreTrainedModel, prompts: list[list[int]], refe
     wrong = [d for d in found if not d.excess <= _MOST_ERRORS]
     share = accepted / drafted if drafted else None
     if wrong:
-        return Verdict("WRONG", f"{len(wrong)} answers of 12; {wrong[0]}", reference.note, len(found) - len(wrong), share)
+        return Verdict(
+            "WRONG", f"{len(wrong)} answers of 12; {wrong[0]}", reference.note, len(found) - len(wrong), share
+        )
     return Verdict("near ties" if found else "exact", "", reference.note, len(found), share)
 
 
-def _load(
-    model: PreTrainedModel, texts: list[list[int]] | None, drafts: int, case: Case
-) -> SpeculativeModel:
+def _load(model: PreTrainedModel, texts: list[list[int]] | None, drafts: int, case: Case) -> SpeculativeModel:
     """The wrapped model, with a head that knows the texts where it is to draft."""
     head = None
     if drafts and texts is not None:

@@ -23,6 +23,9 @@ EXPERTS = 8
 MOST_POSITIONS = 256
 
 
+_MODAL_TOKENS = ("image_token_id", "video_token_id", "audio_token_id", "vision_start_token_id", "audio_start_token_id")
+
+
 def _same(value: Any, names: str) -> dict[str, Any]:
     return dict.fromkeys(names.split(), value)
 
@@ -30,15 +33,20 @@ def _same(value: Any, names: str) -> dict[str, Any]:
 SMALL: dict[str, Any] = {
     **_same(VOCAB, "vocab_size vocab_size_per_layer_input decoder_vocab_size unpadded_vocab_size"),
     **_same(WIDTH, "hidden_size d_model n_embd dim_model emb_dim embedding_size embedding_dim word_embed_proj_dim"),
-    **_same(WIDTH, "input_embedding_size output_embedding_size attention_hidden_size lru_width out_hidden_size output_dim"),
+    **_same(
+        WIDTH, "input_embedding_size output_embedding_size attention_hidden_size lru_width out_hidden_size output_dim"
+    ),
     **_same(LAYERS, "num_hidden_layers n_layer n_layers num_layers num_blocks decoder_layers num_decoder_layers"),
-    **_same(2, "depth encoder_layers num_encoder_layers"),
+    **_same(LAYERS, "encoder_layers num_encoder_layers"),
+    **_same(2, "depth"),
     **_same(HEADS, "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads"),
     **_same(HEADS, "encoder_attention_heads num_encoder_attention_heads num_decoder_attention_heads"),
     **_same(HEADS, "swa_num_attention_heads num_query_groups"),
     **_same(2, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_global_key_value_heads"),
     **_same(16, "head_dim dim_head d_head attention_head_size kv_channels swa_head_dim global_head_dim"),
-    **_same(96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff d_inner feed_forward_size"),
+    **_same(
+        96, "intermediate_size ffn_dim decoder_ffn_dim encoder_ffn_dim n_inner dim_ff dff d_inner feed_forward_size"
+    ),
     **_same(96, "ffn_hidden_size intermediate_size_mlp dense_intermediate_size shared_intermediate_size"),
     **_same(48, "moe_intermediate_size shared_expert_intermediate_size moe_shared_expert_intermediate_size"),
     **_same(48, "shared_experts_intermediate_size expert_ffn_hidden_size"),
@@ -58,14 +66,18 @@ SMALL: dict[str, Any] = {
     **_same(16, "pronunciation_vocab_size shape_vocab_size"),
     **_same(2, "max_window_layers index_n_heads linear_num_key_heads linear_num_value_heads linear_num_heads o_groups"),
     **_same(16, "mamba_n_heads mamba_num_heads n_mamba_heads"),
-    **_same(MOST_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length"),
+    **_same(
+        MOST_POSITIONS, "max_position_embeddings n_positions n_ctx max_seq_len max_target_positions context_length"
+    ),
     **_same(MOST_POSITIONS, "model_max_length max_source_positions"),
     **_same(THRESHOLD, "sliding_window sliding_window_size attention_window_size window_size local_attention"),
     **_same(THRESHOLD, "attention_chunk_size floor_scale index_topk original_max_position_embeddings keep_window_size"),
     **_same(THRESHOLD, "log_scaling_n_floor rel_extent index_block_size chunk_size mamba_chunk_size block_size"),
     **_same(THRESHOLD, "local_attn_chunk_length lsh_attn_chunk_length mem_len max_inference_chunksize"),
-    **_same(None, "bos_token_id eos_token_id pad_token_id sep_token_id cls_token_id decoder_start_token_id"),
-    **_same(None, "forced_eos_token_id forced_bos_token_id"),
+    **_same(0, "bos_token_id cls_token_id decoder_start_token_id forced_bos_token_id"),
+    **_same(1, "eos_token_id sep_token_id forced_eos_token_id"),
+    **_same(2, "pad_token_id mask_token_id"),
+    **{name: number for number, name in enumerate(_MODAL_TOKENS, start=3)},
     **_same(0.0, "layerdrop decoder_layerdrop encoder_layerdrop"),
     "is_decoder": True,
     "use_cache": True,
@@ -76,7 +88,52 @@ SMALL: dict[str, Any] = {
 _LATENT = {"num_key_value_heads": HEADS}
 _ENCODERS_ONLY = ("vision_config", "audio_config", "vq_config", "image_config", "speech_config")
 
-HINTS: dict[str, dict[str, Any]] = {}
+_MODAL_IDS = dict(zip(_MODAL_TOKENS, range(3, 8), strict=True))
+_MROPE = {
+    "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
+}
+_QSA = {
+    **{"indexer_budget": THRESHOLD, "indexer_compress_ratio": 4},
+    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+}
+_PAIRS = ["conv", "full_attention"] * 2
+
+HINTS: dict[str, dict[str, Any]] = {
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0} for kind in ("sliding_attention", "full_attention")
+        },
+    },
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": WIDTH},
+    },
+    "dots3_note_text": {
+        "swa_kv_lora_rank": 32,
+        "swa_qk_nope_head_dim": 16,
+        "swa_v_head_dim": 16,
+        "swa_q_lora_rank": 24,
+    },
+    "falcon_h1": {"mamba_d_ssm": 128},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": WIDTH}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "lfm2_moe": {"layer_types": _PAIRS},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 16, "head_dim": 8},
+    "moshi": {"audio_vocab_size": VOCAB},
+    "qwen4_exp": {"text_config": _QSA},
+    "qwen4_exp_text": _QSA,
+    "reformer": {"axial_pos_embds": False},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+    "zaya": {"num_experts_per_tok": 1},
+    "Qwen2_5OmniThinkerForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
+    "Qwen3OmniMoeThinkerForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
+    "Qwen2_5_VLForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
+    "Qwen3VLForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
+}
 """Fields of model types that names alone do not make small, or not valid."""
 
 
@@ -127,8 +184,8 @@ _VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("deepseek_v3", "no q_lora", {"q_lora_rank": None}),
     ("deepseek_v3", "no interleave", {"rope_interleave": False}),
     ("deepseek_v3", "yarn", _rope("yarn", mscale=1.0, mscale_all_dim=1.0)),
-    ("gemma4_text", "shared KV", {"num_kv_shared_layers": 2}),
-    ("gemma3n_text", "shared KV", {"num_kv_shared_layers": 2}),
+    ("gemma4_text", "shared KV", {"num_kv_shared_layers": 2, **_SLIDING}),
+    ("gemma3n_text", "shared KV", {"num_kv_shared_layers": 2, **_SLIDING}),
     ("gemma4_text", "k is v", {"attention_k_eq_v": True}),
     ("granitemoehybrid", "attention only", {"layer_types": ["attention"] * LAYERS}),
     ("granitemoehybrid", "full attention only", {"layer_types": ["full_attention"] * LAYERS}),
@@ -184,20 +241,26 @@ def tiny_config(case: Case) -> Any:
         assert case.model_type is not None
         kind = type(transformers.AutoConfig.for_model(case.model_type))
     hints = HINTS.get(case.model_type or case.class_name or "", {})
-    return kind(**_fields(kind, {**hints, **case.options}))
+    return kind(**_fields(kind, hints, case.options))
 
 
-def _fields(kind: type, options: Mapping[str, Any], inner: bool = False) -> dict[str, Any]:
-    """Arguments for a configuration class; options with a configuration's name hold options of that one."""
-    nested = {n: v for n, v in options.items() if n in getattr(kind, "sub_configs", {}) and isinstance(v, Mapping)}
-    options = {n: v for n, v in options.items() if n not in nested}
+def _fields(kind: Any, hints: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments for a configuration class.
+
+    Args:
+        hints: fields of the class; under a nested configuration's name, fields of that.
+        options: fields of the text configuration, where there is one, else of the class.
+    """
+    nested = {n: v for n, v in hints.items() if n in getattr(kind, "sub_configs", {}) and isinstance(v, Mapping)}
+    hints = {n: v for n, v in hints.items() if n not in nested}
     names = _field_names(kind)
     subs = {n: k for n, k in getattr(kind, "sub_configs", {}).items() if n in names}
     fields: dict[str, Any] = {}
     to_text = "text_config" in subs
-    for name, sub in subs.items():
-        more = {**nested.get(name, {}), **(options if name == "text_config" else {})}
-        made = _sub_fields(sub, more, name in _ENCODERS_ONLY)
+    for name, declared in subs.items():
+        sub = _sub_kind(kind, name, declared)
+        more = options if name == "text_config" else {}
+        made = _sub_fields(sub, nested.get(name, {}), more, name in _ENCODERS_ONLY)
         if made is not None:
             fields[name] = made
     fields |= {n: v for n, v in SMALL.items() if n in names and n not in subs}
@@ -207,13 +270,25 @@ def _fields(kind: type, options: Mapping[str, Any], inner: bool = False) -> dict
     if "rope_parameters" in names:
         rope = _tiny_rope(kind)
         fields |= {} if rope is None else {"rope_parameters": rope}
-    return fields if to_text else {**fields, **options}
+    return {**fields, **hints} if to_text else {**fields, **hints, **options}
 
 
-def _sub_fields(kind: Any, options: Mapping[str, Any], encoder: bool) -> dict[str, Any] | None:
+def _sub_kind(kind: Any, name: str, declared: Any) -> Any:
+    """A nested configuration's class; where AutoConfig is declared, that of the default."""
+    if hasattr(declared, "model_type"):
+        return declared
+    try:
+        return type(getattr(kind(), name))
+    except (ValueError, TypeError, AttributeError, KeyError):
+        return declared
+
+
+def _sub_fields(
+    kind: Any, hints: Mapping[str, Any], options: Mapping[str, Any], encoder: bool
+) -> dict[str, Any] | None:
     if not hasattr(kind, "model_type"):
         return None
-    fields = _fields(kind, options, inner=True)
+    fields = _fields(kind, hints, options)
     if encoder:
         fields = {n: v for n, v in fields.items() if not n.startswith(("is_decoder", "use_cache", "vocab"))}
         fields |= {n: 2 for n in ("num_hidden_layers", "num_layers") if n in fields}

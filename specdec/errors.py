@@ -21,6 +21,10 @@ class UnsupportedModelError(SpecdecError):
     """The target would come out wrong through this library's attention; the message gives the reason."""
 
 
+class ModelChangedError(SpecdecError):
+    """The wrapped model was changed in a way that the engine cannot follow; the message names the change."""
+
+
 class CacheTooSmallError(InvalidInputError):
     """The KV cache cannot hold even one such request."""
 
@@ -39,6 +43,7 @@ __all__ = [
     "HeadMismatchError",
     "InvalidInputError",
     "InvariantError",
+    "ModelChangedError",
     "ModelLoadError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",

@@ -26,8 +26,10 @@ from drafters.mtp_checkpoints import has_mtp, load_mtp, module_names
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_spec import MtpReading, mtp_target
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.live import part_in_training
 from specdec.memory import check_weights_fit
 from specdec.models import builtin_names, builtin_path
+from specdec.strictness import check_complete
 from specdec.target import TargetProbe
 
 AUTO_HEAD = "auto"
@@ -73,18 +75,22 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     """Load a causal language model through transformers.
 
     Raises:
-        ModelLoadError: it is missing, transformers cannot load it, or the device has no room for it.
+        ModelLoadError: it is missing, transformers cannot load it, its checkpoint and its configuration do not fit
+            (see `specdec.strictness`), or the device has no room for it.
     """
     path = resolve(name)
     try:
         config = AutoConfig.from_pretrained(path)
         with _module_tensors_expected(config), nullcontext() if path == str(name) else _without_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+            model, info = AutoModelForCausalLM.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise ModelLoadError(
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
             f"({', '.join(_BUILTIN_HEADS)})."
         ) from error
+    check_complete(str(name), model, info)
     check_weights_fit(model, device, str(name))
     return model.to(device).eval()  # type: ignore[arg-type]
 
@@ -141,8 +147,11 @@ def open_target(
             f"dtype={dtype!r}, device={device!r}: the model is loaded already ({target.dtype}, {target.device}); "
             "move it with model.to(…) before"
         )
-    if target.training:
-        raise InvalidInputError("the model is in training mode, where dropout changes its output; call model.eval()")
+    part = part_in_training(target)
+    if part is not None:
+        raise InvalidInputError(
+            f"the model is in training mode ({part}), where dropout changes its output; call model.eval()"
+        )
     return target, target.name_or_path or None
 
 

@@ -24,6 +24,7 @@ from specdec.errors import InvalidInputError, SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
 from specdec.generation_config import eos_ids, from_generation_config
+from specdec.live import LiveModel
 from specdec.loading import load_head, open_target, open_tokenizer
 from specdec.memory import memory_named
 from specdec.mtp_executor import MtpExecutor
@@ -110,6 +111,7 @@ class SpeculativeModel:
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
         self._inboxes: dict[int, deque[Update]] = {}
+        self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
     @startup_progress()
@@ -231,6 +233,7 @@ class SpeculativeModel:
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+            ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
@@ -249,6 +252,27 @@ class SpeculativeModel:
         ids = encode_prompts(prompts, self.tokenizer)
         requests = self._requests(ids, params)
         return self._run(requests)
+
+    def refresh(self) -> float:
+        """After new weight values in place: make sure that the model is otherwise what it was, and run the self-test again.
+
+        Generation reads the weights at every forward, so it needs no refresh to use new values. A draft head keeps what
+        it took over from the target, such as rows of its output embedding: that costs acceptance, and changes no token.
+
+        Returns:
+            The new `self_test_error`.
+
+        Raises:
+            ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
+                also where the weights lie): wrap the model again.
+            InvalidInputError: requests are running, whose keys and values are those of the old weights.
+            UnsupportedModelError: the target comes out wrong.
+        """
+        if self._engine.has_work:
+            raise InvalidInputError("requests are running on the old weights; finish or close them before refresh()")
+        self._live.check()
+        self.self_test_error = self_test(self.target)
+        return self.self_test_error
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
@@ -270,6 +294,7 @@ class SpeculativeModel:
 
     def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
         """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
+        self._live.check()
         index: dict[int, int] = {}
         inbox: deque[Update] = deque()
         try:
