@@ -313,9 +313,12 @@ class Engine:
                 f"the prompt has {len(prompt)} tokens; with max_model_len={self.config.max_model_len} at most "
                 f"{self.config.max_model_len - 1} are allowed (one place is kept for a new token)"
             )
-        bad = prompt[(prompt < 0) | (prompt >= self._target.vocab_size)]
+        bad = prompt[(prompt < 0) | (prompt >= self._target.num_embeddings)]
         if len(bad):
-            raise InvalidInputError(f"token id {bad[0]} is outside the vocabulary 0 … {self._target.vocab_size - 1}")
+            raise InvalidInputError(
+                f"token id {bad[0]} is outside the vocabulary 0 … {self._target.num_embeddings - 1}; if a tokenizer made "
+                "it, that one does not belong to this model (were tokens added without model.resize_token_embeddings?)"
+            )
 
     def _check_num_drafts(self, params: SamplingParams) -> int:
         asked, most = params.num_speculative_tokens, self.config.num_speculative_tokens

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from specdec.errors import InvalidInputError
+
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
@@ -46,7 +48,36 @@ class TextStream:
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of these tokens, without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return decode(self._tokenizer, token_ids, skip_special_tokens=True)
+
+
+_UNDECODABLE = (IndexError, KeyError, TypeError, OverflowError)
+"""What tokenizers raise for ids that they do not know: by table, by dictionary, by joining None, in Rust."""
+
+
+def decode(tokenizer: Tokenizer, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+    """The text of these tokens.
+
+    Raises:
+        InvalidInputError: the tokenizer cannot decode them; the message names the first such id. A model may say more
+            tokens than its tokenizer has, where its vocabulary is padded.
+    """
+    try:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+    except _UNDECODABLE as error:
+        bad = next((t for t in token_ids if not _decodes(tokenizer, t)), None)
+        which = f"token ids {token_ids}" if bad is None else f"token id {bad}, which the model said"
+        raise InvalidInputError(
+            f"the tokenizer cannot decode {which} ({type(error).__name__}: {error}): does it belong to this model?"
+        ) from error
+
+
+def _decodes(tokenizer: Tokenizer, token_id: int) -> bool:
+    try:
+        tokenizer.decode([token_id], skip_special_tokens=False)
+    except _UNDECODABLE:
+        return False
+    return True
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -89,5 +120,5 @@ class StopFinder:
 
     def _hit(self, token_ids: list[int], num_new: int) -> bool:
         start = max(0, len(token_ids) - self._look_back - num_new)
-        tail = self._tokenizer.decode(token_ids[start:], skip_special_tokens=False)
+        tail = decode(self._tokenizer, token_ids[start:], skip_special_tokens=False)
         return any(stop in tail for stop in self._stops)
