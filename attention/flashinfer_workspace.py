@@ -27,8 +27,8 @@ def split_bytes(key: PlanKey, sms: int, rows: int | None = None, query_len: int 
 
     Args:
         key: heads and head dimensions; sms: multiprocessors.
-        rows, query_len: of a batch for CUDA graphs, where the grid has at least as many blocks as fit the GPU twice, and
-            one a tile; default any batch outside graphs, whose divided tiles are never more than fit the GPU twice.
+        rows, query_len: of a batch for CUDA graphs, whose grid has two blocks a multiprocessor at least, and one a
+            tile; default any batch outside graphs, whose divided tiles are never more than two a multiprocessor.
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 

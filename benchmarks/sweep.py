@@ -1,13 +1,14 @@
-"""All causal-LM types of the installed transformers through the public API, token for token against their own `generate`.
+"""All causal-LM types of the installed transformers: tokens through the public API against the model's own `generate`.
 
     python -m benchmarks.sweep --jobs 8 --out benchmarks/results/sweep.json
     python -m benchmarks.sweep --types phimoe,qwen2_moe --dtype float32,bfloat16
 
 Of every type a tiny random model, whose windows and other thresholds (`sweep_configs`) lie between the self-test's rows
-and the prompts. Prompts of 5, 37 and 90 tokens, alone and in one batch, read in chunks, 24 greedy tokens, without drafts
-and with three a round of which about 70 % are right. One process a model, with a time limit. Half precision: a
+and the prompts. Prompts of 5, 37 and 90 tokens, alone and in one batch, read in chunks, 24 greedy tokens, without
+drafts and with three a round of which about 70 % are right. One process a model, with a time limit. Half precision: a
 divergence is wrong where the token lies more than four rounding errors of a logit (rms difference of the model's and
-its float32 copy's logits on that text) below the best in float32; other divergences are near ties, counted apart.
+its float32 copy's logits on that text) below the best in float32, and the copy says it under none of 16 perturbations
+of its weights within rounding (a router's jump). Other divergences are near ties, counted apart.
 
 Exit code 1 when any model comes out wrong, raises an error without a name of ours, crashes or takes too long.
 """
@@ -53,8 +54,8 @@ def run_job(job: Job, device: str, out: Connection) -> None:
 def verdicts(jobs: Sequence[Job], device: str, workers: int, limit: float) -> Iterator[tuple[Job, Verdict, float]]:
     """(job, verdict, seconds) as they are done, `workers` processes at a time.
 
-    Processes are forked, so that torch and transformers are imported once; on a GPU, which does not survive a fork, they
-    are started anew.
+    Processes are forked, so that torch and transformers are imported once; on a GPU, which does not survive a fork,
+    they are started anew.
     """
     context: Any = multiprocessing.get_context("fork" if device == "cpu" else "spawn")
     waiting, running = list(reversed(jobs)), {}

@@ -93,8 +93,11 @@ _MROPE = {
     "text_config": {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}}
 }
 _QSA = {
-    **{"indexer_budget": THRESHOLD, "indexer_compress_ratio": 4},
-    **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+    "indexer_budget": THRESHOLD,
+    "indexer_compress_ratio": 4,
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 16,
 }
 _PAIRS = ["conv", "full_attention"] * 2
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -96,7 +97,7 @@ class ScriptedHead(torch.nn.Module):
         longest = max(map(len, texts)) + 64
         table = torch.zeros(longest, vocab_size, dtype=torch.long)  # [position, token there] -> the next token
         for text in texts:
-            for at, (token, following) in enumerate(zip(text, text[1:], strict=False)):
+            for at, (token, following) in enumerate(pairwise(text)):
                 knows = (at * 7919 + token * 104729) % 100 < _RIGHT
                 table[at, token] = following if knows else (following + 1) % VOCAB
         self.table = table.to(device)

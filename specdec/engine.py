@@ -316,8 +316,8 @@ class Engine:
         bad = prompt[(prompt < 0) | (prompt >= self._target.num_embeddings)]
         if len(bad):
             raise InvalidInputError(
-                f"token id {bad[0]} is outside the vocabulary 0 … {self._target.num_embeddings - 1}; if a tokenizer made "
-                "it, that one does not belong to this model (were tokens added without model.resize_token_embeddings?)"
+                f"token id {bad[0]} is outside the vocabulary 0 … {self._target.num_embeddings - 1}; if a tokenizer "
+                "made it, that one does not belong to this model (were tokens added without model.resize_token_embeddings?)"
             )
 
     def _check_num_drafts(self, params: SamplingParams) -> int:

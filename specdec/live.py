@@ -66,7 +66,8 @@ class LiveModel:
         vocabulary = _vocabulary(self.model)
         if vocabulary != self.vocabulary:
             raise ModelChangedError(
-                f"the model's embeddings had {self.vocabulary} rows when it was wrapped and have {vocabulary} now{_AGAIN}"
+                f"the model's embeddings had {self.vocabulary} rows when it was wrapped and have {vocabulary} now"
+                + _AGAIN
             )
         if _parts(self.model) != self.parts:
             raise ModelChangedError(

@@ -254,7 +254,7 @@ class SpeculativeModel:
         return self._run(requests)
 
     def refresh(self) -> float:
-        """After new weight values in place: make sure that the model is otherwise what it was, and run the self-test again.
+        """After new weight values in place: check that nothing else has changed, and run the self-test again.
 
         Generation reads the weights at every forward, so it needs no refresh to use new values. A draft head keeps what
         it took over from the target, such as rows of its output embedding: that costs acceptance, and changes no token.

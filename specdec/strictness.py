@@ -1,7 +1,7 @@
 """What a checkpoint and its configuration must agree on before a target is used.
 
-transformers gives a tensor that a checkpoint lacks random numbers and drops one that the configuration has no place for;
-either is a warning there. Such a model runs, and says something else than the checkpoint: here it is refused.
+transformers gives a tensor that a checkpoint lacks random numbers and drops one that the configuration has no place
+for; either is a warning there. Such a model runs, but its output is not that of the checkpoint: here it is refused.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from specdec.errors import ModelLoadError
 
 _SHOWN = 3
 _MODULE_PARTS = ("enorm", "hnorm", "eh_proj")
-"""Tensors by which a layer behind the last is a multi-token-prediction module (the names of DeepSeek-V3 and GLM-4.5)."""
+"""Tensors by which a layer after the last is a multi-token-prediction module (names of DeepSeek-V3 and GLM-4.5)."""
 _NUMBERED = re.compile(r"^(?P<list>.+)\.(?P<number>\d+)\.(?P<rest>.+)$")
 _TRAINED = (".weight", ".bias")
 
@@ -31,8 +31,8 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
             and what the model's class or a quantizer makes itself, are not among the missing.
 
     Raises:
-        ModelLoadError: tensors are missing, have another shape, or belong to decoder layers or to parts of them that the
-            configuration does not have. Other surplus tensors (scales of an 8-bit cache, value heads, image towers)
+        ModelLoadError: tensors are missing, have another shape, or belong to decoder layers, or parts of them, that
+            the configuration does not have. Other surplus tensors (scales of an 8-bit cache, value heads, image towers)
             change nothing that the model computes; transformers reports them.
     """
     cut = _surplus_in_layers(model, info["unexpected_keys"])
@@ -53,7 +53,7 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
         raise ModelLoadError(
             f"the checkpoint of {name!r} does not fit its configuration: {'; '.join(found)}.\nLook whether config.json "
             "(num_hidden_layers, sizes, biases) is the one that belongs to these weights, and whether all files of the "
-            "checkpoint are there. To use the model as it is all the same, load it with transformers and pass the model."
+            "checkpoint are there. To use the model nevertheless, load it with transformers and pass the loaded model."
         )
 
 
