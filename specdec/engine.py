@@ -317,7 +317,7 @@ class Engine:
         if len(bad):
             raise InvalidInputError(
                 f"token id {bad[0]} is outside the vocabulary 0 … {self._target.num_embeddings - 1}; if a tokenizer "
-                "made it, that one does not belong to this model (were tokens added without model.resize_token_embeddings?)"
+                "made it, it does not belong to this model (tokens added without model.resize_token_embeddings?)"
             )
 
     def _check_num_drafts(self, params: SamplingParams) -> int:

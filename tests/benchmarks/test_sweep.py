@@ -75,6 +75,7 @@ def failing(generate: Callable[..., Any]) -> Callable[..., Any]:
     return fails
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_wrong_token_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(last_token_wrong))
