@@ -82,7 +82,7 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
     try:
         config = AutoConfig.from_pretrained(path)
         with _module_tensors_expected(config), nullcontext() if path == str(name) else _without_progress_bar():
-            model, info = AutoModelForCausalLM.from_pretrained(
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
             )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
@@ -90,9 +90,10 @@ def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device
             f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
             f"({', '.join(_BUILTIN_HEADS)})."
         ) from error
+    model, info = loaded
     check_complete(str(name), model, info)
     check_weights_fit(model, device, str(name))
-    return model.to(device).eval()  # type: ignore[arg-type]
+    return model.to(device).eval()
 
 
 @contextmanager
