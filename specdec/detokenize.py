@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from specdec.errors import InvalidInputError
+
 UNFINISHED = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WINDOW = 16
@@ -28,6 +30,9 @@ _SETTLING = 8
 _CLEANING = 4
 """Longest of the patterns that clean_up_tokenization_spaces replaces (" n't"), in characters."""
 _CLEANED = "a . b ? c ! d , e ' f n't g 'm h 's i 've j 're"
+
+_UNDECODABLE = (IndexError, KeyError, TypeError, OverflowError)
+"""What tokenizers raise for ids that they do not know: by table, by dictionary, by joining None, in Rust."""
 
 
 class Tokenizer(Protocol):
@@ -57,9 +62,28 @@ class Vocabulary:
         self._known: dict[int, Spelling] = {}
         self._cleans: bool | None = None
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of these tokens, without special tokens."""
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def decode(self, token_ids: list[int], special: bool = False) -> str:
+        """The text of these tokens, without special tokens or with them.
+
+        Raises:
+            InvalidInputError: the tokenizer cannot decode them; the message names the first such id. A model may
+                generate more tokens than its tokenizer has, where its vocabulary is padded.
+        """
+        try:
+            return str(self._tokenizer.decode(token_ids, skip_special_tokens=not special))
+        except _UNDECODABLE as error:
+            bad = next((t for t in token_ids if not self._decodes(t)), None)
+            which = f"token ids {token_ids}" if bad is None else f"token id {bad}, which the model generated"
+            raise InvalidInputError(
+                f"the tokenizer cannot decode {which} ({type(error).__name__}: {error}): does it belong to this model?"
+            ) from error
+
+    def _decodes(self, token_id: int) -> bool:
+        try:
+            self._tokenizer.decode([token_id], skip_special_tokens=False)
+        except _UNDECODABLE:
+            return False
+        return True
 
     def spelling(self, token_id: int) -> Spelling:
         """How a token is written."""
@@ -83,7 +107,7 @@ class Vocabulary:
         return bool(plain != self.decode(ids))
 
     def _spell(self, token_id: int) -> Spelling:
-        text, shown = self.decode([token_id]), str(self._tokenizer.decode([token_id], skip_special_tokens=False))
+        text, shown = self.decode([token_id]), self.decode([token_id], special=True)
         if text != shown:
             return Spelling(shown, None)
         convert = getattr(self._tokenizer, "convert_ids_to_tokens", None)

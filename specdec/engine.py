@@ -339,10 +339,12 @@ class Engine:
         self._check_ids("", prompt)
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
-        bad = [t for t in token_ids if not 0 <= t < self._target.vocab_size][:1]
+        largest = self._target.num_embeddings - 1
+        bad = [t for t in token_ids if not 0 <= t <= largest][:1]
         if bad:
             raise InvalidInputError(
-                f"{where}token id {bad[0]} is outside the vocabulary 0 … {self._target.vocab_size - 1}"
+                f"{where}token id {bad[0]} is outside the vocabulary 0 … {largest}; if a tokenizer made it, it does "
+                "not belong to this model (tokens added without model.resize_token_embeddings?)"
             )
 
     def _check_num_drafts(self, params: SamplingParams) -> None:

@@ -22,6 +22,10 @@ class UnsupportedModelError(SpecdecError):
     """The target would come out wrong through this library's attention; the message gives the reason."""
 
 
+class ModelChangedError(SpecdecError):
+    """The wrapped model was changed in a way that the engine cannot follow; the message names the change."""
+
+
 class CacheTooSmallError(InvalidInputError):
     """The KV cache cannot hold even one such request."""
 
@@ -44,6 +48,7 @@ __all__ = [
     "HeadMismatchError",
     "InvalidInputError",
     "InvariantError",
+    "ModelChangedError",
     "ModelLoadError",
     "NotCopyableError",
     "OutOfDeviceMemoryError",

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from drafters.base import Head
 from specdec.arguments import shown
 from specdec.errors import HeadMismatchError, InvalidInputError, UnsupportedModelError
+from specdec.live import part_in_training
 
 _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
 _WRAPPERS = {
@@ -63,8 +64,11 @@ def check_loaded_target(model: PreTrainedModel) -> None:
         raise InvalidInputError(f"the model's weights lie on several devices ({', '.join(places)}); move it to one")
     if model.device.type not in ("cpu", "cuda"):
         raise InvalidInputError(f"the model lies on {model.device}; CPU and CUDA are supported; use model.to(…)")
-    if model.training:
-        raise InvalidInputError("the model is in training mode, where dropout changes its output; call model.eval()")
+    part = part_in_training(model)
+    if part is not None:
+        raise InvalidInputError(
+            f"the model is in training mode ({part}), where dropout changes its output; call model.eval()"
+        )
 
 
 def check_head_type(draft: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -33,19 +33,19 @@ from specdec.load_errors import loading_named
 from specdec.loaded import check_head_place, check_head_type, check_loaded_target, check_target_type
 from specdec.memory import check_weights_fit
 from specdec.models import BUILTIN_HEADS, builtin_names, builtin_path
+from specdec.strictness import check_complete
 from specdec.target import TargetProbe
 
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
-_MOST_TOLD = 4
 
 
 def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
     """Load a causal language model through transformers.
 
     Raises:
-        ModelLoadError: it is missing, damaged or no causal language model, its weights have other shapes than its
-            config.json says, or the device has no room for it.
+        ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
+            fit (see `specdec.strictness`), or the device has no room for it.
     """
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name)
     check_target_folder(checkpoint)
@@ -58,11 +58,11 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told by name in check_shapes
+                ignore_mismatched_sizes=True,  # told by name in check_complete
                 **checkpoint.options,
             )
         model, found = loaded
-        check_shapes(found["mismatched_keys"], checkpoint)
+        check_complete(checkpoint.name, model, found)
     check_weights_fit(model, device, checkpoint.name)
     placed: PreTrainedModel = model.to(device).eval()
     return placed
@@ -85,26 +85,6 @@ def check_causal(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         f"cannot load the target model {checkpoint.name!r}: causal language models are supported, and "
         f"model_type={config.model_type!r} is {reason}"
     )
-
-
-def check_shapes(mismatched: Iterable[Any], checkpoint: Checkpoint) -> None:
-    """Refuse weights of other shapes than the model's.
-
-    Args:
-        mismatched: (tensor, shape in the files, shape in the model) as transformers reports them.
-
-    Raises:
-        ModelLoadError: some tensors have another shape; the first four are told.
-    """
-    wrong = sorted((str(name), tuple(stored), tuple(wanted)) for name, stored, wanted in mismatched)
-    if wrong:
-        told = "; ".join(
-            f"{name} is {stored}, config.json says {wanted}" for name, stored, wanted in wrong[:_MOST_TOLD]
-        )
-        raise ModelLoadError(
-            f"cannot load the target model {checkpoint.name!r}: {len(wrong)} tensors have other shapes than its "
-            f"config.json says ({told}); config.json and weights are of different models: download both again"
-        )
 
 
 @contextmanager

@@ -21,10 +21,11 @@ from specdec.backends import check_graphs, make_backend
 from specdec.checkpoint import Checkpoint
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import NotCopyableError, SpecdecError
+from specdec.errors import InvalidInputError, NotCopyableError, SpecdecError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
 from specdec.generation_config import Use, eos_ids
+from specdec.live import LiveModel
 from specdec.load_options import LoadOptions
 from specdec.loaded import check_head_type
 from specdec.loading import load_head, open_target
@@ -128,6 +129,7 @@ class SpeculativeModel:
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
         self._inboxes: dict[int, deque[Update]] = {}
+        self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
     @startup_progress()
@@ -315,6 +317,7 @@ class SpeculativeModel:
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+            ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
@@ -335,12 +338,34 @@ class SpeculativeModel:
             self._engine.check(request.token_ids, request.params)
         return self._run(requests)
 
+    def refresh(self) -> float:
+        """After new weight values in place: check that nothing else has changed, and run the self-test again.
+
+        Generation reads the weights at every forward, so it needs no refresh to use new values. A draft head keeps what
+        it took over from the target, such as rows of its output embedding: that costs acceptance, and changes no token.
+
+        Returns:
+            The new `self_test_error`.
+
+        Raises:
+            ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
+                also where the weights lie): wrap the model again.
+            InvalidInputError: requests are running, whose keys and values are those of the old weights.
+            UnsupportedModelError: the target comes out wrong.
+        """
+        if self._engine.has_work:
+            raise InvalidInputError("requests are running on the old weights; finish or close them before refresh()")
+        self._live.check()
+        self.self_test_error = self_test(self.target)
+        return self.self_test_error
+
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         return facts_of(self)
 
     def _run(self, requests: list[Submission]) -> Iterator[StreamUpdate]:
         """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
+        self._live.check()
         index: dict[int, int] = {}
         inbox: deque[Update] = deque()
         try:

@@ -20,7 +20,7 @@ from drafters.inputs import rows_batch
 from drafters.mtp import MtpHead
 from drafters.mtp_modules import MtpStack
 from drafters.mtp_reading import check_reading
-from specdec.errors import CacheTooSmallError, UnsupportedModelError
+from specdec.errors import CacheTooSmallError, InvalidInputError, UnsupportedModelError
 from specdec.linear import invariant_linear
 from specdec.prompts import encode_prompts
 from specdec.target import Target
@@ -151,8 +151,19 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
 
 
 def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H]."""
+    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H].
+
+    Raises:
+        InvalidInputError: the tokenizer makes ids that the model has no embedding for.
+    """
     (ids,) = encode_prompts(_TEXT, tokenizer)
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    largest = max(ids[:_MOST_TOKENS])
+    if largest >= rows:
+        raise InvalidInputError(
+            f"the tokenizer makes token id {largest}, but the model's embedding has {rows} rows: it does not belong to "
+            "this model"
+        )
     token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
     return token_ids, model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
 
@@ -187,9 +198,10 @@ def _scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
 
 def _dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    embedding: torch.Tensor = target.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
-    vocab = min(target.vocab_size, embedding.shape[0])
-    return [torch.randint(vocab, (n,), generator=generator).to(target.hf_model.device) for n in lens.tolist()]
+    return [
+        torch.randint(target.num_embeddings, (n,), generator=generator).to(target.hf_model.device)
+        for n in lens.tolist()
+    ]
 
 
 def _paged(

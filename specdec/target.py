@@ -166,6 +166,12 @@ class Target:
         self._port = AttentionPort(probed.model, probed.calls)
         self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
 
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model can read and say: its logits may be wider than its input embedding (padding)."""
+        embedding: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
+        return min(self.vocab_size, len(embedding))
+
     def forward(
         self,
         token_ids: torch.Tensor,

@@ -109,7 +109,10 @@ def adapter(folder: Path) -> None:
 
 REMOTE = {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "shapes": (settings(hidden_size=48), r"lm_head.weight is \(64, 32\), config.json says \(64, 48\)"),
+    "shapes": (
+        settings(hidden_size=48),
+        r"lm_head.weight: \[64, 32\] in the checkpoint, \[64, 48\] by the configuration",
+    ),
     "a configuration of a wrong type": (settings(num_attention_heads="four"), "num_attention_heads"),
     "an activation nobody knows": (settings(hidden_act="nosuch"), "configuration or weight files.*nosuch"),
     "truncated weights": (cut, "damaged or incomplete.*download it again"),

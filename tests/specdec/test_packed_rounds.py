@@ -43,7 +43,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("attention.packed_kernel.divides_keys", lambda *args: False)
     monkeypatch.setattr("attention.packed_kernel.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.variants.HEAD_DIMS", (16,))
-    monkeypatch.setattr("attention.flashinfer_backend._FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr("attention.flashinfer_backend.LEAST_BYTES", 1)
     return count_calls(monkeypatch, PackedKernel, "run")
 
 
