@@ -33,7 +33,21 @@ class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
 
+UNNAMED_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the code of a model raises that was given inputs it was not written for."""
+
 __all__ = [
+    "UNNAMED_ERRORS",
     "CacheTooSmallError",
     "HeadLoadError",
     "HeadMismatchError",
