@@ -147,9 +147,8 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
     heads = _query_heads(config)
     rotary = _narrow_rope(config, low)
     for name, value in list(vars(config).items()):
-        small = value if name.startswith("_") else _narrowed(name, value, low, heads)
-        if small != value:
-            setattr(config, name, small)
+        if not name.startswith("_") and isinstance(value, (int, float, list, tuple)):
+            setattr(config, name, _narrowed(name, value, low, heads))
     if rotary and {"head_dim", "qk_rope_head_dim"} <= set(vars(config)):
         config.head_dim = _ROPE_DIM  # the width that the rotary embedding of latent attention reads
     if overrides:

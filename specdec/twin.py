@@ -94,8 +94,9 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     least = min(threshold.value for threshold in guilty)
     raise UnsupportedModelError(
         f"{name} comes out wrong through the paged attention in rows longer than {in_words(guilty)}: a small copy of "
-        f"it {error}, and is right without. What its configuration names there does not act through the arguments of "
-        f"its attention alone, as paged attention needs; allowed is max_model_len={least} or less"
+        f"it {error}, and is right without. The model applies this in a mask or in positions of its own, which the "
+        f"paged attention does not see; requests of at most {least} tokens come out right: give max_model_len={least} "
+        "or less"
     )
 
 
@@ -205,7 +206,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
             continue
         a, b = start[rows], stop[rows]
         own = torch.cat([right[row][start[row] : stop[row]] for row in rows])
-        for judged in _selections(b - a):
+        for judged in _selections(b - a, with_none=start is second):
             tried = f"{len(rows)} row(s) are read from token {a.tolist()} to {b.tolist()}"
             with errors_named(twin, tried):
                 ours = read_judged(target, [ids[row] for row in rows], a, b, table[rows], judged)
@@ -217,10 +218,10 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     return None
 
 
-def _selections(lens: np.ndarray) -> tuple[torch.Tensor, ...]:
-    """Token rows whose logits are asked for: all, the last of each row, the first of the first row too, and none."""
+def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
+    """Token rows whose logits are asked for: all, the last of each row as after a prompt, and none as within one."""
     last = torch.from_numpy(np.cumsum(lens) - 1)
-    return torch.arange(int(lens.sum())), last, torch.unique(torch.cat([torch.tensor([0]), last])), last[:0]
+    return (torch.arange(int(lens.sum())), last, last[:0])[: 3 if with_none else 2]
 
 
 def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
