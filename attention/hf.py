@@ -105,10 +105,10 @@ class AttentionPort:
         Raises:
             UnsupportedAttentionError: no forward of ours is running.
         """
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        k, v = _by_token(key), _by_token(value)
         latent = self._latent[layer]
         if latent is None:
-            return self._call(layer, query[0].transpose(0, 1), k, v, sinks)[None].contiguous()
+            return self._call(layer, _by_token(query), k, v, sinks)[None].contiguous()
         attended = self._call(layer, latent.absorb_query(query[0]), k, v, sinks)
         return latent.project_output(attended)[None].contiguous()
 
@@ -123,6 +123,12 @@ class AttentionPort:
                 "model.set_attn_implementation('sdpa')"
             )
         return self._attend(layer, query, key, value, sinks)
+
+
+def _by_token(states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] -> [T, heads, D] whose last stride is 1, as kernels read it; a view wherever that is so."""
+    rows = states[0].transpose(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def specdec_attention(
