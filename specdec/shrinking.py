@@ -21,10 +21,7 @@ _HIDDEN, _HEADS, _HEAD_DIM, _ROPE_DIM = 64, 4, 16, 8
 _LOW, _FAR = 20, 4096
 """A threshold that is exercised, and one that no row of a miniature reaches."""
 _MOST_LAYERS = 8
-_LAYER_COUNTS = frozenset(
-    "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers num_decoder_layers "
-    "num_encoder_layers depth".split()
-)
+_LAYER_COUNT = re.compile(r"num_hidden_layers|n_layers?|(num_)?((de|en)coder_)?layers|depth")
 _THRESHOLD = re.compile(
     r"window|chunk_size|local_attention$|index_topk$|floor_scale$|original_max_position|max_local|attention_span"
 )
@@ -218,7 +215,7 @@ def _choose_layers(config: PreTrainedConfig, one_layer: bool, overrides: dict[in
 
 def _set_layers(config: PreTrainedConfig, count: int | None) -> None:
     for name, value in list(vars(config).items()):
-        if name in _LAYER_COUNTS and isinstance(value, int):
+        if _LAYER_COUNT.fullmatch(name) and isinstance(value, int):
             setattr(config, name, min(value, 2) if count is None else count)
 
 

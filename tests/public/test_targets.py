@@ -12,7 +12,14 @@ import pytest
 import torch
 import transformers
 from fakes import enlarge, random_prompts, tiny_llama, wrap
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM, MllamaForCausalLM, MllamaTextConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaForCausalLM,
+    MllamaForCausalLM,
+    MllamaTextConfig,
+    PreTrainedModel,
+)
 
 from specdec import SamplingParams
 from specdec.errors import SpecdecWarning, UnsupportedModelError
@@ -79,10 +86,12 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
          "attn_temperature_tuning": True, "attn_scale": 2.0},
         "floor_scale=32",
     ),
-    "mllama_text_model": ({"cross_attention_layers": [1], "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}, "MllamaForCausalLM"),
+    "mllama_text_model": ({"cross_attention_layers": [1], "bos_token_id": 0, "eos_token_id": 1,
+                           "pad_token_id": 0}, "MllamaForCausalLM"),
 }  # fmt: skip
 OLD_DECODERS = {
-    name: {"d_model": 32, "num_hidden_layers": 2, "encoder_layers": 2, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "vocab_size": 64,
+    name: {"d_model": 32, "num_hidden_layers": 2, "encoder_layers": 2,
+           "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "vocab_size": 64,
            "max_position_embeddings": 256, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": None}
     for name in ("plbart", "marian", "pegasus", "blenderbot-small")
 }  # fmt: skip
@@ -109,8 +118,20 @@ def thinker(kind: str) -> PreTrainedModel:
     if not moe:
         text |= {"hidden_size": 64}
         del text["head_dim"]
-    audio: dict[str, Any] = {"d_model": 32, "encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 32, "output_dim": text["hidden_size"]}
-    vision: dict[str, Any] = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 4, "out_hidden_size": text["hidden_size"]}
+    audio: dict[str, Any] = {
+        "d_model": 32,
+        "encoder_layers": 1,
+        "encoder_attention_heads": 4,
+        "encoder_ffn_dim": 32,
+        "output_dim": text["hidden_size"],
+    }
+    vision: dict[str, Any] = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_heads": 4,
+        "out_hidden_size": text["hidden_size"],
+    }
     if moe:
         vision["deepstack_visual_indexes"] = [0]
     config = getattr(config_class, f"{name}ThinkerConfig")(text_config=text, audio_config=audio, vision_config=vision)
