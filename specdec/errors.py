@@ -47,7 +47,6 @@ UNNAMED_ERRORS = (
 """What the code of a model raises that was given inputs it was not written for."""
 
 __all__ = [
-    "UNNAMED_ERRORS",
     "CacheTooSmallError",
     "HeadLoadError",
     "HeadMismatchError",
