@@ -42,6 +42,19 @@ class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
 
+UNNAMED_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the code of a model raises that was given inputs it was not written for."""
+
 __all__ = [
     "CacheTooSmallError",
     "HeadLoadError",

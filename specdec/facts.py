@@ -39,6 +39,7 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner) for runner in runners},
         "self_test_error": model.self_test_error,
+        "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,
         "taps": None if head is None else list(head.taps),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,

@@ -34,7 +34,7 @@ from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts
 from specdec.request import Completion, Update
-from specdec.selftest import self_test, self_test_head
+from specdec.selftest import check_target, self_test, self_test_head
 from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.submission import Params, Submission, submissions
@@ -73,6 +73,7 @@ class SpeculativeModel:
         generation_config_use: "model" or "ignore", what of the model's own generation_config applies.
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
+        twin: what a small float32 copy of the model showed at loading, see specdec/twin.py.
         runners: attention of the target and, with a head, of the head.
         checkpoint: where the target was read from; None for a loaded model without a name.
     """
@@ -119,7 +120,7 @@ class SpeculativeModel:
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
         log.info("self-test")
-        self.self_test_error = self_test(self.target)
+        self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
         drafter = None
         if head is not None:
             group = CacheGroup("head", tuple(head.plan_keys), config.num_head_pages, config.page_size)
