@@ -29,6 +29,14 @@ class OutOfDeviceMemoryError(SpecdecError):
     """The device ran out of memory while the engine was built; the message names what takes it."""
 
 
+class RequestFailedError(SpecdecError):
+    """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`)."""
+
+
+class RoundFailedError(SpecdecError):
+    """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
@@ -42,6 +50,8 @@ __all__ = [
     "ModelLoadError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "RequestFailedError",
+    "RoundFailedError",
     "SpecdecError",
     "SpecdecWarning",
     "StaleMetadataError",

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from drafters.mtp_spec import Concat, Feedback, MtpReading
 from specdec.backends import check_graphs, kv_format, make_backend
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import InvalidInputError, SpecdecError
+from specdec.errors import InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
 from specdec.generation_config import eos_ids, from_generation_config
@@ -29,9 +28,10 @@ from specdec.memory import memory_named
 from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts, encode_prompts
-from specdec.request import Completion, Update
+from specdec.request import Completion
 from specdec.sampling import SamplingParams
 from specdec.selftest import self_test, self_test_head
+from specdec.sharing import SharedEngine, Stream, Submission
 from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
 from specdec.target import Target, TargetProbe, probe_target
@@ -41,18 +41,14 @@ MODEL_FORMAT = KVFormat()
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
 
 
-@dataclass(frozen=True)
-class StreamUpdate:
-    """What one round brought for one prompt: its index, new token ids, new text, and at the end the completion."""
-
-    index: int
-    token_ids: list[int]
-    text: str
-    completion: Completion | None
-
-
 class SpeculativeModel:
     """The public face: load, generate, stream.
+
+    Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
+    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no thread of its own: whoever
+    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails, a caller that is
+    interrupted or goes away ends its own requests only. `hf_model` may be called on another thread meanwhile: a forward
+    of its own and one of a round wait for each other. Not from inside a round (a tokenizer's `decode`, a hook): refused.
 
     Attributes:
         hf_model: the unmodified transformers model; its own `generate` works as before.
@@ -109,7 +105,7 @@ class SpeculativeModel:
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
-        self._inboxes: dict[int, deque[Update]] = {}
+        self._shared = SharedEngine(self._engine, device)
 
     @classmethod
     @startup_progress()
@@ -217,7 +213,7 @@ class SpeculativeModel:
     @property
     def engine_stats(self) -> EngineStats:
         """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
-        return self._engine.stats
+        return self._shared.stats
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate for one prompt or many, batched continuously.
@@ -231,30 +227,32 @@ class SpeculativeModel:
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+            RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
+            RoundFailedError: a round that requests of this call were in failed, on the device for example.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
 
     def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
         """As `generate`, but yield (index, Completion) as each finishes."""
-        for update in self.stream(prompts, params):
-            if update.completion is not None:
-                yield update.index, update.completion
+        with closing(self.stream(prompts, params)) as stream:
+            for update in stream:
+                if update.completion is not None:
+                    yield update.index, update.completion
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamUpdate]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Stream:
         """As `generate`, but yield every round's new tokens and text as they are accepted.
 
-        Closing the iterator early aborts what is left.
+        Closing the iterator early, on any thread, aborts what is left.
         """
         ids = encode_prompts(prompts, self.tokenizer)
-        requests = self._requests(ids, params)
-        return self._run(requests)
+        return Stream(self._shared, self._requests(ids, params))
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         return facts_of(self)
 
-    def _requests(self, ids: list[list[int]], params: Params) -> list[tuple[list[int], SamplingParams, int]]:
+    def _requests(self, ids: list[list[int]], params: Params) -> list[Submission]:
         """(prompt, params, sample index) of every request."""
         if isinstance(params, GenerationConfig):
             copies = params.num_return_sequences or 1
@@ -267,30 +265,6 @@ class SpeculativeModel:
         if len(each) != len(ids):
             raise InvalidInputError(f"{len(each)} SamplingParams for {len(ids)} prompts; give one, or one a prompt")
         return [(p, s, 0) for p, s in zip(ids, each, strict=True)]
-
-    def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
-        """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
-        index: dict[int, int] = {}
-        inbox: deque[Update] = deque()
-        try:
-            for i, (ids, params, sample) in enumerate(requests):
-                request_id = self._engine.submit(ids, params, sample)
-                index[request_id], self._inboxes[request_id] = i, inbox
-            while index:
-                for update in [] if inbox else self._engine.step():
-                    self._inboxes[update.request_id].append(update)
-                if not inbox and not self._engine.has_work:
-                    raise SpecdecError("these requests were aborted: a round that they shared with another call failed")
-                while inbox:
-                    update = inbox.popleft()
-                    place = index[update.request_id]
-                    if update.completion is not None:
-                        del index[update.request_id], self._inboxes[update.request_id]
-                    yield StreamUpdate(place, update.token_ids, update.text, update.completion)
-        finally:
-            self._engine.abort(list(index))
-            for request_id in index:
-                del self._inboxes[request_id]
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specdec.errors import SpecdecError
 from specdec.sampling import SamplingParams
 from specdec.stats import AcceptanceStats, RequestStats, RoundRecord, pool
-from specdec.text import StopFinder, TextStream
+from specdec.text import StopFinder, TextState, TextStream
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -40,6 +41,14 @@ class Completion:
         return pool(self.stats.rounds)
 
 
+class Progress(NamedTuple):
+    """How much of a request was reported: new tokens, recorded rounds, text. Where it goes on after an interrupt."""
+
+    num_tokens: int = 0
+    num_rounds: int = 0
+    text: TextState = TextState()
+
+
 @dataclass(frozen=True)
 class Update:
     """What one round brought for one request.
@@ -48,12 +57,21 @@ class Update:
         request_id: as returned by `Engine.submit`.
         token_ids: new tokens; text: new text, complete characters only, never part of a stop string.
         completion: set when the request is finished.
+        error: set when the request failed; it is ended.
+        progress: how much of the request has been reported with this update.
     """
 
     request_id: int
     token_ids: list[int]
     text: str
     completion: Completion | None = None
+    error: SpecdecError | None = None
+    progress: Progress = Progress()
+
+    @property
+    def last(self) -> bool:
+        """Whether the request is ended."""
+        return self.completion is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -79,7 +97,8 @@ class Times:
 class Request:
     """A request inside the engine. `row` is its RowTable row, -1 while it waits.
 
-    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted).
+    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
+    what has been reported.
     """
 
     id: int
@@ -98,6 +117,17 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
+    progress: Progress = Progress()
+
+    def rewind(self) -> None:
+        """Back to what was reported, and waiting: what came after is generated anew."""
+        del self.new_tokens[self.progress.num_tokens :]
+        del self.rounds[self.progress.num_rounds :]
+        del self.drafts[self.progress.num_rounds :]
+        self.stream.state = self.progress.text
+        self.finish_reason = None
+        self.row = -1
+        self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
@@ -117,7 +147,9 @@ class Request:
             self.drafts.append(round_.drafts)
         tokens = round_.token_ids[:emitted]
         if self.finish_reason is None:
-            return Update(self.id, tokens, self.stream.push(self.new_tokens))
+            text = self.stream.push(self.new_tokens)
+            progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.state)
+            return Update(self.id, tokens, text, progress=progress)
         self.times.finished = now
         completion = self._completion()
         return Update(self.id, tokens, self.stream.finish(completion.text), completion)

@@ -39,15 +39,18 @@ class RowTable:
         return len(self._free)
 
     def open(self, tokens: np.ndarray, limit: int, drafts: int, key: int, params: SamplingParams) -> int:
-        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
-        row = self._free.pop()
+        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it.
+
+        When a parameter does not fit its column numpy's error is raised and the row stays free.
+        """
+        row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self.eos[row] = not params.ignore_eos
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
-        return row
+        return self._free.pop()
 
     def close(self, row: int) -> None:
         """Give a row back."""

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 
 class Tokenizer(Protocol):
     """The part of a transformers tokenizer that is used here."""
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+
+
+class TextState(NamedTuple):
+    """How far a `TextStream` is: the tail of tokens it decodes, the text it holds back, the characters it emitted."""
+
+    prefix: int = 0
+    read: int = 0
+    held: str = ""
+    emitted: int = 0
 
 
 class TextStream:
@@ -22,27 +31,23 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._prefix = 0
-        self._read = 0
-        self._held = ""
-        self._emitted = 0
+        self.state = TextState()
 
     def push(self, token_ids: list[int]) -> str:
         """Text that became certain with these tokens; `token_ids` is the whole sequence of new tokens so far."""
-        before = self.decode(token_ids[self._prefix : self._read])
-        after = self.decode(token_ids[self._prefix :])
+        prefix, read, held, emitted = self.state
+        before = self.decode(token_ids[prefix:read])
+        after = self.decode(token_ids[prefix:])
         if len(after) <= len(before) or after.endswith("\ufffd"):
             return ""
-        self._prefix, self._read = self._read, len(token_ids)
-        text = self._held + after[len(before) :]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        self._emitted += len(text) - keep
-        return text[: len(text) - keep]
+        text = held + after[len(before) :]
+        sure = len(text) - max((_overlap(text, stop) for stop in self._stops), default=0)
+        self.state = TextState(read, len(token_ids), text[sure:], emitted + sure)
+        return text[:sure]
 
     def finish(self, final: str) -> str:
         """What is left to emit of the whole text `final`."""
-        return final[self._emitted :]
+        return final[self.state.emitted :]
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of these tokens, without special tokens."""
