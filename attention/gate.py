@@ -26,7 +26,7 @@ _HOLDER = "holder"
 
 
 class ForwardGate:
-    """Held by one thread. `dict.setdefault` takes it: one indivisible operation, which no interrupt can leave half done."""
+    """Held by one thread. `dict.setdefault` takes it: one operation, which no interrupt can leave half done."""
 
     def __init__(self) -> None:
         self._holder: dict[str, tuple[int, bool]] = {}

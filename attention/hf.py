@@ -158,8 +158,8 @@ def specdec_attention(
 def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[None]:
     """Set the attention implementation on a model's configs and put the old ones back after.
 
-    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate of
-    the model (the first config is its own) is held.
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
+    of the model (the first config is its own) is held.
     """
     with gate_of(configs[0] if configs else None).held():
         before = [config._attn_implementation_internal for config in configs]

@@ -1,4 +1,4 @@
-"""Many threads, one model: mixed requests, cancels, refusals and faults; every greedy request is compared with its solo run.
+"""Many threads, one model: mixed requests, cancels, refusals, faults; greedy ones are compared with their solo runs.
 
     python benchmarks/soak_threads.py [--model tiny] [--threads 8] [--requests 200] [--out FILE]
 
@@ -75,7 +75,7 @@ class Soak:
         self.model, self.prompts, self.tally = model, prompts, Tally()
         self.solo = [model.generate(p, PARAMS)[0].token_ids for p in prompts]
         *others, faulty = self.solo
-        runs = (tuple(faulty[i : i + 3]) for i in range(MOST_NEW // 2, len(faulty) - 2))
+        runs = (tuple(faulty[i : i + 3]) for i in range(len(faulty) - 2))
         self.fault = next(run for run in runs if not any(is_in(run, ids) for ids in others))
         tokenizer.faults.add(self.fault)
 
@@ -203,7 +203,10 @@ def built_in() -> Soak:
     model = SpeculativeModel.from_pretrained(whole.hf_model, whole.head, tokenizer=tokenizer, **sizes)
     texts = [f"Tom has {n} boxes of {n + 5} {what}. How many {what}?" for n, what in enumerate(("eggs", "pens"), 3)]
     texts += [f"Anna buys {n} apples for {n * 2} dollars each. What does she pay?" for n in range(2, 7)]
-    return Soak(model, tokenizer, [list(tokenizer(text)["input_ids"]) for text in texts])
+    texts.append("A train drives 60 miles in an hour. How far does it go in 3 hours?")
+    chats = [[{"role": "user", "content": text}] for text in texts]
+    prompts = [c.prompt_token_ids for c in model.generate(chats, SamplingParams(max_new_tokens=1))]
+    return Soak(model, tokenizer, prompts)
 
 
 @click.command()

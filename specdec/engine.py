@@ -14,9 +14,9 @@ from attention.pages import BlockTables
 from drafters.chain import Draft
 from specdec.commit import Committed, Outcome, commit, ending_tokens
 from specdec.config import EngineConfig
-from specdec.errors import CacheTooSmallError, InvalidInputError, RequestFailedError, RoundFailedError
+from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
-from specdec.faults import Isolated
+from specdec.faults import Isolated, request_failed, round_failed
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
 from specdec.round import (
@@ -239,7 +239,7 @@ class Engine:
         """End the requests of a failed round: all but those that only waited."""
         spared = {r.id for r in self._scheduler.waiting} | {r.id for r, _ in self._scheduler.refused}
         failed = [request for request in self._requests.values() if request.id not in spared]
-        self.reported = [Update(request.id, [], "", error=_round_failed(error, len(failed))) for request in failed]
+        self.reported = [Update(request.id, [], "", error=round_failed(error, len(failed))) for request in failed]
         self._mend()
 
     def _launch(
@@ -332,7 +332,7 @@ class Engine:
             with Isolated() as fault:
                 update = request.take(committed.round_of(j), now)
             if fault.error is not None:
-                update = Update(request.id, [], "", error=_request_failed(fault.error, "its text or stop strings"))
+                update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
             updates.append(update)
         self._publish(updates)
 
@@ -340,7 +340,7 @@ class Engine:
         """Report updates, and the requests that were refused a row. From the assignment on they count as reported."""
         refused = self._scheduler.refused
         if refused:
-            updates += [Update(r.id, [], "", error=_request_failed(e, "its parameters")) for r, e in refused]
+            updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
             refused.clear()
         self.reported = updates
         for request in self._note(updates):
@@ -407,21 +407,6 @@ class Engine:
                 f"{prompt_len} prompt tokens and {limit - prompt_len} new ones need {limit} cache places; the KV cache "
                 f"has {capacity}; lower max_new_tokens or load the model with a larger kv_cache_tokens"
             )
-
-
-def _round_failed(error: Exception, count: int) -> RoundFailedError:
-    """An error of its own for each request: callers in several threads raise them."""
-    failed = RoundFailedError(
-        f"a round failed with {type(error).__name__}: {error}; the {count} requests in it were ended, others go on"
-    )
-    failed.__cause__ = error
-    return failed
-
-
-def _request_failed(error: Exception, source: str) -> RequestFailedError:
-    failed = RequestFailedError(f"a request was ended because {source} raised {type(error).__name__}: {error}")
-    failed.__cause__ = error
-    return failed
 
 
 @dataclass(frozen=True)

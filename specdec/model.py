@@ -45,10 +45,11 @@ class SpeculativeModel:
     """The public face: load, generate, stream.
 
     Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
-    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no thread of its own: whoever
-    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails, a caller that is
-    interrupted or goes away ends its own requests only. `hf_model` may be called on another thread meanwhile: a forward
-    of its own and one of a round wait for each other. Not from inside a round (a tokenizer's `decode`, a hook): refused.
+    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no engine thread: whoever
+    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails and a caller that
+    is interrupted or goes away end their own requests only. `hf_model` may be called on another thread meanwhile: its
+    forward and that of a round wait for each other. A call from inside a round (from the tokenizer's `decode` or a
+    hook of the model) is refused with a SpecdecError.
 
     Attributes:
         hf_model: the unmodified transformers model; its own `generate` works as before.

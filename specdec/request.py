@@ -49,6 +49,9 @@ class Progress(NamedTuple):
     text: TextState = TextState()
 
 
+NOTHING_YET = Progress()
+
+
 @dataclass(frozen=True)
 class Update:
     """What one round brought for one request.
@@ -66,7 +69,7 @@ class Update:
     text: str
     completion: Completion | None = None
     error: SpecdecError | None = None
-    progress: Progress = Progress()
+    progress: Progress = NOTHING_YET
 
     @property
     def last(self) -> bool:
@@ -117,7 +120,7 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
-    progress: Progress = Progress()
+    progress: Progress = NOTHING_YET
 
     def rewind(self) -> None:
         """Back to what was reported, and waiting: what came after is generated anew."""

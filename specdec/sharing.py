@@ -5,8 +5,8 @@ it sleeps until that round has brought it something, or nobody is in a round any
 the batch, one thread alone pays for a lock that nobody else holds, and a stream that is not read keeps nobody waiting:
 its updates lie in its own inbox.
 
-Interrupts (KeyboardInterrupt) strike the main thread between any two calls. What must not be lost is therefore a lock of
-CPython's own in a with-statement, one assignment, or can be done twice.
+Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So what must not be lost is a lock of
+CPython's own in a with-statement, or one assignment, or it can be done twice.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -110,7 +111,7 @@ def load_soak() -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "requests"), [("tiny", 25), ("built_in", 10)])
 def test_a_short_soak(kind: str, requests: int) -> None:
-    """The driver of benchmarks/soak_threads.py: greedy, sampled, cancelled, refused and faulty requests of 8 threads."""
+    """The driver of benchmarks/soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
     soak = getattr(load_soak(), kind)()
     figures = soak.run(threads=8, requests=requests, timeout_s=PATIENCE)
     assert (figures["wrong"], figures["unexpected"], figures["hung"]) == (0, 0, 0), figures
@@ -326,13 +327,13 @@ def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options
     me, struck = threading.get_ident(), []
 
     def strike(*_: object) -> None:
-        if threading.get_ident() == me and len(struck) < 6 and random.Random(len(struck)).random() < 2:
+        if armed and threading.get_ident() == me and len(struck) < 6:
             count[0] += 1
             if count[0] % 3 == 0:
                 struck.append(place)
                 raise KeyboardInterrupt
 
-    count = [0]
+    count, armed = [0], []
     tokenizer.hook = strike if place == "text" else None
     if place == "forward":
         model.hf_model.register_forward_pre_hook(strike)
@@ -341,12 +342,12 @@ def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options
     if place == "arrays":
         model.hf_model.get_input_embeddings().register_forward_hook(strike)
     others = [model.stream(PROMPTS[i], SamplingParams(max_new_tokens=NEW)) for i in (1, 3, 4)]
-    tokens: list[list[int]] = [next(stream).token_ids for stream in others] if not struck else []
+    tokens: list[list[int]] = [next(stream).token_ids for stream in others]
+    armed.append(True)
     while len(struck) < 6:
         with pytest.raises(KeyboardInterrupt):
             while True:
                 tokens_of(model, 0)
-    tokenizer.hook = None
     for row, stream in zip(tokens, others, strict=True):
         row += in_threads(lambda s=stream: [t for update in s for t in update.token_ids])[0]
     assert tokens == [right(i) for i in (1, 3, 4)]
@@ -462,6 +463,7 @@ def test_facts_and_counters_may_be_read_while_rounds_run() -> None:
             assert model.describe()["vocab_size"] == 64
             rounds.append(model.engine_stats.rounds)
             assert rounds[-1] >= rounds[-2]
+            time.sleep(0.001)
         return rounds[-1]
 
     def work() -> list[int]:
