@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from attention.backend import PlanKey
 from attention.errors import UnsupportedAttentionError
+from attention.gate import gate_of, guard
 from attention.mla import LatentAttention, latent_attention, unexpanded
 from attention.opaque import Channel, LayerAttend, opaque_attend
 
@@ -67,7 +69,9 @@ class AttentionPort:
 
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
         AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+        guard(root)
         self._attend: LayerAttend | None = None
+        self._thread: int | None = None
         self._channel = Channel()
         self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
@@ -75,19 +79,22 @@ class AttentionPort:
 
     @contextmanager
     def using(self, attend: LayerAttend) -> Iterator[None]:
-        """Route the modules' attention through `attend` for the duration of one forward."""
-        self._bind()
-        self._attend = attend
+        """Route the modules' attention through `attend` for the duration of one forward, on this thread.
+
+        Waits for a forward that another thread runs through the model.
+        """
         latent = [layer for layer in self._latent if layer is not None]
-        try:
-            with (
-                attention_implementation(self._configs, ATTENTION_NAME),
-                unexpanded(latent),
-                self._channel.carrying(attend),
-            ):
+        with (
+            attention_implementation(self._configs, ATTENTION_NAME),
+            unexpanded(latent),
+            self._channel.carrying(attend),
+        ):
+            try:
+                self._bind()
+                self._attend, self._thread = attend, get_ident()
                 yield
-        finally:
-            self._attend = None
+            finally:
+                self._attend = self._thread = None
 
     def _bind(self) -> None:
         """Point the modules at this port, unless they are: a model wrapped twice has two ports."""
@@ -122,6 +129,11 @@ class AttentionPort:
                 f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
                 "model.set_attn_implementation('sdpa')"
             )
+        if self._thread != get_ident():
+            raise UnsupportedAttentionError(
+                "a part of the model was called on one thread while SpeculativeModel ran a round on another; call the "
+                "model itself, which waits for the round"
+            )
         return self._attend(layer, query, key, value, sinks)
 
 
@@ -155,16 +167,18 @@ def specdec_attention(
 def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[None]:
     """Set the attention implementation on a model's configs and put the old ones back after.
 
-    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had.
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
+    of the model (the first config is its own) is held.
     """
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            config._attn_implementation_internal = old
+    with gate_of(configs[0] if configs else None).held():
+        before = [config._attn_implementation_internal for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = name
+            yield
+        finally:
+            for config, old in zip(configs, before, strict=True):
+                config._attn_implementation_internal = old
 
 
 @dataclass(frozen=True)
@@ -234,6 +248,7 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
         calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
+    guard(root)
     AttentionInterface.register(_PROBE_NAME, record)
     with attention_implementation(attention_configs(root), _PROBE_NAME):
         yield calls

@@ -16,6 +16,7 @@ from specdec.commit import Committed, Outcome, commit, ending_tokens
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.executor import Drafter, EagerExecutor, Executor, Verification
+from specdec.faults import Isolated, request_failed, round_failed
 from specdec.fields import power_of_two
 from specdec.request import Request, Times, Update
 from specdec.round import (
@@ -61,9 +62,17 @@ class _Inflight:
 
 
 class Engine:
-    """Continuous batching over one target and, optionally, one draft head. Not thread-safe.
+    """Continuous batching over one target and, optionally, one draft head. For one thread at a time: `SharedEngine`.
 
     No speculation is the same road with no drafts.
+
+    What a request brings along may fail: that ends the request alone. When a round fails, the requests that ran in it
+    are ended. When a round is *interrupted* (KeyboardInterrupt, wherever it strikes) nobody is: the requests are the
+    truth, rows and pages are made anew from them before the engine is used again, and every request goes on behind the
+    last token that was reported.
+
+    Attributes:
+        reported: what the last round reported. It is set in one assignment: the moment at which the round counts.
     """
 
     def __init__(
@@ -85,14 +94,11 @@ class Engine:
         """
         self.config = config
         self.stats = EngineStats()
+        self.reported: list[Update] = []
         self._target = target
         self._drafter = drafter
         self._vocabulary = Vocabulary(tokenizer)
         self._eos = tuple(eos_token_ids)
-        self._table = RowTable(config.max_num_seqs, config.max_model_len)
-        head_pages = None if drafter is None else self._pages(config.num_head_pages)
-        num_modules = 1 if drafter is None else drafter.num_modules
-        self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages, num_modules)
         self._executor: Executor = executor or EagerExecutor(target, drafter, config)
         self._foresees = not getattr(read, "alters_tokens", False)
         self._transfers = self._executor.transfers
@@ -101,12 +107,28 @@ class Engine:
         self._launch_ahead = target.hf_model.device.type == "cuda"
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+        self._start([])
+
+    def _start(self, waiting: list[Request]) -> None:
+        """Empty tables, all pages free, and these requests waiting."""
+        config = self.config
+        self._table = RowTable(config.max_num_seqs, config.max_model_len)
+        head_pages = None if self._drafter is None else self._pages(config.num_head_pages)
+        num_modules = 1 if self._drafter is None else self._drafter.num_modules
+        self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages, num_modules)
+        self._scheduler.waiting.extend(waiting)
         self._inflight: _Inflight | None = None
+        self._consistent = True
 
     @property
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
-        return not self._scheduler.idle
+        return bool(self._requests)
+
+    @property
+    def next_id(self) -> int:
+        """The id that the next request gets; ids are given in order."""
+        return self._next_id
 
     def submit(
         self,
@@ -130,6 +152,7 @@ class Engine:
         limit = self.check(token_ids, params)
         prompt = np.asarray(token_ids, np.int64)
         eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
+        self._mend()
         request_id, self._next_id = self._next_id, self._next_id + 1
         seed, index = (self.config.seed, request_id) if params.seed is None else (params.seed, sample_index)
         request = Request(
@@ -145,8 +168,10 @@ class Engine:
             eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
         )
+        self._consistent = False
         self._requests[request_id] = request
         self._scheduler.waiting.append(request)
+        self._consistent = True
         return request_id
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
@@ -170,19 +195,23 @@ class Engine:
     def step(self) -> list[Update]:
         """One round: verify what was drafted, commit, and launch the next round.
 
-        When a stage fails, every request is aborted before the error goes on: the engine is empty and usable.
+        When a stage fails, the requests of the round are reported with a RoundFailedError; those that waited still do.
         """
-        try:
-            return self._round()
-        except BaseException:
-            self.abort(list(self._requests))
-            raise
+        self._mend()
+        self._consistent = False
+        with Isolated() as fault:
+            self._round()
+        if fault.error is not None:
+            self._fail_round(fault.error)
+        self._consistent = True
+        return self.reported
 
-    def _round(self) -> list[Update]:
+    def _round(self) -> None:
         if self._inflight is None:
             self._inflight = self._launch(None)
         if self._inflight is None:
-            return []
+            self._publish([])
+            return
         inflight = self._inflight
         verification = inflight.verification or self._executor.verify(inflight.device, inflight.draft)
         ahead = self._reserve_ahead(inflight.schedule, verification)
@@ -199,15 +228,42 @@ class Engine:
             undrafted = self._executor.verified(verified, inflight.device) if drafted is None else None
             follower = self._launch(undrafted, verification, drafted)
         self._inflight = follower
-        return self._report(committed, owners)
+        self._report(committed, owners)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Forget requests, wherever they are; their rows and pages are free at once."""
+        self._mend()
+        self._consistent = False
         for request_id in request_ids:
             request = self._requests.pop(request_id, None)
             if request is not None:
                 self._scheduler.remove(request)
         self._settle()
+        self._consistent = True
+
+    def _mend(self) -> None:
+        """After an interrupt: put every request back behind what was reported, with all rows and pages made anew.
+
+        Rows, pages and launched rounds may be in any state then, so none of it is read.
+        """
+        if self._consistent:
+            return
+        self._note(self.reported)
+        waiting = sorted(self._requests.values(), key=lambda request: request.id)
+        ran = [request for request in waiting if request.row >= 0]
+        for request in waiting:
+            request.rewind()
+        for request in ran:
+            request.preemptions += 1
+        self._count(preemptions=len(ran))
+        self._start(waiting)
+
+    def _fail_round(self, error: Exception) -> None:
+        """End the requests of a failed round: all but those that only waited."""
+        spared = {r.id for r in self._scheduler.waiting} | {r.id for r, _ in self._scheduler.refused}
+        failed = [request for request in self._requests.values() if request.id not in spared]
+        self.reported = [Update(request.id, [], "", error=round_failed(error, len(failed))) for request in failed]
+        self._mend()
 
     def _launch(
         self, verified: Verified | None, last: Verification | None = None, drafted: Draft | None = None
@@ -289,20 +345,41 @@ class Engine:
                 request.finish_reason = "eos" if committed.at_eos[j] else "length"
                 self._scheduler.remove(request)
 
-    def _report(self, committed: Committed, owners: Sequence[Request | None]) -> list[Update]:
+    def _report(self, committed: Committed, owners: Sequence[Request | None]) -> None:
         """Meanwhile: statistics, text and stop strings, while the device drafts."""
         now = time.perf_counter()
         updates = []
         for j, request in enumerate(owners):
             if request is None:
                 continue
-            update = request.take(committed.round_of(j), now)
-            if update.completion is not None:
-                self._requests.pop(request.id)
-                self._scheduler.remove(request)
+            with Isolated() as fault:
+                update = request.take(committed.round_of(j), now)
+            if fault.error is not None:
+                update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
             updates.append(update)
+        self._publish(updates)
+
+    def _publish(self, updates: list[Update]) -> None:
+        """Report updates, and the requests that were refused a row. From the assignment on they count as reported."""
+        refused = self._scheduler.refused
+        if refused:
+            updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
+            refused.clear()
+        self.reported = updates
+        for request in self._note(updates):
+            self._scheduler.remove(request)
         self._settle()
-        return updates
+
+    def _note(self, updates: Sequence[Update]) -> list[Request]:
+        """Note what was reported and forget the requests that are ended; returns those. Idempotent."""
+        ended = []
+        for update in updates:
+            request = self._requests.get(update.request_id)
+            if request is not None and update.last:
+                ended.append(self._requests.pop(request.id))
+            elif request is not None:
+                request.progress = update.progress
+        return ended
 
     def _settle(self) -> None:
         """Drop a launched round when nobody is left in it."""

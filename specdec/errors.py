@@ -38,6 +38,14 @@ class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
 
+class RequestFailedError(SpecdecError):
+    """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`)."""
+
+
+class RoundFailedError(SpecdecError):
+    """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
@@ -66,6 +74,8 @@ __all__ = [
     "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "RequestFailedError",
+    "RoundFailedError",
     "RunFolderError",
     "SpecdecError",
     "SpecdecWarning",

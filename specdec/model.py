@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -21,7 +20,7 @@ from specdec.backends import check_graphs, make_backend
 from specdec.checkpoint import Checkpoint
 from specdec.config import EngineConfig
 from specdec.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import InvalidInputError, NotCopyableError, SpecdecError
+from specdec.errors import InvalidInputError, NotCopyableError
 from specdec.executor import Drafter, EagerExecutor, Executor
 from specdec.facts import facts_of
 from specdec.generation_config import Use, eos_ids
@@ -33,11 +32,12 @@ from specdec.memory import check_sizes_fit, memory_named
 from specdec.mtp_executor import MtpExecutor
 from specdec.progress import log, startup_progress
 from specdec.prompts import Prompts
-from specdec.request import Completion, Update
+from specdec.request import Completion
 from specdec.selftest import check_target, self_test, self_test_head
+from specdec.sharing import SharedEngine, Stream
 from specdec.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.sizes import max_model_len as max_model_len_of
-from specdec.submission import Params, Submission, submissions
+from specdec.submission import Params, submissions
 from specdec.target import Target, TargetProbe, probe_target
 from specdec.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.verify import unpack_outcome
@@ -45,25 +45,15 @@ from specdec.verify import unpack_outcome
 MODEL_FORMAT = KVFormat()
 
 
-@dataclass(frozen=True)
-class StreamUpdate:
-    """What one round brought for one completion.
-
-    Attributes:
-        index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
-            completions in a row, n·prompt + sample.
-        token_ids: new token ids. text: new text; joined, the texts are the completion's.
-        completion: set when it is finished.
-    """
-
-    index: int
-    token_ids: list[int]
-    text: str
-    completion: Completion | None
-
-
 class SpeculativeModel:
     """The public face: load, generate, stream.
+
+    Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
+    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no engine thread: whoever
+    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails and a caller that
+    is interrupted or goes away end their own requests only. `hf_model` may be called on another thread meanwhile: its
+    forward and that of a round wait for each other. A call from inside a round (from the tokenizer's `decode` or a
+    hook of the model) is refused with a SpecdecError.
 
     Attributes:
         hf_model: the unmodified transformers model; its own `generate` works as before.
@@ -129,7 +119,7 @@ class SpeculativeModel:
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
-        self._inboxes: dict[int, deque[Update]] = {}
+        self._shared = SharedEngine(self._engine, device)
         self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
@@ -301,7 +291,7 @@ class SpeculativeModel:
     @property
     def engine_stats(self) -> EngineStats:
         """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
-        return self._engine.stats
+        return self._shared.stats
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate for one prompt or many, batched continuously.
@@ -319,25 +309,29 @@ class SpeculativeModel:
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
             ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
+            RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
+            RoundFailedError: a round that requests of this call were in failed, on the device for example.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
 
     def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
         """As `generate`, but yield (index, Completion) as each finishes."""
-        for update in self.stream(prompts, params):
-            if update.completion is not None:
-                yield update.index, update.completion
+        with closing(self.stream(prompts, params)) as stream:
+            for update in stream:
+                if update.completion is not None:
+                    yield update.index, update.completion
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamUpdate]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Stream:
         """As `generate`, but yield every round's new tokens and text as they are accepted.
 
-        Closing the iterator early aborts what is left.
+        Closing the iterator early, on any thread, aborts what is left.
         """
+        self._live.check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         for request in requests:
             self._engine.check(request.token_ids, request.params)
-        return self._run(requests)
+        return Stream(self._shared, requests)
 
     def refresh(self) -> float:
         """After new weight values in place: check that nothing else has changed, and run the self-test again.
@@ -354,42 +348,18 @@ class SpeculativeModel:
             InvalidInputError: requests are running, whose keys and values are those of the old weights.
             UnsupportedModelError: the target comes out wrong.
         """
-        if self._engine.has_work:
-            raise InvalidInputError("requests are running on the old weights; finish or close them before refresh()")
-        self._live.check()
-        self.self_test_error = self_test(self.target)
+        with self._shared.between_rounds() as idle:
+            if not idle:
+                raise InvalidInputError(
+                    "requests are running on the old weights; finish or close them before refresh()"
+                )
+            self._live.check()
+            self.self_test_error = self_test(self.target)
         return self.self_test_error
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         return facts_of(self)
-
-    def _run(self, requests: list[Submission]) -> Iterator[StreamUpdate]:
-        """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
-        self._live.check()
-        index: dict[int, int] = {}
-        inbox: deque[Update] = deque()
-        try:
-            for i, request in enumerate(requests):
-                request_id = self._engine.submit(
-                    request.token_ids, request.params, request.sample_index, request.eos_token_ids
-                )
-                index[request_id], self._inboxes[request_id] = i, inbox
-            while index:
-                for update in [] if inbox else self._engine.step():
-                    self._inboxes[update.request_id].append(update)
-                if not inbox and not self._engine.has_work:
-                    raise SpecdecError("these requests were aborted: a round that they shared with another call failed")
-                while inbox:
-                    update = inbox.popleft()
-                    place = index[update.request_id]
-                    if update.completion is not None:
-                        del index[update.request_id], self._inboxes[update.request_id]
-                    yield StreamUpdate(place, update.token_ids, update.text, update.completion)
-        finally:
-            self._engine.abort(list(index))
-            for request_id in index:
-                del self._inboxes[request_id]
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:

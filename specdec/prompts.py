@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from specdec.chat import chat_ids
-from specdec.errors import InvalidInputError
+from specdec.errors import UNNAMED_ERRORS, InvalidInputError
 from specdec.values import is_whole, short
 
 Prompts = Any
@@ -91,7 +91,12 @@ def _tokenised(text: str, tokenizer: Any) -> list[int]:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidInputError(f"the prompt {short(text)} is not valid Unicode: {error.reason}") from error
-    return list(tokenizer(text)["input_ids"])
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except UNNAMED_ERRORS as error:
+        raise InvalidInputError(
+            f"the tokenizer cannot encode the prompt {short(text)}: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:

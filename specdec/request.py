@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specdec.errors import SpecdecError
 from specdec.sampling import SamplingParams
 from specdec.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.text import TextStream
@@ -42,6 +43,18 @@ class Completion:
         return pool(self.stats.rounds)
 
 
+class Progress(NamedTuple):
+    """How much of a request was reported: new tokens, recorded rounds, characters of text. Where it goes on after an
+    interrupt."""
+
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_characters: int = 0
+
+
+NOTHING_YET = Progress()
+
+
 @dataclass(frozen=True)
 class Update:
     """What one round brought for one request.
@@ -51,12 +64,21 @@ class Update:
         token_ids: new tokens; text: new text, complete characters only, never part of a stop string. All texts of a
             request joined are the completion's text.
         completion: set when the request is finished.
+        error: set when the request failed; it is ended.
+        progress: how much of the request has been reported with this update.
     """
 
     request_id: int
     token_ids: list[int]
     text: str
     completion: Completion | None = None
+    error: SpecdecError | None = None
+    progress: Progress = NOTHING_YET
+
+    @property
+    def last(self) -> bool:
+        """Whether the request is ended."""
+        return self.completion is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -82,7 +104,8 @@ class Times:
 class Request:
     """A request inside the engine. `row` is its RowTable row, -1 while it waits.
 
-    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted).
+    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
+    what has been reported.
     """
 
     id: int
@@ -102,6 +125,17 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
+    progress: Progress = NOTHING_YET
+
+    def rewind(self) -> None:
+        """Back to what was reported, and waiting: what came after is generated anew."""
+        del self.new_tokens[self.progress.num_tokens :]
+        del self.rounds[self.progress.num_rounds :]
+        del self.drafts[self.progress.num_rounds :]
+        self.stream.rewind(self.new_tokens, self.progress.num_characters)
+        self.finish_reason = None
+        self.row = -1
+        self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
@@ -121,7 +155,9 @@ class Request:
             self.drafts.append(round_.drafts)
         tokens = round_.token_ids[:emitted]
         if self.finish_reason is None:
-            return Update(self.id, tokens, self.stream.show())
+            text = self.stream.show()
+            progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)
+            return Update(self.id, tokens, text, progress=progress)
         self.times.finished = now
         text, rest = self.stream.finish(self.new_tokens)
         return Update(self.id, tokens, rest, self._completion(text))

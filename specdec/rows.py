@@ -53,9 +53,11 @@ class RowTable:
     ) -> int:
         """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it.
 
+        When a parameter does not fit its column numpy's error is raised and the row stays free.
+
         prefill: how many of the tokens it reads before it decodes; default all of them.
         """
-        row = self._free.pop()
+        row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.computed[row], self.limit[row] = len(tokens), 0, limit
         self.prefill[row] = len(tokens) if prefill is None else prefill
@@ -63,7 +65,7 @@ class RowTable:
         self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
-        return row
+        return self._free.pop()
 
     def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
         missing = len(eos_ids) - self.eos.shape[1]

@@ -12,6 +12,7 @@ from attention.errors import OutOfPagesError
 from attention.pages import BlockTables
 from drafters.inputs import num_drafts_allowed
 from specdec.config import EngineConfig
+from specdec.faults import Isolated
 from specdec.request import Request
 from specdec.rows import RowTable
 
@@ -42,7 +43,12 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest."""
+    """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
+
+    Attributes:
+        waiting, running: requests in order of arrival.
+        refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+    """
 
     def __init__(
         self,
@@ -60,6 +66,7 @@ class Scheduler:
         self.head_pages = head_pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.refused: list[tuple[Request, Exception]] = []
         self.num_preemptions = 0
 
     @property
@@ -173,7 +180,12 @@ class Scheduler:
             promised += self.target_pages.pages_for(len(request.committed) + max(drafts, 1))
             if promised > self.target_pages.allocator.num_free:
                 break
-            self._open(self.waiting.popleft(), prefill)
+            with Isolated() as fault:
+                self._open(request, prefill)
+            self.waiting.popleft()
+            if fault.error is not None:
+                self.refused.append((request, fault.error))
+                continue
             rows.append(request.row)
             chunks.append(min(prefill, budget))
             budget -= chunks[-1]

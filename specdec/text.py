@@ -22,12 +22,26 @@ class TextStream:
     def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
         self._vocabulary = vocabulary
         self._stops = tuple(stops)
-        self._detokenizer = Detokenizer(vocabulary)
+        self._start()
+
+    def _start(self) -> None:
+        self._detokenizer = Detokenizer(self._vocabulary)
         self._known = 0
         self._sent = 0  # characters shown
         self._unsent = ""  # final text after them that the detokenizer has left behind
         self._specials: list[tuple[int, str]] = []  # (characters before it, as it is written) of each special token
         self._cut: int | None = None
+
+    @property
+    def num_shown(self) -> int:
+        """Characters shown so far."""
+        return self._sent
+
+    def rewind(self, token_ids: Sequence[int], num_shown: int) -> None:
+        """Back to where only these new tokens were read, and `num_shown` characters of their text shown."""
+        self._start()
+        self.push(token_ids, len(token_ids))
+        self._mark_shown(num_shown)
 
     def push(self, token_ids: Sequence[int], num: int) -> int | None:
         """Read on to the first `num` of the request's new tokens.
@@ -53,10 +67,13 @@ class TextStream:
         final = self._detokenizer.start + self._detokenizer.stable - self._sent
         text = self._text()[: max(final, 0)]
         text = text[: self._held_from(text)]
-        self._sent += len(text)
-        self._unsent = self._unsent[len(text) :]
-        self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
+        self._mark_shown(len(text))
         return text
+
+    def _mark_shown(self, count: int) -> None:
+        self._sent += count
+        self._unsent = self._unsent[count:]
+        self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """The whole text of a request that ended with these new tokens, and what of it was not shown yet."""

@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
 from attention.hf import ATTENTION_NAME, AttentionPort, attention_implementation, probe
+from specdec.errors import RoundFailedError
 from specdec.sampling import SamplingParams
 
 PROMPT = random_prompts([21])[0]
@@ -78,7 +79,7 @@ def test_a_failing_forward_puts_the_attention_back(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("planted")
 
     monkeypatch.setattr(type(wrapped.target.runner._backend), "run", fail)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RoundFailedError, match="RuntimeError: planted"):
         wrapped.generate(PROMPT, SamplingParams(max_new_tokens=2))
     assert model.config._attn_implementation == attention
 
