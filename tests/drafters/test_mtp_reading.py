@@ -26,7 +26,7 @@ from drafters.mtp_reading import check_reading, compare_readings
 from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
 from drafters.training.ttt import unroll
 from specdec.commands import generate
-from specdec.loading import load_tokenizer
+from specdec.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.models import arithmetic, builtin_path
 from specdec.sampling import SamplingParams

@@ -71,6 +71,9 @@ class Spread:
     def _own(self, token_id: int) -> int:
         return token_id % len(self.tokenizer)
 
+    def __call__(self, text: str) -> dict[str, list[int]]:
+        return {"input_ids": self.tokenizer(text)["input_ids"]}
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
         ids = [self._own(t) for t in token_ids]
         return str(self.tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))

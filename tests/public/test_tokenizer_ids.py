@@ -64,7 +64,7 @@ def test_an_id_that_the_tokenizer_lacks(error: type[Exception], stop: tuple[str,
     said = hf_greedy(PROMPT, 6)
     unknown = max(said)
     wrapped = load(tiny_llama(), ShortTable(unknown, error))
-    with pytest.raises(SpecdecError, match=rf"cannot decode token id {unknown}, which the model said"):
+    with pytest.raises(SpecdecError, match=rf"cannot decode token id {unknown}, which the model generated"):
         wrapped.generate([PROMPT], SamplingParams(max_new_tokens=6, stop=stop))
     before = said[: said.index(unknown)]
     if before:
