@@ -26,11 +26,11 @@ from drafters.mtp_reading import check_reading, compare_readings
 from drafters.mtp_spec import MtpReading, MtpSpec, mtp_target
 from drafters.training.ttt import unroll
 from specdec.commands import generate
-from specdec.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.models import arithmetic, builtin_path
 from specdec.sampling import SamplingParams
 from specdec.selftest import read_text, self_test_head
+from specdec.tokenizers import load_tokenizer
 
 FAMILIES = ("deepseek_v3", "glm4_moe", "mimo", "ernie", "qwen3_next")
 MODULE = "model.layers.12."
