@@ -51,7 +51,8 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
     found = [problem for problem in problems if problem]
     if found:
         raise ModelLoadError(
-            f"cannot load the target model {name!r}: the checkpoint does not fit its configuration: {'; '.join(found)}.\nLook whether config.json "
+            f"cannot load the target model {name!r}: the checkpoint does not fit its configuration: "
+            f"{'; '.join(found)}.\nLook whether config.json "
             "(num_hidden_layers, sizes, biases) is the one that belongs to these weights, and whether all files of the "
             "checkpoint are there. To use the model nevertheless, load it with transformers and pass the loaded model."
         )
