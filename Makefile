@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
+JOBS ?= $(shell nproc)
 
-.PHONY: demo test test-quick lint clean
+.PHONY: demo test test-quick sweep lint clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -15,6 +16,9 @@ test: $(DEV)
 
 test-quick: $(DEV)
 	$(BIN)/python -m pytest -q -n auto -m "not slow"
+
+sweep: $(DEV)
+	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --dtype float32,bfloat16 --out benchmarks/results/sweep.json
 
 lint: $(DEV)
 	$(BIN)/ruff check .

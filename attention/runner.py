@@ -11,6 +11,7 @@ from attention.backends.base import AttentionBackend, FixedMetadataBuilder, Grap
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
+from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 
 
@@ -97,6 +98,9 @@ class GroupRunner:
     ) -> torch.Tensor:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
         plan_key = self.group.plan_keys[layer]
-        return self._backend.run(
+        out = self._backend.run(
             planned.plans[plan_key], plan_key, query, key, value, self.layers[layer], planned.metadata, sinks
         )
+        if checking():
+            require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
+        return out

@@ -94,7 +94,7 @@ class Pair:
     @cached_property
     def cache_bytes(self) -> tuple[int, int]:
         """Cache bytes a token of the target's layers, and of the head's."""
-        calls, _ = probe(self.target)
+        calls = probe(self.target).calls
         keys = tuple(call.plan_key for call in calls), self.head.plan_keys
         return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
 

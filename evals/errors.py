@@ -12,7 +12,11 @@ class DataError(InvalidInputError):
 
 
 class RunStoreError(InvalidInputError):
-    """A run folder cannot be continued: it belongs to other settings, or is damaged."""
+    """A run folder cannot be continued: another run has it open, it belongs to other settings, or is damaged."""
+
+
+class OutputError(SpecdecError):
+    """A file of a run cannot be written: no permission, no room, no such folder. The message names the file."""
 
 
 class MissingExtraError(SpecdecError):

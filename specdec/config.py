@@ -8,6 +8,8 @@ from specdec.errors import InvalidInputError
 
 BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
+SEEDS = (-(2**63), 2**64 - 1)
+"""Least and largest seed: 64 bits, with or without a sign, as for `torch.manual_seed`."""
 
 
 @dataclass(frozen=True)

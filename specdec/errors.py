@@ -11,6 +11,7 @@ from attention.errors import (
     UnsupportedAttentionError,
 )
 from drafters.errors import HeadLoadError, HeadMismatchError
+from drafters.training.errors import RunFolderError, TrainingDivergedError
 
 
 class ModelLoadError(SpecdecError):
@@ -21,6 +22,10 @@ class UnsupportedModelError(SpecdecError):
     """The target would come out wrong through this library's attention; the message gives the reason."""
 
 
+class ModelChangedError(SpecdecError):
+    """The wrapped model was changed in a way that the engine cannot follow; the message names the change."""
+
+
 class CacheTooSmallError(InvalidInputError):
     """The KV cache cannot hold even one such request."""
 
@@ -29,9 +34,34 @@ class OutOfDeviceMemoryError(SpecdecError):
     """The device ran out of memory while the engine was built; the message names what takes it."""
 
 
+class NotCopyableError(SpecdecError, TypeError):
+    """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
+
+
+class RequestFailedError(SpecdecError):
+    """One request failed and was ended: its tokenizer, its stop strings or its parameters raised (`__cause__`)."""
+
+
+class RoundFailedError(SpecdecError):
+    """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
+
+UNNAMED_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+"""What the code of a model raises that was given inputs it was not written for."""
 
 __all__ = [
     "CacheTooSmallError",
@@ -39,12 +69,18 @@ __all__ = [
     "HeadMismatchError",
     "InvalidInputError",
     "InvariantError",
+    "ModelChangedError",
     "ModelLoadError",
+    "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "RequestFailedError",
+    "RoundFailedError",
+    "RunFolderError",
     "SpecdecError",
     "SpecdecWarning",
     "StaleMetadataError",
+    "TrainingDivergedError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]

@@ -2,66 +2,70 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.mtp.spec import Concat, Feedback, MtpReading
+from drafters.mtp.spec import Concat, Feedback
 from drafters.mtp.stack import MtpStack
 from specdec.acceptance.judge import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
-from specdec.errors import InvalidInputError, SpecdecError
+from specdec.engine.sharing import SharedEngine, Stream
+from specdec.errors import InvalidInputError, NotCopyableError
 from specdec.execution.eager import Drafter, EagerExecutor, Executor
 from specdec.execution.modules import MtpExecutor
-from specdec.loading.backends import check_graphs, kv_format, make_backend
+from specdec.loading.backends import check_graphs, make_backend
+from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
-from specdec.loading.memory import memory_named
+from specdec.loading.memory import check_sizes_fit, memory_named
+from specdec.loading.objects import check_head_type
+from specdec.loading.options import LoadOptions
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.targets import load_head, open_target, open_tokenizer
-from specdec.requests.generation_config import eos_ids, from_generation_config
-from specdec.requests.prompts import Prompts, encode_prompts
-from specdec.requests.request import Completion, Update
-from specdec.requests.sampling import SamplingParams
-from specdec.target.selftest import self_test, self_test_head
+from specdec.loading.targets import load_head, open_target
+from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
+from specdec.requests.generation_config import Use, eos_ids
+from specdec.requests.prompts import Prompts
+from specdec.requests.request import Completion
+from specdec.requests.submission import Params, submissions
+from specdec.target.live import LiveModel
+from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
 
 MODEL_FORMAT = KVFormat()
-Params = SamplingParams | GenerationConfig | Sequence[SamplingParams] | None
-
-
-@dataclass(frozen=True)
-class StreamUpdate:
-    """What one round brought for one prompt: its index, new token ids, new text, and at the end the completion."""
-
-    index: int
-    token_ids: list[int]
-    text: str
-    completion: Completion | None
 
 
 class SpeculativeModel:
     """The public face: load, generate, stream.
+
+    Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
+    asyncio through `asyncio.to_thread`. Requests of all threads share one batch; there is no engine thread: whoever
+    waits for results runs the rounds. A stream that is not read delays nobody. A request that fails and a caller that
+    is interrupted or goes away end their own requests only. `hf_model` may be called on another thread meanwhile: its
+    forward and that of a round wait for each other. A call from inside a round (from the tokenizer's `decode` or a
+    hook of the model) is refused with a SpecdecError.
 
     Attributes:
         hf_model: the unmodified transformers model; its own `generate` works as before.
         tokenizer: its tokenizer.
         head: the draft head, or None.
         config: sizes and limits of the engine.
+        generation_config_use: "model" or "ignore", what of the model's own generation_config applies.
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
+        twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target and, with a head, of the head.
+        checkpoint: where the target was read from; None for a loaded model without a name.
     """
 
     def __init__(
@@ -74,6 +78,8 @@ class SpeculativeModel:
         cuda_graphs: bool = False,
         read: ReadOutcome = unpack_outcome,
         format: KVFormat = MODEL_FORMAT,
+        generation_config: Use = "model",
+        checkpoint: Checkpoint | None = None,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -81,6 +87,8 @@ class SpeculativeModel:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
             read: the round's device-to-host read; see `Engine`.
             format: how the target's keys and values are stored.
+            generation_config: what of the model's own applies; see `from_pretrained`.
+            checkpoint: where the target was read from, for `describe`.
 
         Raises:
             InvalidInputError: the backend or the head cannot do with CUDA graphs, or not without.
@@ -91,7 +99,9 @@ class SpeculativeModel:
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
+        self.checkpoint = checkpoint
         self.config = config
+        self.generation_config_use = generation_config
         self.backend_name = backend.name
         taps = () if head is None else tuple(head.taps)
         dtype, device = probed.model.dtype, probed.model.device
@@ -100,7 +110,7 @@ class SpeculativeModel:
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
         log.info("self-test")
-        self.self_test_error = self_test(self.target)
+        self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
         drafter = None
         if head is not None:
             group = CacheGroup("head", tuple(head.plan_keys), config.num_head_pages, config.page_size)
@@ -109,7 +119,8 @@ class SpeculativeModel:
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
         self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
-        self._inboxes: dict[int, deque[Update]] = {}
+        self._shared = SharedEngine(self._engine, device)
+        self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
     @startup_progress()
@@ -134,7 +145,10 @@ class SpeculativeModel:
         cuda_graphs: bool = False,
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
+        generation_config: Use = "model",
         seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
@@ -148,7 +162,8 @@ class SpeculativeModel:
                 Needs cuda_graphs=True; slower, see the README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
-            tokenizer: default the target's own; needed when `target` is a model without a name.
+            tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
+                a model without a name.
             max_model_len: most tokens of one request; default the model's limit, or where its rotary embedding begins
                 to depend on the longest request of the batch (longrope, dynamic).
             max_num_seqs: most requests in one batch.
@@ -168,36 +183,95 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
-            seed: randomness of requests without a seed of their own.
+            generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
+                of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
+                is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
+                SamplingParams and with a GenerationConfig; `describe` says what is switched off.
+            seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
+            trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
+            revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
+                modules.
 
         Raises:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
-        stored = kv_format(kv_cache_dtype, kv_cache_scales)
-        log.info("loading the target")
-        model, name = open_target(target, dtype, device)
-        tokenizer = open_tokenizer(tokenizer, name)
-        backend_ = make_backend(backend, model.device)
-        probed = probe_target(model)
-        log.info("loading the head")
-        head = None if draft is None else load_head(draft, name, probed, MtpReading(mtp_concat, mtp_feedback))
-        length = max_model_len_of(max_model_len, model)
-        per_token, place = cache_token_bytes(probed, head, stored), model.device
-        tokens = cache_tokens(kv_cache_tokens, place, per_token, max_num_seqs * length, gpu_memory_utilization)
-        config = EngineConfig(
-            num_speculative_tokens=num_drafts(num_speculative_tokens, head),
-            max_model_len=length,
+        options = LoadOptions(
+            num_speculative_tokens=num_speculative_tokens,
+            backend=backend,
+            max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
-            num_pages=-(-tokens // max(page_size, 1)) + 1,
+            kv_cache_tokens=kv_cache_tokens,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_scales=kv_cache_scales,
+            gpu_memory_utilization=gpu_memory_utilization,
+            cuda_graphs=cuda_graphs,
+            mtp_concat=mtp_concat,
+            mtp_feedback=mtp_feedback,
+            generation_config=generation_config,
             seed=seed,
+            trust_remote_code=trust_remote_code,
+            revision=revision,
         )
+        if draft is not None:
+            check_head_type(draft)
+        log.info("loading the target")
+        model, checkpoint = open_target(target, dtype, device, revision, trust_remote_code)
+        tokenizer = open_tokenizer(tokenizer, checkpoint)
+        return cls._built(model, checkpoint, draft, tokenizer, options)
+
+    @classmethod
+    def _built(
+        cls,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint | None,
+        draft: str | Path | Head | None,
+        tokenizer: Any,
+        options: LoadOptions,
+    ) -> SpeculativeModel:
+        """The engine around a loaded target: see `from_pretrained`."""
+        backend = make_backend(options.backend, model.device)
+        probed = probe_target(model)
+        warn_of_another_vocabulary(tokenizer, probed.vocab_size)
+        log.info("loading the head")
+        head = None if draft is None else load_head(draft, checkpoint, probed, options.reading)
+        length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
+        per_token, place = cache_token_bytes(probed, head, options.format), model.device
+        share = options.gpu_memory_utilization
+        tokens = cache_tokens(options.kv_cache_tokens, place, per_token, seqs * length, share)
+        config = EngineConfig(
+            num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
+            max_model_len=length,
+            max_num_seqs=seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            page_size=options.page_size,
+            num_pages=-(-tokens // options.page_size) + 1,
+            seed=options.seed,
+        )
+        check_sizes_fit(config, place, per_token)
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         with memory_named(place, tokens, per_token):
-            return cls(probed, tokenizer, head, backend_, config, cuda_graphs, format=stored)
+            return cls(
+                probed,
+                tokenizer,
+                head,
+                backend,
+                config,
+                options.cuda_graphs,
+                format=options.format,
+                generation_config=options.generation_config,
+                checkpoint=checkpoint,
+            )
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Raises NotCopyableError: pickle, copy and deepcopy end here."""
+        raise NotCopyableError(
+            "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
+            "SpeculativeModel.from_pretrained where it is needed (in the other process)"
+        )
 
     @property
     def num_speculative_tokens(self) -> int:
@@ -217,80 +291,75 @@ class SpeculativeModel:
     @property
     def engine_stats(self) -> EngineStats:
         """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
-        return self._engine.stats
+        return self._shared.stats
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate for one prompt or many, batched continuously.
 
         Args:
-            prompts: str, token ids, chat messages, or a list of any of these.
-            params: SamplingParams, one for all or one a prompt, or a transformers.GenerationConfig; default greedy.
+            prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: one
+                prompt, 2-D: one a row); a BatchEncoding, or a dict of input_ids and attention_mask, padded on either
+                side.
+            params: SamplingParams or a transformers.GenerationConfig, one for all or one a prompt; default greedy.
 
         Returns:
-            One Completion a prompt, in order (num_return_sequences of a GenerationConfig: that many in a row).
+            One Completion a prompt, in order (SamplingParams.n, or num_return_sequences of a GenerationConfig: that
+            many in a row).
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+            ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
+            RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
+            RoundFailedError: a round that requests of this call were in failed, on the device for example.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
 
     def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
         """As `generate`, but yield (index, Completion) as each finishes."""
-        for update in self.stream(prompts, params):
-            if update.completion is not None:
-                yield update.index, update.completion
+        with closing(self.stream(prompts, params)) as stream:
+            for update in stream:
+                if update.completion is not None:
+                    yield update.index, update.completion
 
-    def stream(self, prompts: Prompts, params: Params = None) -> Iterator[StreamUpdate]:
+    def stream(self, prompts: Prompts, params: Params = None) -> Stream:
         """As `generate`, but yield every round's new tokens and text as they are accepted.
 
-        Closing the iterator early aborts what is left.
+        Closing the iterator early, on any thread, aborts what is left.
         """
-        ids = encode_prompts(prompts, self.tokenizer)
-        requests = self._requests(ids, params)
-        return self._run(requests)
+        self._live.check()
+        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+        for request in requests:
+            self._engine.check(request.token_ids, request.params)
+        return Stream(self._shared, requests)
+
+    def refresh(self) -> float:
+        """After new weight values in place: check that nothing else has changed, and run the self-test again.
+
+        Generation reads the weights at every forward, so it needs no refresh to use new values. A draft head keeps what
+        it took over from the target, such as rows of its output embedding: that costs acceptance, and changes no token.
+
+        Returns:
+            The new `self_test_error`.
+
+        Raises:
+            ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
+                also where the weights lie): wrap the model again.
+            InvalidInputError: requests are running, whose keys and values are those of the old weights.
+            UnsupportedModelError: the target comes out wrong.
+        """
+        with self._shared.between_rounds() as idle:
+            if not idle:
+                raise InvalidInputError(
+                    "requests are running on the old weights; finish or close them before refresh()"
+                )
+            self._live.check()
+            self.self_test_error = self_test(self.target)
+        return self.self_test_error
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         return facts_of(self)
-
-    def _requests(self, ids: list[list[int]], params: Params) -> list[tuple[list[int], SamplingParams, int]]:
-        """(prompt, params, sample index) of every request."""
-        if isinstance(params, GenerationConfig):
-            copies = params.num_return_sequences or 1
-            own = [from_generation_config(params, self.hf_model, len(p)) for p in ids]
-            return [(p, s, c) for p, s in zip(ids, own, strict=True) for c in range(copies)]
-        if params is None or isinstance(params, SamplingParams):
-            each = [params or SamplingParams()] * len(ids)
-        else:
-            each = list(params)
-        if len(each) != len(ids):
-            raise InvalidInputError(f"{len(each)} SamplingParams for {len(ids)} prompts; give one, or one a prompt")
-        return [(p, s, 0) for p, s in zip(ids, each, strict=True)]
-
-    def _run(self, requests: list[tuple[list[int], SamplingParams, int]]) -> Iterator[StreamUpdate]:
-        """Step the engine until these requests are done; what a round brings for another stream waits in its inbox."""
-        index: dict[int, int] = {}
-        inbox: deque[Update] = deque()
-        try:
-            for i, (ids, params, sample) in enumerate(requests):
-                request_id = self._engine.submit(ids, params, sample)
-                index[request_id], self._inboxes[request_id] = i, inbox
-            while index:
-                for update in [] if inbox else self._engine.step():
-                    self._inboxes[update.request_id].append(update)
-                if not inbox and not self._engine.has_work:
-                    raise SpecdecError("these requests were aborted: a round that they shared with another call failed")
-                while inbox:
-                    update = inbox.popleft()
-                    place = index[update.request_id]
-                    if update.completion is not None:
-                        del index[update.request_id], self._inboxes[update.request_id]
-                    yield StreamUpdate(place, update.token_ids, update.text, update.completion)
-        finally:
-            self._engine.abort(list(index))
-            for request_id in index:
-                del self._inboxes[request_id]
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:

@@ -80,11 +80,12 @@ class AttentionBackend(Protocol):
         Args:
             plan: what this backend's builder returned for `metadata`.
             query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv] (not read when value_in_key).
+                Any strides whose last one is 1: models hand out slices and transposed views.
             layer_kv: the layer's cache tensors.
             sinks: [Hq] or None.
 
         Returns:
-            [T, Hq, Dv], dtype of `query`.
+            [T, Hq, Dv] contiguous, dtype of `query`.
         """
 
 

@@ -180,7 +180,8 @@ def _attend_segment(
         v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
     out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
-    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype)
+    # With one row the reshape is a view in another order of memory.
+    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
 
 
 def attend(

@@ -6,8 +6,10 @@ batch, so that a captured CUDA graph reads the same addresses every round.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +19,10 @@ from attention.errors import InvalidInputError, StaleMetadataError
 
 _ALIGN = 64
 _RING = 2
+_PLACES = 64
+"""Places that an arena keeps laid out: a bucket has one in each buffer of the ring."""
+_WINDOWS = 2048
+"""Windows that an arena keeps, of all its places together: some dozens of different rounds' worth."""
 
 Bucket = tuple[tuple[str, int], ...]
 """Capacity of every symbolic dimension, as sorted (name, size) pairs: hashable, the key of a layout."""
@@ -54,7 +60,7 @@ def layout_of(fields: Sequence[Field], bucket: Bucket) -> ArenaLayout:
     for field in fields:
         shapes[field.name] = tuple(sizes[d] for d in field.dims)
         offsets[field.name] = end
-        nbytes = int(np.prod(shapes[field.name])) * np.dtype(field.dtype).itemsize
+        nbytes = math.prod(shapes[field.name]) * np.dtype(field.dtype).itemsize
         end += -(-nbytes // _ALIGN) * _ALIGN
     return ArenaLayout(offsets, shapes, end)
 
@@ -93,15 +99,17 @@ class StagingArena:
     """
 
     def __init__(self, fields: Sequence[Field], max_bucket: Bucket, device: torch.device) -> None:
-        self._fields = {f.name: f for f in fields}
         self._on_cuda = device.type == "cuda"
         self._capacity = layout_of(fields, max_bucket).nbytes
         self._host = [torch.zeros(self._capacity, dtype=torch.uint8, pin_memory=self._on_cuda) for _ in range(_RING)]
         self._remote = torch.zeros(self._capacity, dtype=torch.uint8, device=device) if self._on_cuda else None
         self._events = [torch.cuda.Event() for _ in range(_RING)] if self._on_cuda else []
-        self._layouts: dict[Bucket, ArenaLayout] = {}
-        self._windows: dict[tuple[Bucket, int], _Windows] = {}
-        self._ranges: dict[tuple[Bucket, int], tuple[torch.Tensor, torch.Tensor]] = {}
+        buffers = _Buffers(tuple(fields), self._host, self._remote)
+        # Views are kept because making them costs more than the copy; only so many, least recently used ones go first:
+        # under prompts of random length there is no end of shapes. The functions know nothing of the arena, so that no
+        # cycle keeps its buffers alive.
+        self._place = lru_cache(_PLACES)(buffers.place)
+        self._window = lru_cache(_WINDOWS)(_window)
         self.generation = 0
 
     @property
@@ -111,7 +119,12 @@ class StagingArena:
 
     def hosts(self, bucket: Bucket) -> list[Mapping[str, np.ndarray]]:
         """Every host buffer's fields, whole."""
-        return [self._windows_of(bucket, slot).host for slot in range(_RING)]
+        return [self._place(bucket, slot).host for slot in range(_RING)]
+
+    @property
+    def num_kept(self) -> int:
+        """Views that are kept for rounds to come."""
+        return self._window.cache_info().currsize
 
     def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
         """Copy the arrays to the device in one transfer.
@@ -123,85 +136,91 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        windows = self._next_windows(bucket)
+        place, window = self._next_place(bucket), self._window
         device_views = {}
         for name, array in arrays.items():
-            host, device_views[name] = windows.get(name, array.shape)
+            host, device_views[name] = window(place, name, array.shape)
             host[...] = array
         return Staged(device_views, self._transfer(bucket), self)
 
     def begin(self, bucket: Bucket) -> int:
         """Which of `hosts(bucket)` is to be written in place now; `end` sends it."""
-        self._next_windows(bucket)
+        self._next_place(bucket)
         return self.generation % _RING
 
     def end(self, bucket: Bucket) -> Staged:
         """Send what was written since `begin`, in one transfer."""
-        views = self._windows[bucket, self.generation % _RING].remote
+        views = self._place(bucket, self.generation % _RING).remote
         return Staged(views, self._transfer(bucket), self)
 
-    def _next_windows(self, bucket: Bucket) -> _Windows:
+    def _next_place(self, bucket: Bucket) -> _Place:
         slot = self.generation % _RING
         if self._on_cuda:
             _wait(self._events[slot])
-        return self._windows_of(bucket, slot)
+        return self._place(bucket, slot)
 
     def _transfer(self, bucket: Bucket) -> int:
         slot = self.generation % _RING
         if self._remote is not None:
-            remote, host_bytes = self._ranges[bucket, slot]
-            remote.copy_(host_bytes, non_blocking=True)
+            place = self._place(bucket, slot)
+            assert place.remote_bytes is not None
+            place.remote_bytes.copy_(place.host_bytes, non_blocking=True)
             self._events[slot].record()
         self.generation += 1
         return self.generation
 
-    def _windows_of(self, bucket: Bucket, slot: int) -> _Windows:
-        if (bucket, slot) not in self._windows:
-            layout = self._layouts.setdefault(bucket, layout_of(list(self._fields.values()), bucket))
-            if layout.nbytes > self._capacity:
-                raise InvalidInputError(
-                    f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {self._capacity}"
-                )
-            if self._remote is not None:
-                self._ranges[bucket, slot] = (self._remote[: layout.nbytes], self._host[slot][: layout.nbytes])
-            self._windows[bucket, slot] = _Windows({name: self._view(name, layout, slot) for name in self._fields})
-        return self._windows[bucket, slot]
 
-    def _view(self, name: str, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, torch.Tensor]:
-        dtype, shape, start = np.dtype(self._fields[name].dtype), layout.shapes[name], layout.offsets[name]
+@dataclass(frozen=True, eq=False)
+class _Place:
+    """One bucket's fields, whole, in one buffer of the ring: host and device side.
+
+    host_bytes, remote_bytes: what one transfer copies (remote_bytes is None on CPU).
+    """
+
+    host: Mapping[str, np.ndarray]
+    remote: Mapping[str, torch.Tensor]
+    host_bytes: torch.Tensor
+    remote_bytes: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class _Buffers:
+    """The memory of an arena: a ring of host buffers, and the device's, None on CPU. uint8, all of one size."""
+
+    fields: tuple[Field, ...]
+    host: Sequence[torch.Tensor]
+    remote: torch.Tensor | None
+
+    def place(self, bucket: Bucket, slot: int) -> _Place:
+        """Lay a bucket out in a buffer. Raises InvalidInputError when it is larger than the buffer."""
+        layout, capacity = layout_of(self.fields, bucket), len(self.host[slot])
+        if layout.nbytes > capacity:
+            raise InvalidInputError(f"bucket {dict(bucket)} needs {layout.nbytes} bytes, the arena has {capacity}")
+        views = {field.name: self._view(field, layout, slot) for field in self.fields}
+        return _Place(
+            host={name: host for name, (host, _) in views.items()},
+            remote={name: remote for name, (_, remote) in views.items()},
+            host_bytes=self.host[slot][: layout.nbytes],
+            remote_bytes=None if self.remote is None else self.remote[: layout.nbytes],
+        )
+
+    def _view(self, field: Field, layout: ArenaLayout, slot: int) -> tuple[np.ndarray, torch.Tensor]:
+        dtype, shape, start = np.dtype(field.dtype), layout.shapes[field.name], layout.offsets[field.name]
         stop = start + int(np.prod(shape)) * dtype.itemsize
-        host = self._host[slot].numpy()[start:stop].view(dtype).reshape(shape)
-        if self._remote is None:
+        host = self.host[slot].numpy()[start:stop].view(dtype).reshape(shape)
+        if self.remote is None:
             return host, torch.from_numpy(host)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        return host, self._remote[start:stop].view(torch_dtype).view(shape)
+        return host, self.remote[start:stop].view(torch_dtype).view(shape)
 
 
-class _Windows:
-    """Windows of one bucket's fields, host and device side. Remembered: making a view costs more than the copy."""
-
-    _MOST = 4096
-
-    def __init__(self, whole: Mapping[str, tuple[np.ndarray, torch.Tensor]]) -> None:
-        self.host = {name: host for name, (host, _) in whole.items()}
-        self.remote = {name: remote for name, (_, remote) in whole.items()}
-        self._made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, torch.Tensor]] = {}
-
-    def get(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
-        """Views of `shape` of field `name`. Raises InvalidInputError when the field is smaller."""
-        found = self._made.get((name, shape))
-        if found is None:
-            if len(self._made) >= self._MOST:
-                self._made.clear()
-            found = self._made[name, shape] = self._make(name, shape)
-        return found
-
-    def _make(self, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
-        host, remote = self.host[name], self.remote[name]
-        if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):
-            raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
-        window = tuple(slice(0, n) for n in shape)
-        return host[window], remote[window]
+def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:
+    """Views of `shape` of a field, host and device side. Raises InvalidInputError when the field is smaller."""
+    host, remote = place.host[name], place.remote[name]
+    if len(shape) != host.ndim or any(n > most for n, most in zip(shape, host.shape, strict=True)):
+        raise InvalidInputError(f"field {name}: array {shape} does not fit the bucket's {host.shape}")
+    window = tuple(slice(0, n) for n in shape)
+    return host[window], remote[window]
 
 
 def _wait(event: torch.cuda.Event) -> None:

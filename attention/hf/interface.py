@@ -7,9 +7,11 @@ raises when it is called outside a forward of ours instead of attending without 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.backends.base import PlanKey
 from attention.errors import UnsupportedAttentionError
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
+from attention.hf.gate import gate_of, guard
 from attention.hf.mla import LatentAttention, latent_attention, unexpanded
 
 ATTENTION_NAME = "specdec"
@@ -66,27 +69,32 @@ class AttentionPort:
 
     def __init__(self, root: torch.nn.Module, calls: tuple[AttentionCall, ...]) -> None:
         AttentionInterface.register(ATTENTION_NAME, specdec_attention)
+        guard(root)
         self._attend: LayerAttend | None = None
+        self._thread: int | None = None
         self._channel = Channel()
-        self._configs = _attention_configs(root)
+        self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]
 
     @contextmanager
     def using(self, attend: LayerAttend) -> Iterator[None]:
-        """Route the modules' attention through `attend` for the duration of one forward."""
-        self._bind()
-        self._attend = attend
+        """Route the modules' attention through `attend` for the duration of one forward, on this thread.
+
+        Waits for a forward that another thread runs through the model.
+        """
         latent = [layer for layer in self._latent if layer is not None]
-        try:
-            with (
-                attention_implementation(self._configs, ATTENTION_NAME),
-                unexpanded(latent),
-                self._channel.carrying(attend),
-            ):
+        with (
+            attention_implementation(self._configs, ATTENTION_NAME),
+            unexpanded(latent),
+            self._channel.carrying(attend),
+        ):
+            try:
+                self._bind()
+                self._attend, self._thread = attend, get_ident()
                 yield
-        finally:
-            self._attend = None
+            finally:
+                self._attend = self._thread = None
 
     def _bind(self) -> None:
         """Point the modules at this port, unless they are: a model wrapped twice has two ports."""
@@ -99,15 +107,17 @@ class AttentionPort:
     ) -> torch.Tensor:
         """query [1, Hq, T, D], key [1, Hkv, T, Dk], value [1, Hkv, T, Dv] -> [1, T, Hq, value width of a head].
 
+        Contiguous, as transformers' own attention functions return it: models call `view` on it.
+
         Raises:
             UnsupportedAttentionError: no forward of ours is running.
         """
-        k, v = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        k, v = _by_token(key), _by_token(value)
         latent = self._latent[layer]
         if latent is None:
-            return self._call(layer, query[0].transpose(0, 1), k, v, sinks)[None]
+            return self._call(layer, _by_token(query), k, v, sinks)[None].contiguous()
         attended = self._call(layer, latent.absorb_query(query[0]), k, v, sinks)
-        return latent.project_output(attended)[None]
+        return latent.project_output(attended)[None].contiguous()
 
     def _call(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
@@ -119,7 +129,18 @@ class AttentionPort:
                 f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
                 "model.set_attn_implementation('sdpa')"
             )
+        if self._thread != get_ident():
+            raise UnsupportedAttentionError(
+                "a part of the model was called on one thread while SpeculativeModel ran a round on another; call the "
+                "model itself, which waits for the round"
+            )
         return self._attend(layer, query, key, value, sinks)
+
+
+def _by_token(states: torch.Tensor) -> torch.Tensor:
+    """[1, heads, T, D] -> [T, heads, D] whose last stride is 1, as kernels read it; a view wherever that is so."""
+    rows = states[0].transpose(0, 1)
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def specdec_attention(
@@ -146,32 +167,62 @@ def specdec_attention(
 def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[None]:
     """Set the attention implementation on a model's configs and put the old ones back after.
 
-    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had.
+    Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
+    of the model (the first config is its own) is held.
     """
-    before = [config._attn_implementation_internal for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation_internal = name
-        yield
-    finally:
-        for config, old in zip(configs, before, strict=True):
-            config._attn_implementation_internal = old
+    with gate_of(configs[0] if configs else None).held():
+        before = [config._attn_implementation_internal for config in configs]
+        try:
+            for config in configs:
+                config._attn_implementation_internal = name
+            yield
+        finally:
+            for config, old in zip(configs, before, strict=True):
+                config._attn_implementation_internal = old
 
 
-def probe(model: PreTrainedModel, num_tokens: int = 4) -> tuple[tuple[AttentionCall, ...], int]:
+@dataclass(frozen=True)
+class Probe:
+    """What a probe pass found.
+
+    Attributes:
+        calls: the attention calls in layer order.
+        vocab_size: V, width of the logits.
+        selects_rows: whether the model's forward heeds `logits_to_keep`, the token rows whose logits are wanted. Where
+            a forward has no such parameter, it disappears among **kwargs, and logits of all rows come back.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    vocab_size: int
+    selects_rows: bool
+
+
+def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
     """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
 
-    Returns:
-        The calls in layer order, and the width V of the logits.
-
     Raises:
-        UnsupportedAttentionError: as `recorded_calls`.
+        UnsupportedAttentionError: as `recorded_calls`; or another number of logits comes back than of all the tokens or
+            of those that were asked for.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
-    positions = torch.arange(num_tokens, device=model.device)[None]
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
+    if takes_selection := _takes(model.forward, "logits_to_keep"):
+        inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
     with torch.no_grad(), recorded_calls(model) as calls:
-        logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits
-    return tuple(calls), int(logits.shape[-1])
+        logits = model(**inputs, use_cache=False).logits
+    rows = int(logits.shape[1])
+    if rows != num_tokens and not (takes_selection and rows == num_tokens - 2):
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} returns {rows} rows of logits for {num_tokens} tokens of which "
+            f"{num_tokens - 2} were asked for by logits_to_keep"
+        )
+    return Probe(tuple(calls), int(logits.shape[-1]), rows != num_tokens)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with a keyword argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
 
 
 @contextmanager
@@ -197,12 +248,13 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
         calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
+    guard(root)
     AttentionInterface.register(_PROBE_NAME, record)
-    with attention_implementation(_attention_configs(root), _PROBE_NAME):
+    with attention_implementation(attention_configs(root), _PROBE_NAME):
         yield calls
 
 
-def _attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:
+def attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:
     """Every distinct config object that a submodule reads its attention implementation from."""
     configs: dict[int, Any] = {}
     for module in root.modules():

@@ -12,6 +12,9 @@ PREFIXES = ("model.", "draft_model.", "module.")
 """Wrappers that exporters leave before the names."""
 
 
+_WHOLE_MODEL = {"embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.weight"}
+
+
 class Layout(Enum):
     """Checkpoint families that are told apart; the value is what messages call them."""
 
@@ -97,5 +100,10 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     detail = f" of type {lookup(config, 'speculators_model_type')!r}" if found is Layout.SPECULATORS else ""
     if found is Layout.UNKNOWN:
         listed = sorted(names)
+        if _WHOLE_MODEL.issubset(listed):
+            raise HeadLoadError(
+                f"this loader reads {wanted.value} heads; the checkpoint is a whole language model: give it as the "
+                "target, and a head as draft"
+            )
         detail = f"; its first tensors are {', '.join(listed[:6])}" if listed else "; it has no tensors"
     raise HeadLoadError(f"this loader reads {wanted.value} heads, the checkpoint's layout is {found.value}{detail}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,38 +13,55 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from drafters.checkpoints.hub import HTTP_ERRORS, NO_ANSWER, hub_answers, is_hub_name, looks_local
 from drafters.errors import HeadLoadError
 
 _ALLOW = ["*.json", "*.safetensors", "pytorch_model.bin"]
 _PICKLED = "pytorch_model.bin"
+_MOST_SHOWN = 80
 
 
-def locate(path: str | Path) -> Path:
+def locate(path: str | Path, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
+
+    Args:
+        revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
         HeadLoadError: neither a folder nor a name that the hub (or its local cache) knows.
     """
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
+    name = os.path.expanduser(path)
+    if not name:
+        raise HeadLoadError("the name of a folder or of a hub model is empty")
+    if os.path.isdir(name):
+        return Path(name)
+    if os.path.exists(name):
         raise HeadLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
-    if len(folder.parts) > 2 or str(path).startswith((".", "/", "~")):
+    if looks_local(name):
         raise HeadLoadError(f"there is no folder {path}")
-    return _download(str(path))
-
-
-def _download(name: str) -> Path:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-
-    try:
-        return Path(snapshot_download(name, allow_patterns=_ALLOW))
-    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    if not is_hub_name(name):
         raise HeadLoadError(
-            f"there is no folder {name}, and the Hugging Face hub gave no model of that name: {error}"
+            f"there is no folder {_cut(name)}, and the Hugging Face hub has no such names; give a folder, or a name "
+            "like owner/model"
+        )
+    return _download(name, revision)
+
+
+def _download(name: str, revision: str | None) -> Path:
+    from huggingface_hub import snapshot_download
+
+    answers = hub_answers()
+    try:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=_ALLOW, local_files_only=not answers))
+    except HTTP_ERRORS as error:
+        reason = str(error) if answers else NO_ANSWER
+        raise HeadLoadError(
+            f"there is no folder {name}, and the Hugging Face hub gave no model of that name: {reason}"
         ) from error
+
+
+def _cut(name: str) -> str:
+    return repr(name) if len(name) <= _MOST_SHOWN else f"{name[:_MOST_SHOWN]!r}…"
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,10 @@ def _weight_files(folder: Path) -> list[Path]:
 
 
 def _indexed_files(folder: Path, index: dict[str, Any]) -> list[Path]:
-    names = sorted(set(index.get("weight_map", {}).values()))
+    places = index.get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
+        raise HeadLoadError(f"{folder}: its safetensors index has no weight_map of tensor names to file names")
+    names = sorted(set(places.values()))
     missing = [name for name in names if not (folder / name).exists()]
     if missing or not names:
         raise HeadLoadError(f"{folder}: its safetensors index names {names}, missing are {missing}")
@@ -155,15 +176,25 @@ def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
     if file.name == _PICKLED:
         weights = _unpickle(file)
         return {name: weights[name] for name in names}
-    with safe_open(file, framework="pt", device="cpu") as weights:
-        return {name: weights.get_tensor(name) for name in names}
+    try:
+        with safe_open(file, framework="pt", device="cpu") as weights:
+            return {name: weights.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
 
 
 def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     try:
         weights = torch.load(file, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except pickle.UnpicklingError as error:
+        raise HeadLoadError(
+            f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
+            "which could run code and is never read; ask for the weights as safetensors"
+        ) from error
+    except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error
-    if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(t, torch.Tensor) for name, t in weights.items()
+    ):
         raise HeadLoadError(f"{file} must hold a plain dictionary of tensors")
     return weights

@@ -13,7 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from drafters.checkpoints.config_fields import check_tensors, lookup
+from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
@@ -125,6 +125,54 @@ def load_mtp(
         raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
 
 
+def describe_mtp(path: str | Path, target: MtpTarget, reading: MtpReading | None = None) -> HeadReport:
+    """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
+
+    Raises:
+        HeadLoadError: there is no module.
+    """
+    folder = open_folder(path)
+    family = _family(folder)
+    if family is None:
+        raise HeadLoadError(f"{folder.path} has no multi-token-prediction module")
+    modules, how = _modules(folder, family, target.num_layers), reading or MtpReading()
+    fields = [Field("num_modules", len(modules), f"{family.name} names of tensors in the checkpoint")]
+    for m, names in enumerate(modules):
+        fields += _module_fields(folder, family, names, f"module {m}: " if len(modules) > 1 else "")
+    first = {_rename(rest, family) for rest in modules[0]}
+    by_family, option = f"{family.name} checkpoints are read so", "option mtp_concat"
+    order = "hidden_first" if how.hidden_first(family.hidden_first) else "embedding_first"
+    fields += [
+        Field("concat", order, by_family if how.concat == "auto" else option),
+        Field("feedback", how.feedback, "default" if how.feedback == MtpReading().feedback else "option mtp_feedback"),
+        by_presence({}, "final_norm", "norm.weight", "norm.weight" in first),
+        by_presence({}, "projection_bias", "eh_proj.bias", "eh_proj.bias" in first),
+        by_presence({}, "experts", "block.mlp.experts.*", any(".experts." in name for name in first)),
+    ]
+    sizes = (torch.Size(folder.tensors[full].shape).numel() for names in modules for full in names.values())
+    return HeadReport(folder.path, f"multi-token prediction, {family.name} names", tuple(fields), sum(sizes))
+
+
+def _module_fields(folder: CheckpointFolder, family: Family, names: Mapping[str, str], start: str) -> list[Field]:
+    """Where a module's tensors lie, and which of them are taken from the target instead."""
+    own = {rest: full for rest, full in names.items() if rest not in _SHARED}
+    files = sorted({folder.tensors[full].file.name for full in own.values()})
+    projection = next((full for rest, full in names.items() if _rename(rest, family) == "eh_proj.weight"), "absent")
+    copies = [full for rest, full in names.items() if rest in _SHARED]
+    shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
+    return [
+        Field(f"{start}tensors", len(own), f"{', '.join(files)}: {_start(own)}*"),
+        Field(f"{start}projection", list(folder.tensors[projection].shape), projection),
+        Field(f"{start}embedding, lm_head", "the target's", shared),
+    ]
+
+
+def _start(names: Mapping[str, str]) -> str:
+    """What the names of a module's tensors in the files begin with: "model.layers.61."."""
+    rest, full = next(iter(names.items()))
+    return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
+
+
 def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
 
@@ -174,6 +222,7 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
     weights = {name: t.cpu().contiguous() for name, t in deepseek_tensors(head, target.num_layers).items()}
     config = copy.deepcopy(target.config)
     config.num_nextn_predict_layers = 1
+    config.dtype = head.eh_proj.weight.dtype  # of these tensors; the target's may be another
     folder = Path(folder)
     config.save_pretrained(folder)
     partial = folder / "model.safetensors.partial"

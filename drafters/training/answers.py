@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
 
 from attention.errors import InvalidInputError
 
@@ -72,15 +71,10 @@ class AnswerSet:
         sequences = [part.sequence(i) for part in parts for i in range(len(part))]
         return _flatten(sequences, np.concatenate([part.answer_starts for part in parts]))
 
-    def save(self, path: str | Path) -> None:
-        """Write to a safetensors file."""
-        arrays = {"tokens": self.tokens, "starts": self.starts, "answer_starts": self.answer_starts}
-        save_file(arrays, Path(path))
-
-    @classmethod
-    def load(cls, path: str | Path) -> AnswerSet:
-        """Read what `save` wrote."""
-        return cls(**load_file(Path(path)))
+    def digest(self) -> str:
+        """SHA-256 of all of it, in hex."""
+        arrays = (self.tokens, self.starts, self.answer_starts)
+        return hashlib.sha256(b"".join(np.ascontiguousarray(array, "<i8").tobytes() for array in arrays)).hexdigest()
 
 
 def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length: int) -> AnswerSet:

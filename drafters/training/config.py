@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 from attention.errors import InvalidInputError
@@ -49,8 +50,10 @@ class TrainConfig:
             value = getattr(self, field.name)
             if isinstance(value, bool) or field.name in ("seed", "warmup_steps", "weight_decay"):
                 continue
-            if value <= 0:
-                raise InvalidInputError(f"{field.name} must be positive, not {value}")
+            if not 0 < value < math.inf:
+                raise InvalidInputError(f"{field.name} must be positive and finite, not {value}")
+        if self.seed < 0:
+            raise InvalidInputError(f"seed must not be negative; given is {self.seed}")
         if self.warmup_steps < 0 or self.weight_decay < 0 or not 0 < self.decay <= 1 or not 0 < self.beta2 < 1:
             raise InvalidInputError(
                 f"allowed are warmup_steps >= 0, weight_decay >= 0, 0 < decay <= 1 and 0 < beta2 < 1; given are "

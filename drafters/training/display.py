@@ -36,8 +36,7 @@ class TrainingDisplay:
         self._progress.update(self._task, loss=f"{value:.3f}")
 
     def measurement(self, measured: Measurement) -> None:
-        """Print one line: held-out acceptance per draft, and the caller's evaluation."""
+        """Print one line: held-out acceptance per draft."""
         per_draft = " ".join(f"{share:.3f}" for share in measured.acceptance)
         line = f"step {measured.step}: loss {measured.loss:.3f}, held-out acceptance {per_draft} (τ {measured.tau:.2f})"
-        extra = "".join(f", {name} {value:.4g}" for name, value in measured.evaluation.items())
-        self._progress.console.print(line + extra, highlight=False)
+        self._progress.console.print(line, highlight=False)

@@ -6,4 +6,8 @@ from attention.errors import SpecdecError
 
 
 class TrainingDivergedError(SpecdecError):
-    """The loss became NaN or infinite; the last checkpoint is from before that."""
+    """The loss or a weight became NaN or infinite; the last checkpoint is from before that."""
+
+
+class RunFolderError(SpecdecError):
+    """The folder of a run cannot be used: another process writes to it, it is damaged, or it cannot be written."""

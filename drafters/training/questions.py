@@ -20,12 +20,16 @@ def read_questions(path: str | Path) -> list[list[Message]]:
         One list of {"role", "content"} per line.
 
     Raises:
-        InvalidInputError: the file is missing or empty, or a line (named by its number) is none of these.
+        InvalidInputError: the file is missing, empty or no UTF-8 text, or a line (named by its number) is none of
+            these.
     """
     file = Path(path)
     if not file.is_file():
         raise InvalidInputError(f"there is no file of questions {path}")
-    lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold U+2028
+    try:
+        lines = file.read_text(encoding="utf-8").split("\n")  # not splitlines: a string may hold U+2028
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidInputError(f"the questions in {path} cannot be read as UTF-8 text: {error}") from error
     questions = [_parse(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
     if not questions:
         raise InvalidInputError(f"{path} has no questions")

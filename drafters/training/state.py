@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -11,19 +13,25 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
+from rich.console import Console
 
 from attention.errors import InvalidInputError
 from drafters.eagle3.head import Eagle3Head
 from drafters.mtp.head import MtpHead
 from drafters.training.config import TrainConfig
+from drafters.training.errors import RunFolderError, TrainingDivergedError
+from drafters.training.files import damage, whole_folder, write_file
 
 TrainedHead = TypeVar("TrainedHead", Eagle3Head, MtpHead)
 Save = Callable[[TrainedHead, Path], Path]
 """Writes a head into a folder, in the layout that its loader reads; returns the folder."""
 
-_FREE = ("log_every", "keep_checkpoints", "checkpoint_every")
+FREE_SETTINGS = ("log_every", "keep_checkpoints", "checkpoint_every")
 """Settings that may differ between a run and its continuation: they do not touch the result."""
 _NAME = re.compile(r"step-(\d+)")
+_STATE, _EVALUATION = "trainer.pt", "evaluation.json"
+_PARTS = ("step", "config", "data", "head", "optimizer", "scheduler", "history", "rng", "cuda_rng")
+"""Of the state in trainer.pt."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +41,7 @@ class Measurement:
     Attributes:
         loss: of the step's batch.
         acceptance: share of held-out chains that are right up to and including draft 1, 2, …
-        evaluation: what the caller's `evaluate` said.
+        evaluation: what the caller's `evaluate` said of the finished head.
     """
 
     step: int
@@ -56,26 +64,37 @@ class Learner(Generic[TrainedHead]):
     scheduler: torch.optim.lr_scheduler.LRScheduler
 
 
+@dataclass(frozen=True)
+class Run:
+    """What a checkpoint must agree with.
+
+    Attributes:
+        folder: of the checkpoints; config: of the run; data: digest of the answers it learns from and measures on.
+    """
+
+    folder: Path
+    config: TrainConfig
+    data: str
+
+
 def save_checkpoint(
-    folder: Path,
-    step: int,
-    config: TrainConfig,
-    learner: Learner[TrainedHead],
-    history: list[Measurement],
-    save: Save[TrainedHead],
+    run: Run, step: int, learner: Learner[TrainedHead], history: list[Measurement], save: Save[TrainedHead]
 ) -> Path:
-    """Write folder/step-N, whole or not at all: the head in its checkpoint layout, and trainer.pt. Old ones go.
+    """Write step-N into the run's folder, whole or not at all: the head in its layout, and trainer.pt. Old ones go.
 
     Returns:
         The checkpoint's folder.
+
+    Raises:
+        TrainingDivergedError: a weight is not finite; nothing is written.
+        RunFolderError: it cannot be written; the checkpoints before stay.
     """
-    final = folder / f"step-{step:07d}"
-    partial = folder / f"{final.name}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    save(learner.head, partial)
+    _check_finite(learner.head, step)
+    final = run.folder / f"step-{step:07d}"
     state = {
         "step": step,
-        "config": asdict(config),
+        "config": asdict(run.config),
+        "data": run.data,
         "head": learner.head.state_dict(),
         "optimizer": learner.optimizer.state_dict(),
         "scheduler": learner.scheduler.state_dict(),
@@ -83,34 +102,41 @@ def save_checkpoint(
         "rng": torch.get_rng_state(),
         "cuda_rng": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
     }
-    torch.save(state, partial / "trainer.pt")
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    for old in checkpoints(folder)[: -config.keep_checkpoints]:
+    try:
+        with whole_folder(final) as partial:
+            save(learner.head, partial)
+            with (partial / _STATE).open("wb") as out:
+                torch.save(state, out)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error}; {_good(run.folder)}, the same command goes on from there") from error
+    for old in checkpoints(run.folder)[: -run.config.keep_checkpoints]:
         shutil.rmtree(old)
     return final
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints in `folder`, oldest first."""
+    """Checkpoints in `folder`, oldest first."""
     found = {match: path for path in folder.glob("step-*") if (match := _NAME.fullmatch(path.name))}
     return [path for _, path in sorted(found.items(), key=lambda item: int(item[0].group(1)))]
 
 
-def restore(folder: Path, config: TrainConfig, learner: Learner[TrainedHead]) -> tuple[int, list[Measurement]]:
-    """Put the newest checkpoint's state into `learner`; without a checkpoint nothing changes.
+def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[int, list[Measurement]]:
+    """Put the newest undamaged checkpoint's state into `learner`; without a checkpoint nothing changes.
+
+    Damaged checkpoints are named on `console` and renamed to step-N.damaged.
 
     Returns:
         Steps already made and what was measured so far.
 
     Raises:
-        InvalidInputError: the checkpoint is of a run with another configuration or another head.
+        InvalidInputError: the checkpoint is of a run with another configuration, other answers or another head.
+        RunFolderError: there are checkpoints, and all are damaged.
     """
-    found = checkpoints(folder)
+    found = checkpoints(run.folder)
     if not found:
         return 0, []
-    state = torch.load(found[-1] / "trainer.pt", map_location="cpu", weights_only=True)
-    _check_same_run(found[-1], state, config, learner.head)
+    path, state = _newest_good(found, console)
+    _check_same_run(path, state, run, learner.head)
     learner.head.load_state_dict(state["head"])
     learner.optimizer.load_state_dict(state["optimizer"])
     learner.scheduler.load_state_dict(state["scheduler"])
@@ -120,16 +146,89 @@ def restore(folder: Path, config: TrainConfig, learner: Learner[TrainedHead]) ->
     return state["step"], [Measurement(**measurement) for measurement in state["history"]]
 
 
-def _check_same_run(path: Path, state: dict[str, Any], config: TrainConfig, head: torch.nn.Module) -> None:
-    now = asdict(config)
-    differing = {
-        name: (value, now.get(name))
+def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
+    """Write what was found out about the finished head beside its last checkpoint.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    write_file(checkpoint / _EVALUATION, (json.dumps(dict(evaluation)) + "\n").encode())
+
+
+def kept_evaluation(checkpoint: Path) -> dict[str, float] | None:
+    """What `keep_evaluation` wrote; None when there is nothing readable."""
+    try:
+        found = json.loads((checkpoint / _EVALUATION).read_bytes())
+    except (OSError, ValueError):
+        return None
+    numbers = isinstance(found, dict) and all(isinstance(value, (int, float)) for value in found.values())
+    return found if numbers else None
+
+
+def _good(folder: Path) -> str:
+    found = checkpoints(folder)
+    return f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
+
+
+def _check_finite(head: torch.nn.Module, step: int) -> None:
+    broken = [name for name, parameter in head.named_parameters() if not bool(torch.isfinite(parameter).all())]
+    if broken:
+        raise TrainingDivergedError(
+            f"after step {step} these weights are NaN or infinite: {', '.join(broken)}; lower the learning rate or the "
+            "clip norm"
+        )
+
+
+def _newest_good(found: list[Path], console: Console) -> tuple[Path, dict[str, Any]]:
+    broken: list[tuple[Path, str]] = []
+    for path in reversed(found):
+        reason = damage(path)
+        if reason is None:
+            state, reason = _read_state(path / _STATE)
+        if reason is None:
+            _set_aside(broken, path, console)
+            return path, state
+        broken.append((path, reason))
+    listed = "; ".join(f"{path}: {reason}" for path, reason in broken)
+    raise RunFolderError(
+        f"every checkpoint is damaged ({listed}); give another --output, or --overwrite to start anew there"
+    )
+
+
+def _read_state(file: Path) -> tuple[dict[str, Any], str | None]:
+    """The state and None; or nothing and why."""
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        return {}, f"{file.name} cannot be read: {error}"
+    missing = [name for name in _PARTS if name not in state] if isinstance(state, dict) else list(_PARTS)
+    return ({}, f"{file.name} lacks {', '.join(missing)}") if missing else (state, None)
+
+
+def _set_aside(broken: list[tuple[Path, str]], good: Path, console: Console) -> None:
+    for path, reason in broken:
+        aside = path.with_name(f"{path.name}.damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        os.replace(path, aside)
+        line = (
+            f"checkpoint {path.name} is damaged ({reason}) and kept as {aside.name}; the run goes on from {good.name}"
+        )
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _check_same_run(path: Path, state: dict[str, Any], run: Run, head: torch.nn.Module) -> None:
+    now = asdict(run.config)
+    differing = [
+        f"{name}: {value} -> {now.get(name)}"
         for name, value in state["config"].items()
-        if name not in _FREE and value != now.get(name)
-    }
+        if name not in FREE_SETTINGS and value != now.get(name)
+    ]
+    if state["data"] != run.data:
+        differing.append(f"answers to learn from: {state['data']} -> {run.data}")
     if differing:
         raise InvalidInputError(
-            f"{path} is of a run with other settings, (then, now): {differing}. Use those, or another output folder."
+            f"{path} is of another run (there -> asked for): {'; '.join(differing)}. Use those, or another output "
+            "folder."
         )
     shapes = {name: tensor.shape for name, tensor in head.state_dict().items()}
     if shapes != {name: tensor.shape for name, tensor in state["head"].items()}:

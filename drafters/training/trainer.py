@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -17,8 +18,20 @@ from drafters.training.batches import Batch, held_out_batches, training_batches
 from drafters.training.config import TrainConfig
 from drafters.training.display import TrainingDisplay
 from drafters.training.errors import TrainingDivergedError
+from drafters.training.files import whole_folder
 from drafters.training.objective import Features, Outcome, evaluate_batch
-from drafters.training.state import Learner, Measurement, Save, TrainedHead, restore, save_checkpoint
+from drafters.training.state import (
+    Learner,
+    Measurement,
+    Run,
+    Save,
+    TrainedHead,
+    checkpoints,
+    keep_evaluation,
+    kept_evaluation,
+    restore,
+    save_checkpoint,
+)
 
 Evaluate = Callable[[TrainedHead], Mapping[str, float]]
 """Judges a trained head, for example by drafting with a real engine: name -> number."""
@@ -30,6 +43,10 @@ class TrainingData:
 
     train: AnswerSet
     held_out: AnswerSet
+
+    def digest(self) -> str:
+        """16 hex digits over all of it."""
+        return hashlib.sha256((self.train.digest() + self.held_out.digest()).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -68,28 +85,34 @@ def train(
 
     Raises:
         InvalidInputError: a checkpoint in `output` belongs to another run.
-        TrainingDivergedError: the loss is not finite.
+        RunFolderError: the checkpoints are damaged, or one cannot be written.
+        TrainingDivergedError: the loss or a weight is not finite.
     """
     head.requires_grad_(True).train()
     learner = _learner(config, head)
-    done, history = restore(output, config, learner)
+    run = Run(output, config, data.digest())
+    done, history = restore(run, learner, console)
+    if done:
+        console.print(f"{done} of {config.steps} steps were made before", highlight=False)
     score = _Scorer(config, head, features)
     batches = training_batches(data.train, config.batch_size, config.pad_multiple, config.seed, score.device, done)
     with TrainingDisplay(console, config.steps, done) as display:
         for step in range(done + 1, config.steps + 1):
             loss = _optimize(config, learner, score(next(batches)).loss)
             display.advance(step)
-            if step % config.log_every == 0 or _is_due(step, config.held_out_every, config.steps):
+            measure = _is_due(step, config.held_out_every, config.steps)
+            keep = _is_due(step, config.checkpoint_every, config.steps)
+            if step % config.log_every == 0 or measure or keep:
                 display.loss(_finite(loss, step))
-            if _is_due(step, config.held_out_every, config.steps):
-                measured = _measure(config, score, data.held_out, step, loss)
-                if step == config.steps:
-                    measured = replace(measured, evaluation=dict(_judged(evaluate, head)))
-                history.append(measured)
+            if measure:
+                history.append(_measure(config, score, data.held_out, step, loss))
                 display.measurement(history[-1])
-            if _is_due(step, config.checkpoint_every, config.steps):
-                save_checkpoint(output, step, config, learner, history, save)
-    return TrainResult(save(head.eval(), output / "head"), tuple(history))
+            if keep:
+                save_checkpoint(run, step, learner, history, save)
+    with whole_folder(output / "head", manifest=False) as folder:
+        save(head.eval(), folder)
+    history[-1] = replace(history[-1], evaluation=_evaluated(evaluate, head, output, console))
+    return TrainResult(output / "head", tuple(history))
 
 
 def held_out_acceptance(outcomes: Iterable[Outcome]) -> tuple[float, ...]:
@@ -148,8 +171,19 @@ def _measure(
 
 
 @torch.no_grad()
-def _judged(evaluate: Evaluate[TrainedHead], head: TrainedHead) -> Mapping[str, float]:
-    return evaluate(head.eval())
+def _evaluated(
+    evaluate: Evaluate[TrainedHead], head: TrainedHead, output: Path, console: Console
+) -> Mapping[str, float]:
+    """The finished head's evaluation, kept beside its last checkpoint: a run killed in it goes on with it."""
+    last = checkpoints(output)[-1]
+    found = kept_evaluation(last)
+    if found is None:
+        console.print("evaluating the finished head", highlight=False)
+        found = dict(evaluate(head.eval()))
+        keep_evaluation(last, found)
+    if found:
+        console.print(", ".join(f"{name} {value:.4g}" for name, value in found.items()), highlight=False)
+    return found
 
 
 def _finite(loss: torch.Tensor, step: int) -> float:

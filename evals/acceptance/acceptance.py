@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -99,6 +100,7 @@ def _document(
         "failures": [
             {"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None
         ],
+        "not_measured": [arm.name for arm in plan.arms if arm.k and not _drafts(kept[arm.name])],
         "worst": _worst(executor, plan, kept),
     }
     if baseline is None:
@@ -134,6 +136,8 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
     if sizes:
         arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
+    if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):
+        return {"round_seconds": {}, "table": [], "best": {}}  # an arm without rounds: there is nothing to predict from
     widest = max(summaries, key=lambda summary: summary["k"])
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)
@@ -151,6 +155,10 @@ def _round_seconds(answers: Sequence[Answer]) -> float:
     return seconds / rounds if rounds else float("nan")
 
 
+def _drafts(answers: Sequence[Answer]) -> int:
+    return sum(record.drafted for answer in answers for record in answer.rounds)
+
+
 def _worst(executor: Executor, plan: Plan, kept: dict[str, list[Answer]]) -> list[Json]:
     """The questions of lowest τ under the largest K, generated once more with their drafts kept."""
     arm = max(plan.arms, key=lambda arm: arm.k)
@@ -162,17 +170,20 @@ def _worst(executor: Executor, plan: Plan, kept: dict[str, list[Answer]]) -> lis
     asking = replace(plan.asking, return_drafts=True)
     chosen = [question for question in plan.data.questions if question.id in tau]
     works = [Work(i, (question,), (arm,), asking) for i, question in enumerate(chosen)]
-    found = [_shown(answer, tau[answer.question_id]) for answers in executor.run(works) for answer in answers]
+    asked = {question.id: question.turns for question in chosen}
+    answers = [answer for done in executor.run(works) for answer in done]
+    found = [_shown(answer, tau[answer.question_id], asked[answer.question_id]) for answer in answers]
     return sorted(found, key=lambda entry: (entry["tau"], entry["question_id"]))
 
 
-def _shown(answer: Answer, tau: float) -> Json:
+def _shown(answer: Answer, tau: float, asked: Sequence[str]) -> Json:
     turns: list[Any] = [[list(piece) for piece in turn.segments] for turn in answer.turns]
     return {
         "question_id": answer.question_id,
         "category": answer.category,
         "arm": answer.arm,
         "tau": tau,
+        "asked": list(asked),
         "turns": turns,
     }
 

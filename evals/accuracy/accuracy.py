@@ -15,6 +15,7 @@ from lm_eval.tasks import TaskManager
 from evals.acceptance.acceptance import BASELINE, definitions
 from evals.acceptance.summary import Json, by_arm, summarize
 from evals.accuracy import paired
+from evals.accuracy.humaneval import check_programs_run
 from evals.accuracy.lm_eval_model import EngineLM, Report
 from evals.data import task_data
 from evals.data.datasets import digest
@@ -79,7 +80,8 @@ def prepare(plan: AccuracyPlan) -> Prepared:
     """Find the tasks and load their data, before anything is written.
 
     Raises:
-        DataError: an unknown task, or data that is missing.
+        DataError: an unknown task, one that generates nothing, or data that is missing.
+        SpecdecError: programs cannot be run here, but would have to be.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = _task_manager(plan)
@@ -87,8 +89,22 @@ def prepare(plan: AccuracyPlan) -> Prepared:
         if task not in manager.all_tasks:
             raise DataError(f"unknown task {task!r}; known are lm-eval's and {', '.join(OWN_TASKS)}")
     found = manager.load(_tasks(plan))["tasks"].values()
+    for task in found:
+        _check_generates(task.config.task, task.OUTPUT_TYPE)
     sizes = [len(list(task.eval_docs)) for task in found]
+    if not sum(sizes):
+        raise DataError(f"the tasks {', '.join(plan.tasks)} have no questions")
+    if plan.unsafe_code:
+        check_programs_run()
     return Prepared(plan, manager, sum(min(size, plan.limit or size) for size in sizes))
+
+
+def _check_generates(name: str, output_type: str) -> None:
+    if output_type != "generate_until":
+        raise DataError(
+            f"the task {name!r} scores given texts ({output_type}) and generates nothing: speculation has no part in "
+            "it, so both sides would be equal whatever it did; choose a task that generates, such as gsm8k"
+        )
 
 
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:

@@ -17,6 +17,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+from specdec.errors import SpecdecError
+
 _SECONDS = 15.0
 
 # Success is a number that only the runner knows, written after the whole program ran: leaving early does not pass.
@@ -47,6 +49,19 @@ def pass_at_1(references: Sequence[str], predictions: Sequence[Sequence[str]]) -
     (test,), (candidates,) = references, predictions
     passed = [passes(f"{candidate}\n{test}\n") for candidate in candidates]
     return {"pass@1": sum(passed) / len(passed)}
+
+
+def check_programs_run() -> None:
+    """Run a program that is right and one that is wrong: where the first does not pass, no answer ever would.
+
+    Raises:
+        SpecdecError: programs cannot be run and judged here.
+    """
+    if not passes("assert 1 + 1 == 2\n") or passes("assert 1 + 1 == 3\n"):
+        raise SpecdecError(
+            "programs cannot be run on this machine: a right one does not pass, or a wrong one does. Every answer "
+            "would get the same verdict. Limits on processes, memory or files of this container may be in the way"
+        )
 
 
 def passes(program: str, seconds: float = _SECONDS) -> bool:

@@ -243,9 +243,12 @@ class SpecdecLM(EngineLM):
         think_end_token: str | None = None,
         kv_cache_dtype: str = "auto",
         cuda_graphs: bool = False,
+        generation_config: str = "model",
         mtp_concat: str = "auto",
         mtp_feedback: str = "post_norm",
         seed: int = 0,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
         **unknown: Any,
     ) -> None:
         """Load the model.
@@ -270,9 +273,12 @@ class SpecdecLM(EngineLM):
             max_model_len=max_length,
             kv_cache_dtype=kv_cache_dtype,
             cuda_graphs=cuda_graphs,
+            generation_config=generation_config,
             mtp_concat=mtp_concat,
             mtp_feedback=mtp_feedback,
             seed=seed,
+            trust_remote_code=trust_remote_code,
+            revision=None if revision is None else str(revision),
         )
         model = spec.load()
         super().__init__(

@@ -21,7 +21,8 @@ class PairedAccuracy:
     Attributes:
         total, right_a, right_b: questions, and how many each arm has right.
         only_a, only_b: questions that only one arm has right.
-        difference, low, high: accuracy of b less that of a, and its interval; p_value: McNemar's exact test.
+        difference, low, high: accuracy of b less that of a, and its interval; p_value: McNemar's exact test, None where
+            no question is right in one arm only: then there is nothing to test.
     """
 
     total: int
@@ -32,7 +33,7 @@ class PairedAccuracy:
     difference: float
     low: float
     high: float
-    p_value: float
+    p_value: float | None
 
 
 def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> PairedAccuracy:
@@ -52,7 +53,7 @@ def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> PairedAccuracy:
     n = len(a)
     only_a = sum(x and not y for x, y in zip(a, b, strict=True))
     only_b = sum(y and not x for x, y in zip(a, b, strict=True))
-    p_value = float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else 1.0
+    p_value = float(binomtest(only_b, only_a + only_b, 0.5).pvalue) if only_a + only_b else None
     centre = (only_b - only_a) / (n + 2)
     spread = only_a + only_b + 1 - (only_b - only_a) ** 2 / (n + 2)
     half = _Z * math.sqrt(spread) / (n + 2)

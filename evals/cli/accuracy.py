@@ -11,6 +11,8 @@ import click
 
 from evals.cli import options as shared
 from evals.errors import require
+from evals.runs.verdict import Verdict
+from specdec.cli.options import examples
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,7 +41,13 @@ def _shared_options(command: Any) -> Any:
     return command
 
 
-@click.command(short_help="GSM8K accuracy with and without speculation (lm-eval).")
+@click.command(
+    short_help="GSM8K accuracy with and without speculation (lm-eval).",
+    epilog=examples(
+        "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
+        "specdec eval gsm8k --data DIR --tasks gsm8k,gsm8k_cot --limit 200 --output gsm8k.json",
+    ),
+)
 @click.option(
     "--tasks", default="gsm8k", show_default=True, help="gsm8k, gsm8k_cot, specdec_arithmetic, or any of lm-eval's."
 )
@@ -56,7 +64,10 @@ def gsm8k(tasks: str, num_fewshot: int | None, chat_template: bool | None, **opt
     _run(replace(plan, num_fewshot=num_fewshot), chat_template, options)
 
 
-@click.command(short_help="HumanEval pass@1; runs code the model wrote.")
+@click.command(
+    short_help="HumanEval pass@1; runs code the model wrote.",
+    epilog=examples("specdec eval humaneval --confirm-run-unsafe-code --data DIR --limit 20"),
+)
 @click.option(
     "--confirm-run-unsafe-code", is_flag=True, help="Needed: code that the model wrote is run on this machine."
 )
@@ -73,6 +84,12 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
     _run(replace(plan, unsafe_code=True), False, options)
 
 
+_LM_EVAL_EXAMPLES = examples(
+    "specdec eval lm-eval --model specdec --model_args pretrained=gsm-llama,draft=auto --tasks specdec_arithmetic "
+    "--limit 20 --apply_chat_template"
+)
+
+
 @click.command(
     "lm-eval",
     short_help="lm-eval's own command line with the specdec model.",
@@ -83,6 +100,8 @@ def humaneval(confirm_run_unsafe_code: bool, **options: Any) -> None:
 def lm_eval(arguments: tuple[str, ...]) -> None:
     """lm-eval's own command line, with --model specdec and the offline tasks known to it."""
     require("lm_eval", "eval")
+    if arguments in ((), ("--help",), ("-h",)):
+        click.echo(_LM_EVAL_EXAMPLES.removeprefix("\b\n") + "\n")
     from lm_eval.__main__ import cli_evaluate
 
     from evals.accuracy.lm_eval_model import register
@@ -136,12 +155,13 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
     from rich.console import Console
 
     from evals.accuracy import accuracy
-    from evals.cli.commands import write_document
+    from evals.cli.commands import check_outputs, write_document
     from evals.data.datasets import digest
     from evals.report.terminal import RunProgress, make_console
     from evals.runs.store import RunStore
     from evals.runs.worker import Worker
 
+    check_outputs(options)
     prepared = accuracy.prepare(plan)
     worker = Worker({"main": shared.make_spec(options, options["draft"], options["k"])})
     facts = worker.facts()["main"]
@@ -149,18 +169,24 @@ def _run(plan: AccuracyPlan, chat_template: bool | None, options: dict[str, Any]
     templated = has_template if chat_template is None else chat_template
     prepared = replace(prepared, plan=replace(plan, chat_template=templated))
     fixed = accuracy.settings(prepared.plan, facts)
-    store = RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed)
-    with RunProgress(Console(stderr=True), prepared.questions, 2) as progress:
+    with (
+        RunStore(shared.run_folder(options["run_dir"], digest(fixed)), fixed) as store,
+        RunProgress(Console(stderr=True), prepared.questions, 2) as progress,
+    ):
         document = accuracy.run(worker.models["main"], facts, prepared, store, progress)
     console = make_console()
     _print(console, document)
     if options["output"] is not None:
         write_document(options["output"], document)
     console.print(f"run: {store.folder}")
+    if _untested(document):
+        sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
 def _print(console: Console, document: Json) -> None:
     from rich.table import Table
+
+    from evals.report.terminal import show
 
     alone, fast = (arm["name"] for arm in document["arms"])
     table = Table("task", "metric", alone, fast, "difference", f"only {alone}", f"only {fast}", "McNemar p")
@@ -168,13 +194,31 @@ def _print(console: Console, document: Json) -> None:
         shown = f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
         counts = (f"{row[name] / row['total']:.4f} ({row[name]}/{row['total']})" for name in ("right_a", "right_b"))
         names = (row["task"], f"{row['metric']}, {row['filter']}")
-        table.add_row(*names, *counts, shown, str(row["only_a"]), str(row["only_b"]), f"{row['p_value']:.3g}")
+        p_value = "none differs" if row["p_value"] is None else f"{row['p_value']:.3g}"
+        table.add_row(*names, *counts, shown, str(row["only_a"]), str(row["only_b"]), p_value)
     console.print(table)
     same, arm = document["identical"], document["arms"][1]
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
-    tau, speedup = arm["metrics"]["tau"], arm["timing"]["speedup"]["estimate"]
-    console.print(
-        f"τ {tau['estimate']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}], speed-up {speedup:.2f} (ratio of totals)"
-    )
+    speedup = {"low": None, **arm["timing"]["speedup"]}
+    console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)", highlight=False)
+    for line in _warnings(document):
+        console.print(line, style="bold yellow", highlight=False)
     for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
         console.print(f"[bold]{key}[/bold]: {document['definitions'][key]}", style="dim", highlight=False)
+
+
+def _warnings(document: Json) -> list[str]:
+    """Where a comparison shows nothing."""
+    found = [
+        f"{row['task']}, {row['filter']}: no question is right in either arm, so equal scores show little"
+        for row in document["scores"]
+        if not row["right_a"] + row["right_b"]
+    ]
+    if _untested(document):
+        found.append("NOT TESTED: no draft was verified; raise --max-new-tokens")
+    return found
+
+
+def _untested(document: Json) -> bool:
+    """Whether no draft was verified: then the acceptance rate is none."""
+    return document["arms"][1]["metrics"]["acceptance_rate"]["estimate"] is None

@@ -12,6 +12,8 @@ import click
 
 from evals.cli import options as shared
 from evals.errors import require
+from evals.runs.verdict import Verdict
+from specdec.cli.options import examples
 
 if TYPE_CHECKING:
     from evals.acceptance.acceptance import Plan
@@ -23,7 +25,14 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 
 
-@click.command(short_help="Acceptance length, rates and speed-up of a draft head.")
+@click.command(
+    short_help="Acceptance length, rates and speed-up of a draft head.",
+    epilog=examples(
+        "specdec eval acceptance --data arithmetic --limit 20 --k 1,3,5",
+        "specdec eval acceptance --data arithmetic --limit 20 --model gsm-deepseek --draft mtp --k 3 --explain",
+        "specdec eval acceptance --data gsm8k --limit 200 --k 5 --output a.json --report a.html",
+    ),
+)
 @shared.model_options
 @shared.draft_option
 @shared.data_options
@@ -60,7 +69,14 @@ def acceptance(**options: Any) -> None:
     _evaluate(options, specs, plan, data)
 
 
-@click.command(short_help="Two heads, two K or two backends on the same prompts, paired.")
+@click.command(
+    short_help="Two heads, two K or two backends on the same prompts, paired.",
+    epilog=examples(
+        "specdec eval compare k=3 k=5 --data arithmetic --limit 20",
+        "specdec eval compare head-a head-b --model MODEL --data gsm8k --limit 200",
+        "specdec eval compare draft=auto,dtype=float32 draft=auto,dtype=bfloat16 --data arithmetic --limit 20",
+    ),
+)
 @click.argument("a")
 @click.argument("b")
 @shared.model_options
@@ -91,6 +107,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     if shared_model is not None:
         specs = {"a": shared_model}
     keys = ("a", "a") if shared_model is not None else ("a", "b")
+    options["same"] = sides[0] == sides[1]
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
     arms = tuple(Arm(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
 
@@ -100,7 +117,14 @@ def compare(a: str, b: str, **options: Any) -> None:
     _evaluate(options, specs, plan, data)
 
 
-@click.command(short_help="Check that speculation leaves the target's output unchanged.")
+@click.command(
+    short_help="Check that speculation leaves the target's output unchanged.",
+    epilog=examples(
+        "specdec eval lossless --data arithmetic --limit 20 --k 5",
+        "specdec eval lossless --data arithmetic --limit 20 --mode greedy --k 1,3,5",
+        "specdec eval lossless --data gsm8k --model gsm-deepseek --draft mtp --mode sampled --samples 2000",
+    ),
+)
 @shared.model_options
 @shared.draft_option
 @shared.data_options
@@ -114,15 +138,13 @@ def compare(a: str, b: str, **options: Any) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
 @click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
 @click.option("--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples a prompt and arm.")
-@click.option(
-    "--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Prompts that are sampled."
-)
+@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places that are sampled.")
 @click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
 @shared.run_dir_option
 @shared.ray_option
 @shared.workers_option
 def lossless(**options: Any) -> None:
-    """Check that speculation leaves the target's output unchanged; exit code 1 when it does not.
+    """Check that speculation leaves the target's output unchanged: PASS (exit code 0), FAIL (1) or NOT TESTED (3).
 
     Greedy answers must be identical but for near ties that a replay in higher precision confirms; sampled ones must
     have the target's distribution.
@@ -142,14 +164,16 @@ def lossless(**options: Any) -> None:
         facts = executor.facts()
         asking = shared.settle(shared.make_asking(options), facts)
         plan = Check(data, options["ks"], asking, options["batch_size"], options["mode"], options["samples"])
-        store = _store(options, plan.greedy, facts)
-        with RunProgress(Console(stderr=True), len(data.questions), len(plan.greedy.arms)) as progress:
+        with (
+            _store(options, plan.greedy, facts) as store,
+            RunProgress(Console(stderr=True), len(data.questions), len(plan.greedy.arms)) as progress,
+        ):
             document = check(executor, plan, store, progress, options["sample_prompts"])
     print_check(console, document)
     if options["output"] is not None:
         write_document(options["output"], document)
     console.print(f"run: {store.folder}")
-    sys.exit(0 if document["passed"] else EXIT_FAILED)
+    sys.exit(Verdict(document["verdict"]).exit_code)
 
 
 def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
@@ -175,16 +199,31 @@ def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
 def _data(options: dict[str, Any]) -> DataSet:
     from evals.data.datasets import load
 
-    _check_outputs(options)
+    check_outputs(options)
     return load(options["data"], data_dir=options["data_dir"], limit=options["limit"], seed=options["seed"])
 
 
-def _check_outputs(options: dict[str, Any]) -> None:
-    """Find out before the run, not after it, that an output cannot be made."""
-    for name in ("output", "report"):
+def check_outputs(options: dict[str, Any]) -> None:
+    """Find out before the run, not after it, that an output cannot be made.
+
+    Raises:
+        click.UsageError: a file name is needed and a folder was given, or the other way round.
+        OutputError: it cannot be written.
+    """
+    from evals.runs.store import check_writable
+
+    for name in ("output", "report", "spec_bench_dir", "run_dir"):
         path = options.get(name)
-        if path is not None and path.is_dir():
-            raise click.UsageError(f"--{name} {path} is a folder; give a file name")
+        if path is None:
+            continue
+        shown, is_file = f"--{name.replace('_', '-')} {path}", name in ("output", "report")
+        if is_file and path.is_dir():
+            raise click.UsageError(f"{shown} is a folder; give a file name")
+        if not is_file and path.exists() and not path.is_dir():
+            raise click.UsageError(f"{shown} is a file; give a folder")
+        check_writable(path)
+    if options.get("run_dir") is None:
+        check_writable(Path("runs"))
     if options.get("report") is not None:
         require("matplotlib", "eval")
 
@@ -201,14 +240,20 @@ def _evaluate(
     with shared.open_executor(specs, options["ray"], options["workers"]) as executor:
         facts = executor.facts()
         plan = make_plan(shared.settle(shared.make_asking(options), facts))
-        store = _store(options, plan, facts)
-        with RunProgress(progress_console, len(data.questions), len(plan.arms)) as progress:
+        with (
+            _store(options, plan, facts) as store,
+            RunProgress(progress_console, len(data.questions), len(plan.arms)) as progress,
+        ):
             document = run(executor, plan, store, progress)
-    print_acceptance(console, document)
+    print_acceptance(console, document, options["explain"])
+    if options.get("same"):
+        console.print("A and B are the same configuration: all but the times is equal by construction", style="yellow")
     _write(options, document, store)
     console.print(f"run: {store.folder}")
     if document["failures"]:
         sys.exit(EXIT_FAILED)
+    if document["not_measured"]:
+        sys.exit(Verdict.NOT_TESTED.exit_code)
 
 
 def _store(options: dict[str, Any], plan: Plan, facts: Json) -> RunStore:

@@ -9,7 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import CUDA_GRAPHS, DEFAULT_MODEL, KV_CACHE_DTYPE, MTP_OPTIONS
+from specdec.cli.options import (
+    CUDA_GRAPHS,
+    DEFAULT_MODEL,
+    GENERATION_CONFIG,
+    KV_CACHE_DTYPE,
+    MTP_OPTIONS,
+    SOURCE_OPTIONS,
+)
 from specdec.config import BACKENDS
 
 if TYPE_CHECKING:
@@ -60,7 +67,9 @@ model_options = _stacked(
     click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),
     KV_CACHE_DTYPE,
     CUDA_GRAPHS,
+    GENERATION_CONFIG,
     *MTP_OPTIONS,
+    *SOURCE_OPTIONS,
 )
 
 draft_option = click.option(
@@ -96,6 +105,7 @@ run_dir_option = click.option(
 output_options = _stacked(
     click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
     click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
+    click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
     click.option("--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."),
     run_dir_option,
 )
@@ -160,9 +170,12 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
         max_model_len=options["max_model_len"],
         kv_cache_dtype=options["kv_cache_dtype"],
         cuda_graphs=options["cuda_graphs"],
+        generation_config=options["generation_config"],
         mtp_concat=options["mtp_concat"],
         mtp_feedback=options["mtp_feedback"],
         seed=options["seed"],
+        trust_remote_code=options["trust_remote_code"],
+        revision=options["revision"],
     )
 
 

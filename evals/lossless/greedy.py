@@ -16,6 +16,7 @@ from evals.data.prompts import opening, render
 from evals.runs.answers import Answer
 from evals.runs.executor import Executor
 from evals.runs.runner import Arm, Asking
+from evals.runs.verdict import Verdict, together
 from evals.runs.worker import Worker
 
 if TYPE_CHECKING:
@@ -26,7 +27,7 @@ _HALF_ULPS = 8.0
 VERDICT = (
     "A divergence is allowed only where the replay puts the tokens of both arms within the tolerance of the best logit "
     f"({FLOAT32_TOLERANCE:g} in a float64 replay of a float32 model; for half precision {_HALF_ULPS:g} units in the "
-    "last place of the best logit, replayed in float32)."
+    "last place of the best logit, replayed in float32). NOT TESTED: no draft was verified."
 )
 
 
@@ -154,21 +155,26 @@ def compare_greedy(
         places = [(left, found) for left, right in pairs if (found := first_difference(left, right)) is not None]
         cases = tuple((questions[left.question_id], left, place) for left, place in places)
         verdicts = executor.on_one(Judge(arm, asking, cases)) if cases else []
-        results.append(_arm_result(arm, len(baseline), verdicts))
-    passed = bool(baseline) and all(result["passed"] for result in results)
-    return {"definition": VERDICT, "arms": results, "passed": passed}
+        results.append(_arm_result(arm, kept[arm.name], verdicts))
+    return {"definition": VERDICT, "arms": results, "verdict": together(result["verdict"] for result in results)}
 
 
-def _arm_result(arm: Arm, total: int, verdicts: Sequence[Divergence]) -> Json:
+def _arm_result(arm: Arm, answers: Sequence[Answer], verdicts: Sequence[Divergence]) -> Json:
+    total, rounds = len(answers), [record for answer in answers for record in answer.rounds]
+    drafts, defects = sum(record.drafted for record in rounds), sum(not v.allowed for v in verdicts)
+    tested = Verdict.PASS if drafts else Verdict.NOT_TESTED  # answers made without any draft are equal by construction
     return {
         "name": arm.name,
         "k": arm.k,
         "questions": total,
+        "tokens": sum(len(ids) for answer in answers for ids in answer.token_ids),
+        "drafts": drafts,
+        "accepted": sum(record.accepted for record in rounds),
         "identical": total - len(verdicts),
         "near_ties": sum(v.allowed for v in verdicts),
-        "defects": sum(not v.allowed for v in verdicts),
+        "defects": defects,
         "divergences": [_json(v) for v in verdicts],
-        "passed": all(v.allowed for v in verdicts),
+        "verdict": Verdict.FAIL if defects else tested,
     }
 
 

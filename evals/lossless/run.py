@@ -17,6 +17,7 @@ from evals.lossless.greedy import compare_greedy
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.runner import Asking
 from evals.runs.store import RunStore
+from evals.runs.verdict import Verdict, together
 
 SCHEMA_VERSION = 1
 
@@ -39,7 +40,7 @@ class Check:
 
 
 def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 2) -> Json:
-    """Run the check and return its document; `passed` is the verdict."""
+    """Run the check and return its document; `verdict` is one of `Verdict`, `passed` whether it is PASS."""
     document: Json = {
         "schema": "specdec.lossless",
         "schema_version": SCHEMA_VERSION,
@@ -54,7 +55,8 @@ def check(executor: Executor, plan: Check, store: RunStore, report: Report, samp
     if plan.mode != "greedy":
         document["sampled"] = _sampled(executor, plan, sample_prompts)
     parts = [document[part] for part in ("greedy", "sampled") if part in document]
-    document["passed"] = all(part["passed"] for part in parts)
+    document["verdict"] = together(Verdict(part["verdict"]) for part in parts)
+    document["passed"] = document["verdict"] is Verdict.PASS
     return document
 
 
@@ -63,18 +65,21 @@ def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) ->
     answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
     failures = [{"question_id": a.question_id, "arm": a.arm, "error": a.error} for a in answers if a.error is not None]
     found = compare_greedy(executor, plan.data, arms, by_arm(answers, arms), plan.asking)
-    return {**found, "failures": failures, "passed": found["passed"] and not failures}
+    verdict = together([Verdict(found["verdict"]), *([Verdict.NOT_TESTED] if failures else [])])
+    return {**found, "failures": failures, "verdict": verdict}
 
 
-def _sampled(executor: Executor, plan: Check, prompts: int) -> Json:
+def _sampled(executor: Executor, plan: Check, places: int) -> Json:
     sampling = Sampling(samples=plan.samples)
-    questions = plan.data.limited(prompts).questions
-    fits = executor.on_one(DistributionTest(questions, plan.greedy.arms, plan.asking, sampling))
+    questions = plan.data.questions
+    tested = executor.on_one(DistributionTest(questions, plan.greedy.arms, plan.asking, sampling, places))
     return {
         "definition": distribution.DEFINITION,
-        "sampling": asdict(sampling),
-        "arms": [asdict(fit) for fit in fits],
-        "passed": all(fit.passed for fit in fits),
+        "sampling": {**asdict(sampling), "temperature": tested.search.temperature},
+        "search": {**asdict(tested.search), "places": [asdict(place) for place in tested.search.places]},
+        "searched": str(tested.search),
+        "arms": [asdict(fit) for fit in tested.fits],
+        "verdict": together(fit.verdict for fit in tested.fits),
     }
 
 
@@ -84,16 +89,25 @@ def print_check(console: Console, document: Json) -> None:
         _print_greedy(console, document["greedy"])
     if "sampled" in document:
         _print_sampled(console, document["sampled"])
-    passed = document["passed"]
-    text = "output unchanged by speculation" if passed else "speculation changes the output"
-    console.print(f"{'PASS' if passed else 'FAIL'}: {text}", style="bold green" if passed else "bold red")
+    verdict = Verdict(document["verdict"])
+    console.print(f"{verdict.value}: {_MEANING[verdict]}", style=_STYLE[verdict], highlight=False)
+
+
+_MEANING = {
+    Verdict.PASS: "output unchanged by speculation",
+    Verdict.FAIL: "speculation changes the output",
+    Verdict.NOT_TESTED: "not everything that was asked for could be tested; see the lines above",
+}
+_STYLE = {Verdict.PASS: "bold green", Verdict.FAIL: "bold red", Verdict.NOT_TESTED: "bold yellow"}
 
 
 def _print_greedy(console: Console, greedy: Json) -> None:
     for arm in greedy["arms"]:
         console.print(
-            f"greedy, {arm['name']}: {arm['identical']} of {arm['questions']} identical, "
-            f"{arm['near_ties']} near ties, {arm['defects']} defects"
+            f"greedy, {arm['name']}: {arm['verdict']}, {arm['identical']:,} of {arm['questions']:,} identical, "
+            f"{arm['near_ties']} near ties, {arm['defects']} defects; {arm['tokens']:,} tokens compared, "
+            f"{arm['drafts']:,} drafts verified, {arm['accepted']:,} accepted",
+            highlight=False,
         )
         if arm["divergences"]:
             console.print(_divergence_table(arm["divergences"]))
@@ -115,10 +129,26 @@ def _divergence_table(divergences: list[Json]) -> Table:
 
 
 def _print_sampled(console: Console, sampled: Json) -> None:
+    console.print(f"sampled: {sampled['searched']}, {len(sampled['search']['places'])} chosen", highlight=False)
+    if not sampled["arms"]:
+        console.print(
+            "sampled: NOT TESTED, no place where a drafted token is open; give other --data, more --samples, or a "
+            "larger --max-new-tokens",
+            style="yellow",
+            highlight=False,
+        )
     for fit in sampled["arms"]:
         name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
-        console.print(
-            f"sampled, {name}: chi-square {fit['statistic']:.1f}, {fit['degrees']} degrees, p = {fit['p_value']:.3g}, "
-            f"{fit['impossible']} impossible; {fit['samples']} samples find a distance of {fit['detectable']:.3f}"
-        )
+        console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}", highlight=False)
     console.print(sampled["definition"], style="dim", highlight=False)
+
+
+def _numbers(fit: Json) -> str:
+    drawn = f"{fit['samples']:,} samples at {fit['places']} place(s), {fit['drafts']:,} drafts verified"
+    if fit["p_value"] is None:
+        return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"
+    return (
+        f"p = {fit['p_value']:.3g} (chi-square {fit['statistic']:.1f}, {fit['degrees']} degrees of freedom), "
+        f"{fit['impossible']} impossible; {drawn}, {fit['accepted']:,} accepted; a distance of {fit['detectable']:.3f} "
+        f"or more would be found with probability {distribution.POWER:g}"
+    )

@@ -56,8 +56,8 @@ def make_console() -> Console:
     return console if console.is_terminal else Console(width=140)
 
 
-def print_acceptance(console: Console, document: Json) -> None:
-    """Print the whole document."""
+def print_acceptance(console: Console, document: Json, explain: bool = False) -> None:
+    """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
     for title, key in groupings(arms[0]):
@@ -66,14 +66,26 @@ def print_acceptance(console: Console, document: Json) -> None:
     if "timing" in document:
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
-        _print_table(console, title, _prediction_table(prediction))
-        _print_best(console, prediction)
+        if prediction["table"]:
+            _print_table(console, title, _prediction_table(prediction))
+            _print_best(console, prediction)
+        else:
+            console.print("\nspeed-up not predicted: there were no rounds to time")
     if "differences" in document:
         title = f"{arms[1]['name']} less {arms[0]['name']}, paired"
         _print_table(console, title, _difference_table(document["differences"]))
     _print_identity(console, arms)
     _print_failures(console, document["failures"])
-    _print_definitions(console, document)
+    for name in document["not_measured"]:
+        text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
+        console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
+    if arms[0]["questions"] < 2:
+        console.print("one question: numbers have no interval; ask more of them", style="yellow")
+    if explain:
+        _print_definitions(console, document)
+    else:
+        text = "what each number means: --explain; [low, high]: 95 % interval over the questions"
+        console.print(text, style="dim", highlight=False, markup=False)
 
 
 def _print_table(console: Console, title: str, table: Table) -> None:
@@ -184,7 +196,7 @@ def _difference_table(found: Json) -> Table:
 def _print_identity(console: Console, arms: Sequence[Json]) -> None:
     for arm in arms:
         found = arm["identical_to_target_alone"]
-        if found is not None and arm["k"]:
+        if found is not None and arm["k"] and sum(arm["histogram"]):
             console.print(
                 f"{arm['name']}: {found['identical']} of {found['questions']} answers equal the target alone's"
             )

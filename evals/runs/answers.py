@@ -74,8 +74,14 @@ def _turn(record: Mapping[str, Any]) -> Turn:
     return Turn(
         **{
             **record,
-            "token_ids": tuple(record["token_ids"]),
-            "rounds": tuple(RoundRecord(*row) for row in record["rounds"]),
+            "token_ids": _integers(record["token_ids"]),
+            "rounds": tuple(RoundRecord(*_integers(row)) for row in record["rounds"]),
             "segments": tuple((kind, text) for kind, text in record["segments"]),
         }
     )
+
+
+def _integers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise TypeError(f"a list of whole numbers is needed, not {values!r:.60}")
+    return tuple(values)

@@ -2,49 +2,81 @@
 
 RUN/settings.json     what the run depends on
 RUN/answers.jsonl     one line an answer, with the hash of those settings
+RUN/.lock             held by the one process that may write; the system frees it when that process ends, killed or not
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+import tempfile
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock, Timeout
+
 from evals.data.datasets import digest
-from evals.errors import RunStoreError
+from evals.errors import OutputError, RunStoreError
 from evals.runs.answers import Answer, from_json, to_json
+from specdec.errors import SpecdecWarning
+
+LOCK = ".lock"
+_REMEDY = "remove the folder or use another --run-dir"
 
 
 class RunStore:
     """The answers of one run. Opened on a folder: a new one, or one of the same settings, which is continued.
+
+    One process at a time has it open: leave it as a context manager, or with `close`.
 
     Attributes:
         folder: where it lies; key: hash of the settings; answers: by (question id, arm), read at opening.
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
-        """Open or create `folder`.
+        """Open or create `folder`; warn where a last line was cut off by a crash and is dropped.
 
         Raises:
-            RunStoreError: the folder belongs to other settings, or a line other than the last is damaged.
+            RunStoreError: another run has the folder open, it belongs to other settings, or it is damaged.
+            OutputError: it cannot be written.
         """
         self.folder = folder
         self.key = digest(settings)
         self._path = folder / "answers.jsonl"
-        _check_settings(folder, settings)
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
-        self.answers: dict[tuple[str, str], Answer] = {}
-        for answer in self._read():
-            self.answers[answer.question_id, answer.arm] = answer
+        _check_is_run(folder)
+        with _named(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(folder)
+        try:
+            _check_settings(folder, settings)
+            write_atomically(folder / "settings.json", json.dumps(settings, indent=2, sort_keys=True) + "\n")
+            self.answers = {(answer.question_id, answer.arm): answer for answer in self._read()}
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> RunStore:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        self._lock.release()
 
     def add(self, answers: Iterable[Answer]) -> None:
-        """Append answers; they are on disk when this returns."""
+        """Append answers; they are on disk when this returns.
+
+        Raises:
+            OutputError: they cannot be written; what was there before stays readable.
+        """
         answers = list(answers)
         lines = [json.dumps({"key": self.key, "answer": to_json(answer)}, ensure_ascii=False) for answer in answers]
-        with self._path.open("ab") as out:
+        with _named(self._path), self._path.open("ab") as out:
             out.write("".join(line + "\n" for line in lines).encode())
             out.flush()
             os.fsync(out.fileno())
@@ -55,16 +87,25 @@ class RunStore:
         found = (self.answers.get((question_id, arm)) for arm in arms)
         return all(answer is not None and answer.error is None for answer in found)
 
-    def _read(self) -> Iterable[Answer]:
-        """The answers on disk. A last line that was cut off by a crash is removed."""
+    def _read(self) -> list[Answer]:
+        """The answers on disk. A last line that was cut off is removed, and said."""
         if not self._path.is_file():
             return []
-        content = self._path.read_bytes()
+        with _named(self._path):
+            content = self._path.read_bytes()
         whole = content.rfind(b"\n") + 1
-        if whole < len(content):
-            os.truncate(self._path, whole)
         lines = content[:whole].split(b"\n")[:-1]
-        return [self._answer(line, number) for number, line in enumerate(lines, 1)]
+        answers = [self._answer(line, number) for number, line in enumerate(lines, 1)]
+        if whole < len(content):
+            warnings.warn(
+                f"{self._path}:{len(lines) + 1}: the last line was cut off when an earlier run ended; it is dropped, "
+                "and its questions are asked again",
+                SpecdecWarning,
+                stacklevel=2,
+            )
+            with _named(self._path):
+                os.truncate(self._path, whole)
+        return answers
 
     def _answer(self, line: bytes, number: int) -> Answer:
         where = f"{self._path}:{number}"
@@ -73,32 +114,120 @@ class RunStore:
             answer = from_json(record["answer"])
             key = record["key"]
         except (ValueError, KeyError, TypeError) as error:
-            raise RunStoreError(f"{where}: damaged ({error}); remove the folder or use another --run-dir") from error
+            raise RunStoreError(f"{where}: damaged ({type(error).__name__}: {error}); {_REMEDY}") from error
         if key != self.key:
-            raise RunStoreError(f"{where}: belongs to other settings; remove the folder or use another --run-dir")
+            raise RunStoreError(f"{where}: belongs to other settings; {_REMEDY}")
         return answer
+
+
+def _locked(folder: Path) -> FileLock:
+    """The folder's lock, held.
+
+    Raises:
+        RunStoreError: another run holds it, or the file system knows no locks.
+    """
+    lock = FileLock(folder / LOCK, thread_local=False)
+    try:
+        with _named(folder / LOCK):
+            lock.acquire(timeout=0)
+    except Timeout as error:
+        raise RunStoreError(
+            f"{folder} is in use by another run that has not ended; wait for it, stop it, or use another --run-dir"
+        ) from error
+    except NotImplementedError as error:
+        raise RunStoreError(f"{folder} is on a file system without locks ({error}); use another --run-dir") from error
+    return lock
+
+
+def _check_is_run(folder: Path) -> None:
+    if folder.exists() and not folder.is_dir():
+        raise RunStoreError(f"{folder} is not a folder; use another --run-dir")
+    if (folder / "settings.json").is_file() or not folder.is_dir():
+        return
+    if any(path.name != LOCK and not path.name.endswith(".partial") for path in folder.iterdir()):
+        raise RunStoreError(f"{folder} is not empty and holds no run; use another --run-dir")
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / "settings.json"
     if not path.is_file():
-        if folder.is_dir() and any(folder.iterdir()):
-            raise RunStoreError(f"{folder} is not empty and holds no run; use another --run-dir")
         return
     try:
-        earlier = json.loads(path.read_text())
-    except ValueError as error:
-        raise RunStoreError(f"{path} is damaged ({error}); remove the folder or use another --run-dir") from error
-    current = json.loads(json.dumps(settings))
-    changed = sorted(k for k in {*earlier, *current} if earlier.get(k) != current.get(k))
+        earlier = json.loads(path.read_bytes())
+    except (ValueError, OSError) as error:
+        raise RunStoreError(f"{path} is damaged ({error}); {_REMEDY}") from error
+    if not isinstance(earlier, dict):
+        raise RunStoreError(f"{path} is damaged (a JSON object is needed, this is {type(earlier).__name__}); {_REMEDY}")
+    changed = list(_changes(earlier, json.loads(json.dumps(settings))))
     if changed:
-        listed = "; ".join(f"{k}: {earlier.get(k)!r} there, {current.get(k)!r} here" for k in changed)
+        listed = "; ".join(changed)
         raise RunStoreError(f"{folder} holds a run with other settings ({listed}); use another --run-dir, or remove it")
 
 
+def _changes(earlier: Any, current: Any, name: str = "") -> Iterator[str]:
+    """What differs, value by value: "asking.params.seed: 1 -> 2"."""
+    both = (earlier, current)
+    if all(isinstance(one, dict) for one in both):
+        for key in sorted({*earlier, *current}):
+            yield from _changes(earlier.get(key), current.get(key), f"{name}.{key}" if name else key)
+    elif all(isinstance(one, list) for one in both) and len(earlier) == len(current):
+        for i, (left, right) in enumerate(zip(*both, strict=True)):
+            yield from _changes(left, right, f"{name}[{i}]")
+    elif earlier != current:
+        yield f"{name}: {_short(earlier)} -> {_short(current)}"
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def write_atomically(path: Path, text: str) -> None:
-    """Write a whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    """Write a whole file or nothing; to what is no regular file (a pipe, a device), straight.
+
+    Raises:
+        OutputError: it cannot be written.
+    """
+    with _named(path):
+        if path.exists() and not path.is_file():
+            path.write_text(text, encoding="utf-8")
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        except BaseException:
+            with suppress(OSError):
+                partial.unlink(missing_ok=True)
+            raise
+
+
+def check_writable(path: Path) -> None:
+    """Find out before a run whether a file or folder can be made at `path`; nothing is left behind.
+
+    Raises:
+        OutputError: it cannot.
+    """
+    folder = path if path.is_dir() else path.parent
+    while not folder.exists() and folder != folder.parent:
+        folder = folder.parent
+    with _named(path):
+        if path.is_file():
+            path.open("ab").close()
+        if path.is_file() or path.is_dir() or not path.exists():  # else a pipe or a device
+            tempfile.TemporaryFile(dir=folder).close()
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """An error of the system while `path` is used becomes ours, with its name and what to do."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, Timeout):
+            raise
+        raise OutputError(
+            f"cannot write {path}: {error.strerror or error}; make room or give another place. What a run has answered "
+            "is kept in its folder: the same command goes on from there"
+        ) from error

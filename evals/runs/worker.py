@@ -27,9 +27,12 @@ class ModelSpec:
     max_model_len: int | None = None
     kv_cache_dtype: str = "auto"
     cuda_graphs: bool = False
+    generation_config: str = "model"
     mtp_concat: str = "auto"
     mtp_feedback: str = "post_norm"
     seed: int = 0
+    trust_remote_code: bool = False
+    revision: str | None = None
 
     def load(self) -> Any:
         """The model. Raises what `from_pretrained` raises."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import load_model, model_options
+from specdec.cli.options import examples, load_model, model_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -35,9 +35,19 @@ def _sampling_options(command: Any) -> Any:
     return command
 
 
-@click.command()
+_GENERATE_EXAMPLES = examples(
+    'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',
+    'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --model gsm-deepseek --draft mtp -k 3',
+    "specdec generate --file questions.jsonl --json --max-new-tokens 100",
+    'echo "How many is 3 times 12?" | specdec generate --draft none --temperature 0.7 --seed 1',
+)
+
+
+@click.command(epilog=_GENERATE_EXAMPLES)
 @click.argument("prompt", required=False)
-@click.option("--file", "file", type=click.Path(path_type=Path), help="Prompts: .jsonl (one a line), or one text.")
+@click.option(
+    "--file", "file", type=click.Path(path_type=Path), help="Prompts: .jsonl (one a line, one batch), or one text."
+)
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Print acceptance length, acceptance per position and times.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of streamed text.")
@@ -80,8 +90,14 @@ def _read_file(path: Path) -> list[Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidInputError(f"cannot read prompts from {path}: {error}") from error
     if path.suffix != ".jsonl":
+        if not text.strip():
+            raise InvalidInputError(f"{path} is empty; at least one token is needed")
         return [text.rstrip("\n")]
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise InvalidInputError(
+            f"{path} has no prompts; give one JSON object a line, with prompt, question or messages"
+        )
     return [_prompt_of(path, number, line) for number, line in lines]
 
 
@@ -112,18 +128,34 @@ def _print_json(model: SpeculativeModel, prompts: list[Any], params: SamplingPar
 
 
 def _print_stream(model: SpeculativeModel, prompts: list[Any], params: SamplingParams, stats: bool) -> None:
-    done = []
-    for number, prompt in enumerate(prompts, 1):
-        if len(prompts) > 1:
-            click.secho(f"[{number}/{len(prompts)}]", bold=True)
-        for update in model.stream([prompt], params):
-            click.echo(update.text, nl=False)
-            sys.stdout.flush()
-            if update.completion is not None:
-                done.append(update.completion)
-        click.echo()
+    done = _print_batch(model, prompts, params) if len(prompts) > 1 else _print_one(model, prompts[0], params)
     if stats:
         _print_stats(model, done)
+
+
+def _print_one(model: SpeculativeModel, prompt: Any, params: SamplingParams) -> list[Completion]:
+    """Tokens as they are accepted."""
+    done = []
+    for update in model.stream([prompt], params):
+        click.echo(update.text, nl=False)
+        sys.stdout.flush()
+        if update.completion is not None:
+            done.append(update.completion)
+    click.echo()
+    return done
+
+
+def _print_batch(model: SpeculativeModel, prompts: list[Any], params: SamplingParams) -> list[Completion]:
+    """All prompts in one batch; each text as soon as it and those before it have ended."""
+    waiting: dict[int, Completion] = {}
+    done: list[Completion] = []
+    for index, completion in model.generate_iter(prompts, params):
+        waiting[index] = completion
+        while len(done) in waiting:
+            done.append(waiting.pop(len(done)))
+            click.secho(f"[{len(done)}/{len(prompts)}]", bold=True)
+            click.echo(done[-1].text)
+    return done
 
 
 def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None:
@@ -137,18 +169,34 @@ def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None
     Console(stderr=True).print(table)
 
 
-@click.command()
+@click.command(
+    epilog=examples(
+        "specdec inspect",
+        "specdec inspect --model gsm-deepseek --draft mtp",
+        "specdec inspect --model gsm-llama --draft none --json",
+    )
+)
+@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object, numbers as they are.")
 @model_options
-def inspect(**options: Any) -> None:
+def inspect(as_json: bool, **options: Any) -> None:
     """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
     from rich.console import Console
 
-    from drafters.eagle3.head import Eagle3Head
-    from specdec.cli.tables import facts_table, report_table
+    from drafters.mtp.spec import MtpReading
+    from specdec.cli.tables import facts_table, fit_lines, report_table
     from specdec.loading.targets import head_report
     from specdec.target.target import probe_target
 
-    model, console = load_model(**options), Console()
-    console.print(facts_table(model.describe()))
-    if isinstance(model.head, Eagle3Head):
-        console.print(report_table(head_report(options["draft"], options["model"], probe_target(model.hf_model))))
+    model = load_model(**options)
+    facts = model.describe()
+    if as_json:
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    console.print(facts_table(facts))
+    if model.head is not None:
+        reading = MtpReading(options["mtp_concat"], options["mtp_feedback"])
+        report = head_report(options["draft"], options["model"], probe_target(model.hf_model), reading)
+        console.print(report_table(report))
+    for line in fit_lines(facts):
+        console.print(line, style="green", highlight=False)

@@ -7,12 +7,14 @@ without importing torch. Every error of the `SpecdecError` tree becomes one mess
 from __future__ import annotations
 
 import importlib
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import click
 
+from specdec.cli.options import examples
 from specdec.errors import SpecdecError
 
 
@@ -20,6 +22,12 @@ class BadInput(click.ClickException):
     """An error of the `SpecdecError` tree, shown by click as one message."""
 
     exit_code = 2
+
+
+class Interrupted(click.ClickException):
+    """Ctrl-C, shown by click as one message; the exit code is the shell's for it."""
+
+    exit_code = 130
 
 
 @dataclass(frozen=True)
@@ -59,12 +67,14 @@ class LazyGroup(click.Group):
         """Run the command.
 
         Raises:
-            BadInput: instead of an error of the `SpecdecError` tree.
+            BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of KeyboardInterrupt.
         """
         try:
             return super().invoke(ctx)
         except SpecdecError as error:
-            raise BadInput(str(error)) from error
+            raise BadInput(" ".join(str(error).split())) from error
+        except KeyboardInterrupt as error:
+            raise Interrupted("interrupted; a run keeps what it has answered, and the same command goes on") from error
 
 
 _CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
@@ -76,23 +86,29 @@ _EVALUATIONS = {
     "lossless": LazyCommand(
         "evals.cli.commands:lossless", "Check that speculation leaves the target's output unchanged."
     ),
-    "compare": LazyCommand(
-        "evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."
-    ),
+    "compare": LazyCommand("evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."),
     "gsm8k": LazyCommand("evals.cli.accuracy:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
     "humaneval": LazyCommand("evals.cli.accuracy:humaneval", "HumanEval pass@1; runs code the model wrote."),
     "lm-eval": LazyCommand("evals.cli.accuracy:lm_eval", "lm-eval's own command line with the specdec model."),
 }
 
-evaluate = LazyGroup("eval", lazy=_EVALUATIONS, context_settings=_CONTEXT, help="Measure a head, and check it.")
+evaluate = LazyGroup(
+    "eval",
+    lazy=_EVALUATIONS,
+    context_settings=_CONTEXT,
+    help="Measure a head, and check it.",
+    epilog=examples(
+        "specdec eval acceptance --data arithmetic --limit 20",
+        "specdec eval lossless --data arithmetic --limit 20",
+        "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
+    ),
+)
 
 _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),
     "inspect": LazyCommand("specdec.cli.generate:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
-    "eval": LazyCommand(
-        "specdec.cli.main:evaluate", "Measure acceptance, speed-up and accuracy; check losslessness."
-    ),
+    "eval": LazyCommand("specdec.cli.main:evaluate", "Measure acceptance, speed-up and accuracy; check losslessness."),
 }
 
 cli = LazyGroup(
@@ -100,13 +116,24 @@ cli = LazyGroup(
     lazy=_COMMANDS,
     context_settings=_CONTEXT,
     help="Speculative decoding for Hugging Face causal language models, with exactly the model's own output.",
+    epilog=examples(
+        'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',
+        "specdec inspect --model gsm-deepseek --draft mtp",
+        "specdec eval acceptance --data arithmetic --limit 20",
+        "specdec eval lossless --data arithmetic --limit 20",
+    ),
 )
 cli = click.version_option(package_name="specdec-hf", prog_name="specdec")(cli)
 
 
 def main() -> None:
-    """Entry point of the `specdec` command."""
+    """Entry point of the `specdec` command. A warning is one line, without the place in the code it came from."""
+    warnings.formatwarning = _one_line
     cli()
+
+
+def _one_line(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> str:
+    return f"Warning: {message}\n" if issubclass(category, UserWarning) else f"{category.__name__}: {message}\n"
 
 
 if __name__ == "__main__":

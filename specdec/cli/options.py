@@ -40,9 +40,21 @@ KV_CACHE_DTYPE = click.option(
     show_default=True,
     help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
 )
+SOURCE_OPTIONS = (
+    click.option("--revision", help="Branch, tag or commit of a target on the hub."),
+    click.option("--trust-remote-code", is_flag=True, help="Run the Python files of the target's checkpoint."),
+)
 CUDA_GRAPHS = click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (on a GPU).")
+GENERATION_CONFIG = click.option(
+    "--generation-config",
+    type=click.Choice(["model", "ignore"]),
+    default="model",
+    show_default=True,
+    help="ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
+)
 _MODEL_OPTIONS = (
     click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
+    *SOURCE_OPTIONS,
     click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
     click.option(
         "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
@@ -61,11 +73,17 @@ _MODEL_OPTIONS = (
         help="Share of the GPU's memory that model, cache and graphs may take together.",
     ),
     CUDA_GRAPHS,
+    GENERATION_CONFIG,
     click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
     click.option(
         "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
     ),
 )
+
+
+def examples(*lines: str) -> str:
+    """The epilog of a command's help: command lines that work as they stand, kept as they are by click (its \\b)."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
 def model_options(command: _Command) -> _Command:
@@ -90,6 +108,9 @@ def load_model(
     kv_cache_tokens: int | None,
     gpu_memory_utilization: float,
     cuda_graphs: bool,
+    generation_config: str,
+    revision: str | None,
+    trust_remote_code: bool,
 ) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
     from specdec.loading.targets import has_builtin_head
@@ -111,4 +132,7 @@ def load_model(
         kv_cache_tokens=kv_cache_tokens,
         gpu_memory_utilization=gpu_memory_utilization,
         cuda_graphs=cuda_graphs,
+        generation_config=generation_config,  # type: ignore[arg-type]
+        revision=revision,
+        trust_remote_code=trust_remote_code,
     )

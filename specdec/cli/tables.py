@@ -56,6 +56,55 @@ def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     return [*rows, ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")]
 
 
+def human(name: str, value: Any) -> str:
+    """A fact as a person reads it.
+
+    >>> human("num_layers", 12), human("parameters", 6538176), human("weights_bytes", 3 << 29)
+    ('12', '6,538,176 (6.54 M)', '1.5 GiB')
+    """
+    if value is None:
+        return "none"
+    if name.endswith("_bytes"):
+        return size(value)
+    if isinstance(value, float):
+        return f"{value:.2g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        text = str(value) if name == "seed" else f"{value:,}"
+        return f"{text} ({_millions(value)})" if name == "parameters" else text
+    return ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+
+
+def size(num_bytes: int) -> str:
+    """Bytes in the largest unit of which there is at least a tenth."""
+    for unit, shift in (("GiB", 30), ("MiB", 20)):
+        if num_bytes >= 0.1 * 2**shift:
+            return f"{num_bytes / 2**shift:.3g} {unit}"
+    return f"{num_bytes / 2**10:.3g} KiB"
+
+
+def _millions(count: int) -> str:
+    return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
+
+
+def fit_lines(facts: dict[str, Any]) -> list[str]:
+    """That what was loaded fits: target and head each other, the cache the sizes asked for. Else loading had failed."""
+    engine = facts["engine"]
+    lines = [f"the target passes its self-test (relative error {human('error', facts['self_test_error'])})"]
+    if facts["head"] is not None:
+        known, whole = facts["draft_vocab_size"], facts["vocab_size"]
+        lines.append(
+            f"target and head fit: {facts['head']} reads {len(facts['taps'])} hidden states of the target and drafts "
+            f"{known:,} of its {whole:,} tokens, {engine['num_speculative_tokens']} a round"
+        )
+    tokens = (engine["num_pages"] - 1) * engine["page_size"]
+    longest = tokens // engine["max_model_len"]
+    lines.append(
+        f"it fits in memory: {size(facts['weights_bytes'])} of weights, a KV cache of {tokens:,} tokens = {longest:,} "
+        f"requests of the greatest length ({engine['max_model_len']:,} tokens), {engine['max_num_seqs']} at once"
+    )
+    return lines
+
+
 def facts_table(facts: dict[str, Any]) -> Table:
     """A description, one fact a row; nested mappings are indented."""
     table = Table(show_header=False)
@@ -70,7 +119,7 @@ def report_table(report: HeadReport) -> Table:
     table = Table("field", "value", title=title, title_justify="left", caption=str(report.path))
     table.add_column("from", overflow="fold")
     for field in report.fields:
-        table.add_row(field.name, str(field.value), field.source)
+        table.add_row(field.name, human(field.name, field.value), field.source)
     return table
 
 
@@ -81,5 +130,6 @@ def _flat(facts: dict[str, Any], indent: str = "") -> list[tuple[str, str]]:
             rows.append((f"{indent}{name}", ""))
             rows += _flat(value, indent + "  ")
         else:
-            rows.append((f"{indent}{name}", str(value)))
+            shown = name.removesuffix("_bytes")
+            rows.append((f"{indent}{shown}", human(name, value)))
     return rows

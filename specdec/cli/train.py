@@ -8,13 +8,20 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specdec.cli.options import MTP_OPTIONS
+from specdec.cli.options import GENERATION_CONFIG, MTP_OPTIONS, SOURCE_OPTIONS, examples
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
-    from drafters.mtp.spec import Concat, Feedback
-    from drafters.training.trainer import TrainResult
+    from rich.console import Console
 
+    from drafters.mtp.spec import Concat, Feedback
+    from drafters.training.config import TrainConfig
+    from specdec.model import SpeculativeModel
+    from specdec.training.answering import Questions
+    from specdec.training.plan import TrainingPlan
+    from specdec.training.run_folder import Setting
+
+    MakePlan = Callable[[SpeculativeModel, TrainConfig, int], TrainingPlan[Any]]
 
 _MODEL_HELP = "Target: built-in name, folder or hub name."
 _DATA = (
@@ -25,21 +32,40 @@ _DATA = (
         type=click.Path(path_type=Path),
         help="JSONL of questions (messages, prompt or question a line); the target writes the answers. Repeatable.",
     ),
-    click.option("--output", required=True, type=click.Path(path_type=Path), help="Folder; an unfinished run goes on."),
+    click.option(
+        "--output",
+        required=True,
+        type=click.Path(path_type=Path),
+        help="Folder. An unfinished run goes on; a run made from something else is refused.",
+    ),
+    click.option("--overwrite", is_flag=True, help="Start anew: remove checkpoints and head of an earlier run there."),
+    click.option(
+        "--checkpoint-every", type=click.IntRange(1), default=250, show_default=True, help="Steps between checkpoints."
+    ),
 )
 _RUN = (
+    *SOURCE_OPTIONS,
     click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
-    click.option("--held-out", default=256, show_default=True, help="Questions that only measure."),
-    click.option("--max-new-tokens", default=512, show_default=True, help="Of an answer."),
-    click.option("--max-length", default=1024, show_default=True, help="Of a training sequence."),
-    click.option("--max-num-seqs", default=64, show_default=True, help="Questions answered at once."),
+    click.option(
+        "--held-out", type=click.IntRange(1), default=256, show_default=True, help="Questions that only measure."
+    ),
+    click.option("--max-new-tokens", type=click.IntRange(2), default=512, show_default=True, help="Longest answer."),
+    click.option(
+        "--max-length", type=click.IntRange(3), default=1024, show_default=True, help="Longest training sequence."
+    ),
+    click.option(
+        "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True, help="Questions answered at once."
+    ),
     click.option("--answers-only", is_flag=True, help="Only let the target answer (several files in parallel, say)."),
     click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile."),
     click.option("--seed", default=0, show_default=True),
     click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
     click.option("--dtype", default="auto", show_default=True, help="Of the target."),
     click.option("--device", help="Default: CUDA where there is one."),
+    GENERATION_CONFIG,
 )
+_INTERRUPTED = 130
+"""Exit status of a command that was ended by Ctrl-C, as shells count it: 128 + SIGINT."""
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -54,12 +80,22 @@ def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Comm
     return added
 
 
-@click.group()
+@click.group(
+    epilog=examples(
+        "specdec train eagle3 --data questions.jsonl --output run",
+        "specdec train mtp --data questions.jsonl --output run",
+    )
+)
 def train() -> None:
     """Train a draft head for a target."""
 
 
-@train.command()
+@train.command(
+    epilog=examples(
+        "specdec train eagle3 --data questions.jsonl --output run --draft-vocab-size 1536",
+        "specdec train eagle3 --data a.jsonl --data b.jsonl --output run --steps 500 --held-out 64",
+    )
+)
 @click.option("--model", default="gsm-llama", show_default=True, help=_MODEL_HELP)
 @_with(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
@@ -72,13 +108,13 @@ def train() -> None:
 @_with(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
-    from specdec.training.run import HeadShape, train_eagle3
+    from specdec.training.run import HeadShape, plan_eagle3
 
     shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _taps(options["taps"]))
-    _run(options, lambda model, answers, config, **rest: train_eagle3(model, answers, shape, config, **rest))
+    _run(options, lambda model, config, held_out: plan_eagle3(model, shape, config, held_out))
 
 
-@train.command()
+@train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
 @click.option("--model", default="gsm-deepseek", show_default=True, help=_MODEL_HELP)
 @_with(_DATA)
 @click.option("--module", help="Checkpoint that holds the module. Default: the target's own.")
@@ -93,43 +129,87 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
 
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
+    from drafters.checkpoints.tensor_files import locate
     from drafters.mtp.spec import MtpReading
-    from specdec.training.run import train_mtp
+    from specdec.training.run import plan_mtp
 
-    source, reading = module or options["model"], MtpReading(mtp_concat, mtp_feedback)
-    _run(options, lambda model, answers, config, **rest: train_mtp(model, source, answers, reading, config, **rest))
+    source, revision = module or options["model"], options["revision"]
+    if module is None and revision is not None:
+        source = str(locate(source, revision))
+    reading = MtpReading(mtp_concat, mtp_feedback)
+    _run(options, lambda model, config, held_out: plan_mtp(model, source, reading, config, held_out))
 
 
-def _run(options: dict[str, Any], train_head: Callable[..., TrainResult]) -> None:
-    """Load the target, let it answer, train."""
+def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
+    """Let the target answer, then train; whatever can be found wrong is found before the target answers."""
     from rich.console import Console
 
-    from drafters.training.answers import AnswerSet
     from drafters.training.config import TrainConfig
     from drafters.training.questions import read_questions
     from specdec.model import SpeculativeModel
-    from specdec.training.run import AnswerLimits, answer_questions
+    from specdec.training.answering import AnswerLimits, answer_prepared, prepare_questions
+    from specdec.training.run_folder import check_writable
 
-    questions = [read_questions(path) for path in options["data"]]
-    config = TrainConfig(
-        compile=options["compile_"],
-        **{name: options[name] for name in ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed")},
-    )
+    limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
+    names = ("steps", "batch_size", "ttt_steps", "decay", "learning_rate", "seed", "checkpoint_every")
+    config = TrainConfig(compile=options["compile_"], **{name: options[name] for name in names})
+    asked = [read_questions(path) for path in options["data"]]
+    output, console = options["output"], Console()
+    check_writable(output)
     model = SpeculativeModel.from_pretrained(
         options["model"],
         backend=options["backend"],
         dtype=options["dtype"],
         device=options["device"],
         max_num_seqs=options["max_num_seqs"],
+        generation_config=options["generation_config"],
+        revision=options["revision"],
+        trust_remote_code=options["trust_remote_code"],
     )
-    console, output = Console(), options["output"]
-    limits = AnswerLimits(options["max_new_tokens"], options["max_length"])
-    answers = [answer_questions(model, each, limits, output, console) for each in questions]
-    if options["answers_only"]:
-        return
-    joined = AnswerSet.joined(answers)
-    result = train_head(model, joined, config, output=output, held_out=options["held_out"], console=console)
+    questions = [prepare_questions(model, each, limits) for each in asked]
+    try:
+        if options["answers_only"]:
+            for each in questions:
+                answer_prepared(model, each, output, console)
+            return
+        _train(options, make_plan(model, config, options["held_out"]), questions, console)
+    except KeyboardInterrupt:
+        click.echo(f"\ninterrupted; {_kept(output)}; the same command goes on from there", err=True)
+        raise click.exceptions.Exit(_INTERRUPTED) from None
+
+
+def _train(options: dict[str, Any], plan: TrainingPlan[Any], questions: Sequence[Questions], console: Console) -> None:
+    from drafters.training.answers import AnswerSet
+    from specdec.training.answering import answer_prepared
+    from specdec.training.run_folder import locked
+
+    output = options["output"]
+    plan.check_questions(questions)
+    with locked(output):
+        plan.claim(output, _data_settings(options, questions), overwrite=options["overwrite"])
+        answers = [answer_prepared(plan.model, each, output, console) for each in questions]
+        result = plan.run(AnswerSet.joined(answers), output, console)
     click.echo(f"the head is in {result.folder}")
+
+
+def _data_settings(options: dict[str, Any], questions: Sequence[Questions]) -> dict[str, Setting]:
+    """What the answers come from; a question's key covers prompts, target and the longest answer."""
+    from specdec.training.run_folder import Setting
+
+    counted = [f"{path}, {len(each.prompts)} questions" for path, each in zip(options["data"], questions, strict=True)]
+    return {
+        "data": Setting([each.digest for each in questions], "; ".join(counted)),
+        "max_new_tokens": Setting(options["max_new_tokens"]),
+        "max_length": Setting(options["max_length"]),
+    }
+
+
+def _kept(output: Path) -> str:
+    from drafters.training.answer_store import kept_answers
+    from drafters.training.state import checkpoints
+
+    found = checkpoints(output)
+    return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"
 
 
 def _taps(text: str | None) -> tuple[int, ...] | None:

@@ -54,17 +54,15 @@ class Committed:
         )
 
 
-def ending_tokens(tokens: np.ndarray, count: np.ndarray, heeding: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
-    """[J, n+1] bool: eos ids among the first count[j] tokens [J, n+1] of the rows that heed them [J]."""
-    found = (tokens[:, :, None] == eos_ids).any(2)
+def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) -> np.ndarray:
+    """[J, n+1] bool: which of the first count[j] tokens [J, n+1] are among the row's own eos ids [J, E]."""
+    found = (tokens[:, :, None] == eos_ids[:, None, :]).any(2)
     if not found.any():
         return found
-    return found & (np.arange(tokens.shape[1]) < count[:, None]) & heeding[:, None]
+    return found & (np.arange(tokens.shape[1]) < count[:, None])
 
 
-def commit(
-    schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable, eos_ids: np.ndarray
-) -> tuple[Committed, Verified]:
+def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> tuple[Committed, Verified]:
     """Append the kept tokens to the table and advance its lengths.
 
     A row keeps its accepted drafts and the next token, up to the first eos id and to its limit.
@@ -73,7 +71,7 @@ def commit(
     width = np.arange(outcome.tokens.shape[1])
     length, limit = table.length[rows], table.limit[rows]
     count = np.minimum(outcome.num_accepted + 1, limit - length)
-    is_eos = ending_tokens(outcome.tokens, count, table.eos[rows], eos_ids)
+    is_eos = ending_tokens(outcome.tokens, count, table.eos[rows])
     at_eos = np.any(is_eos, axis=1)
     if at_eos.any():
         count = np.where(at_eos, is_eos.argmax(1) + 1, count)

@@ -12,6 +12,7 @@ from attention.cache.pages import BlockTables
 from attention.errors import OutOfPagesError
 from drafters.loops.chain.index import num_drafts_allowed
 from specdec.config import EngineConfig
+from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
 
@@ -42,17 +43,30 @@ class Schedule:
 
 
 class Scheduler:
-    """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest."""
+    """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
+
+    Attributes:
+        waiting, running: requests in order of arrival.
+        refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+    """
 
     def __init__(
-        self, config: EngineConfig, table: RowTable, target_pages: BlockTables, head_pages: BlockTables | None
+        self,
+        config: EngineConfig,
+        table: RowTable,
+        target_pages: BlockTables,
+        head_pages: BlockTables | None,
+        num_modules: int = 1,
     ) -> None:
+        """num_modules: M of a drafter of several multi-token-prediction modules, else 1."""
         self._config = config
         self._table = table
+        self._num_modules = num_modules
         self.target_pages = target_pages
         self.head_pages = head_pages
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
+        self.refused: list[tuple[Request, Exception]] = []
         self.num_preemptions = 0
 
     @property
@@ -64,7 +78,10 @@ class Scheduler:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
 
         Requests that lose their pages go back to the front of the queue with all their tokens; nobody is admitted in a
-        round in which that happens.
+        round in which that happens. A row's drafts depend on the row alone, never on its neighbours, and a request that
+        comes back drafts from the root it was preempted at: so a request goes through the same rounds whatever else is
+        in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by uniforms
+        of their own.
         """
         schedule = self._running_rows()
         if self._reserved(schedule):
@@ -104,12 +121,10 @@ class Scheduler:
 
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
-        pending = table.length[rows] - table.computed[rows]
-        allowed = num_drafts_allowed(
-            table.drafts[rows], self._config.max_model_len, table.computed[rows], table.limit[rows] - table.length[rows]
-        )
-        # Only a row that was in the last batch and now stands at a root of its own has states to draft from.
-        drafts = np.where(~table.reading(rows) & (table.previous[rows] >= 0), allowed, 0)
+        pending = table.pending(rows)
+        allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
+        # A row that stands at its root was in the last batch, whose states the head reads before it drafts.
+        drafts = np.where(table.reading(rows), 0, allowed)
         if drafts.all() and (pending == 1).all():
             return Schedule(rows, pending, drafts)
         budget = self._config.max_num_batched_tokens - int((pending == 1).sum() + drafts.sum())
@@ -119,6 +134,16 @@ class Scheduler:
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
+
+    def _drafts_at(self, roots: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
+        """[B] drafts from roots at positions `roots`, of rows with K `drafts` and at most `limit` tokens.
+
+        The first M - 1 roots of a request are too short for the later ones of M > 1 modules: see `drafters.loops.modules`.
+        """
+        allowed = num_drafts_allowed(drafts, self._config.max_model_len, roots, limit - roots - 1)
+        if self._num_modules == 1:
+            return allowed
+        return np.where(roots < self._num_modules, np.minimum(allowed, roots + 1), allowed)
 
     def _reserved(self, schedule: Schedule) -> bool:
         """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
@@ -151,12 +176,18 @@ class Scheduler:
         rows, chunks, promised = [], [], 0
         while self.waiting and budget > 0 and self._table.num_free:
             request = self.waiting[0]
-            promised += self.target_pages.pages_for(len(request.committed) + 1)
+            prefill, drafts = self._entry(request)
+            promised += self.target_pages.pages_for(len(request.committed) + max(drafts, 1))
             if promised > self.target_pages.allocator.num_free:
                 break
-            self._open(self.waiting.popleft())
+            with Isolated() as fault:
+                self._open(request, prefill)
+            self.waiting.popleft()
+            if fault.error is not None:
+                self.refused.append((request, fault.error))
+                continue
             rows.append(request.row)
-            chunks.append(min(len(request.committed), budget))
+            chunks.append(min(prefill, budget))
             budget -= chunks[-1]
         self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64), False)
         no_drafts = np.zeros(len(rows), np.int64)
@@ -166,9 +197,28 @@ class Scheduler:
             np.concatenate([schedule.num_drafts, no_drafts]),
         )
 
-    def _open(self, request: Request) -> None:
+    def _entry(self, request: Request) -> tuple[int, int]:
+        """(tokens that a waiting request reads before it decodes, drafts of its first verification after that).
+
+        A new one reads its prompt, whose last position gives the first token. One that was preempted at a root with
+        drafts reads up to that root, drafts from it and verifies as it would have. Without drafts there, the
+        root's position gives the next token as a prompt's last one does, and no round more is needed.
+        """
+        length = len(request.committed)
+        if length == request.prompt_len:
+            return length, 0
+        drafts = int(self._drafts_at(np.array(length - 1), np.array(request.num_drafts), np.array(request.limit)))
+        return (length - 1, drafts) if drafts else (length, 0)
+
+    def _open(self, request: Request, prefill: int) -> None:
         request.row = self._table.open(
-            request.committed, request.limit, request.num_drafts, request.key, request.params
+            request.committed,
+            request.limit,
+            request.num_drafts,
+            request.key,
+            request.params,
+            request.eos_token_ids,
+            prefill,
         )
         request.times.admitted = request.times.admitted or time.perf_counter()
         self.running.append(request)

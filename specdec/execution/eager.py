@@ -13,6 +13,7 @@ from attention.batch.staging import StagingArena
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.chain.run import Draft, draft_chain
+from drafters.mtp.stack import MtpStack
 from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
 from specdec.config import EngineConfig
 from specdec.execution.readback import HostReads, Readback
@@ -28,6 +29,11 @@ class Drafter:
 
     head: Head
     runner: GroupRunner
+
+    @property
+    def num_modules(self) -> int:
+        """M: modules that take turns, see `drafters.mtp.stack`; 1 for any other head."""
+        return self.head.num_modules if isinstance(self.head, MtpStack) else 1
 
 
 @dataclass(frozen=True)

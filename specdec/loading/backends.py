@@ -31,7 +31,7 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     """
     if dtype not in KV_CACHE_DTYPES:
         raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(KV_CACHE_DTYPES)}")
-    return KVFormat(KV_CACHE_DTYPES[dtype], tuple((pair[0], pair[1]) for pair in scales or ()))
+    return KVFormat(KV_CACHE_DTYPES[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
 def check_graphs(backend: AttentionBackend, head: Head | None, cuda_graphs: bool) -> None:

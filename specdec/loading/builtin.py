@@ -8,6 +8,8 @@ from pathlib import Path
 from specdec.errors import InvalidInputError
 
 GSM_LLAMA = "gsm-llama"
+BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
+"""Built-in targets, and the head that draft="auto" means for each."""
 
 _ROOT = Path(str(files("specdec"))) / "models"
 

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.runner import GroupRunner
+from specdec.requests.generation_config import unsupported
+from specdec.values import short
 
 if TYPE_CHECKING:
     from specdec.execution.graphs import GraphReport
@@ -21,11 +23,14 @@ class _Captured(Protocol):
 
 def facts_of(model: SpeculativeModel) -> dict[str, Any]:
     """Resolved facts of model, head, attention, caches, graphs and engine."""
-    head, runners = model.head, model.runners
+    head, runners, checkpoint = model.head, model.runners, model.checkpoint
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
+        "revision": None if checkpoint is None else checkpoint.revision,
+        "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "architecture": type(model.hf_model).__name__,
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
+        "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
         "num_layers": len(model.target.runner.group.plan_keys),
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -34,19 +39,29 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner) for runner in runners},
         "self_test_error": model.self_test_error,
+        "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,
         "taps": None if head is None else list(head.taps),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
+        "generation_config": _own_config(model),
         "engine": dict(vars(model.config)),
         "graphs": _graphs(model.executor.report) if isinstance(model.executor, _Captured) else None,
     }
+
+
+def _own_config(model: SpeculativeModel) -> str:
+    """What of the model's own generation_config applies, and what is switched off or will be refused."""
+    odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
+    if model.generation_config_use == "ignore":
+        return f"ignore (switched off: {odd or 'nothing that would change greedy tokens'})"
+    return f"model (requests are refused: {odd})" if odd else "model"
 
 
 def _cache(runner: GroupRunner) -> str:
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.plan_keys, dtype) / 2**30
-    return f"{tokens} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
+    return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
 
 
 def _graphs(report: GraphReport) -> dict[str, Any]:

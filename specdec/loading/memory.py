@@ -2,15 +2,67 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import chain
 
 import torch
 
+from attention.batch.staging import layout_of
+from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 
 _RESERVE_BYTES = 4 << 30
+_ID_BYTES = 4
+_ARENA_COPIES = 2
+_NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
+"""What torch's allocators for the host say, in a plain RuntimeError."""
+
+
+def host_bytes() -> int | None:
+    """Memory of this machine; None where the system does not say (Windows)."""
+    if not hasattr(os, "sysconf"):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_tables_fit(rows: int, length: int) -> None:
+    """Refuse a token table [max_num_seqs, max_model_len] that this machine could never hold.
+
+    Raises:
+        InvalidInputError: it is larger than the machine's memory.
+    """
+    needed, total = rows * (length + 1) * _ID_BYTES, host_bytes()
+    if total is not None and needed > total:
+        raise InvalidInputError(
+            f"max_num_seqs={rows}, max_model_len={length}: a table of that many token ids takes {_gib(needed)}; this "
+            f"machine has {_gib(total)}; lower max_num_seqs or max_model_len"
+        )
+
+
+def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int) -> None:
+    """Refuse sizes that memory could never hold, before the first of them is allocated.
+
+    Args:
+        token_bytes: of the KV caches of target and head.
+
+    Raises:
+        CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
+        InvalidInputError: the engine's tables and staging buffers are larger than the machine's memory.
+    """
+    from specdec.rounds.fields import largest_bucket, round_fields
+
+    check_tables_fit(config.max_num_seqs, config.max_model_len)
+    pages, page = config.num_pages, config.page_size
+    check_cache_fits(device, pages * page, token_bytes, f"a KV cache of {pages} pages of page_size={page} tokens")
+    needed, total = _ARENA_COPIES * layout_of(round_fields(), largest_bucket(config)).nbytes, host_bytes()
+    if total is not None and needed > total:
+        raise InvalidInputError(
+            f"max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}, "
+            f"max_model_len={config.max_model_len}, num_speculative_tokens={config.num_speculative_tokens}: the "
+            f"buffers of such a round take {_gib(needed)}; this machine has {_gib(total)}; lower one of them"
+        )
 
 
 def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -> None:
@@ -48,26 +100,25 @@ def cache_room(device: torch.device, utilization: float, token_bytes: int) -> in
     return room
 
 
-def check_cache_fits(device: torch.device, tokens: int, token_bytes: int) -> None:
-    """Refuse a KV cache of a size asked for that is larger than what is free.
+def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: str) -> None:
+    """Refuse a KV cache larger than what a GPU has free, or than the machine's memory.
+
+    Args:
+        what: what asked for these tokens, for the message.
 
     Raises:
         CacheTooSmallError: it is.
     """
-    if device.type != "cuda":
-        return
-    free, total = torch.cuda.mem_get_info(device)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        has = f"{_gib(free)} of {_gib(total)} free"
+    else:
+        free, has = host_bytes() or tokens * token_bytes, f"{_gib(host_bytes() or 0)}"
     if tokens * token_bytes > free:
         raise CacheTooSmallError(
-            f"kv_cache_tokens={tokens} takes {_gib(tokens * token_bytes)} ({token_bytes} bytes a token); {device} has "
-            f"{_gib(free)} of {_gib(total)} free: room for {free // token_bytes} tokens"
+            f"{what} takes {_gib(tokens * token_bytes)} ({token_bytes} bytes a token); {device} "
+            f"has {has}: room for {free // token_bytes} tokens; lower kv_cache_tokens or page_size"
         )
-
-
-def check_utilization(utilization: float) -> None:
-    """Raises InvalidInputError for a share outside (0, 1]."""
-    if not 0 < utilization <= 1:
-        raise InvalidInputError(f"gpu_memory_utilization={utilization}: allowed is more than 0, at most 1")
 
 
 @contextmanager
@@ -75,18 +126,26 @@ def memory_named(device: torch.device, cache_tokens: int, token_bytes: int) -> I
     """Tell what took the memory when it runs out while the engine is built.
 
     Raises:
-        OutOfDeviceMemoryError: in place of torch's.
+        OutOfDeviceMemoryError: in place of torch's and numpy's.
     """
     try:
         yield
-    except torch.OutOfMemoryError as error:
-        free, total = torch.cuda.mem_get_info(device)
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
+        if isinstance(error, RuntimeError) and not any(words in str(error) for words in _NO_MEMORY):
+            raise
         raise OutOfDeviceMemoryError(
-            f"{device} ran out of memory while the engine was built: {_gib(free)} of {_gib(total)} are free; the KV "
+            f"{device} ran out of memory while the engine was built{_free_now(device, error)}; the KV "
             f"caches of {cache_tokens} tokens take {_gib(cache_tokens * token_bytes)}; lower gpu_memory_utilization or "
             f"kv_cache_tokens (smaller caches), max_num_batched_tokens (smaller activations) or max_num_seqs (fewer "
             f"graphs)\n{error}"
         ) from error
+
+
+def _free_now(device: torch.device, error: BaseException) -> str:
+    if not isinstance(error, torch.OutOfMemoryError):  # the host's memory
+        return ""
+    free, total = torch.cuda.mem_get_info(device)
+    return f": {_gib(free)} of {_gib(total)} are free"
 
 
 def _gib(count: int) -> str:

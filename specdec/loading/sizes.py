@@ -8,7 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from attention.cache.kv_cache import KVFormat, bytes_per_token
 from drafters.base import Head
 from specdec.errors import InvalidInputError
-from specdec.loading.memory import cache_room, check_cache_fits, check_utilization
+from specdec.loading.memory import cache_room, check_cache_fits
 from specdec.target.target import TargetProbe
 
 DEFAULT_DRAFTS = 5
@@ -74,14 +74,10 @@ def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, want
     """Tokens of the KV cache: what was asked for, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
 
     Raises:
-        InvalidInputError: a count below 1, or a utilization outside (0, 1].
-        CacheTooSmallError: the GPU has no room for a cache, or not for the one asked for.
+        CacheTooSmallError: the device has no room for a cache, or not for the one asked for.
     """
-    check_utilization(utilization)
     if asked is not None:
-        if asked < 1:
-            raise InvalidInputError(f"kv_cache_tokens={asked}: allowed is 1 or more")
-        check_cache_fits(device, asked, token_bytes)
+        check_cache_fits(device, asked, token_bytes, f"kv_cache_tokens={asked}")
         return asked
     if device.type != "cuda":
         return min(wanted, _CPU_CACHE_BYTES // token_bytes)

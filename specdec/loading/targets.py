@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -21,72 +20,71 @@ from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
 from drafters.checkpoints.config_fields import HeadReport
+from drafters.checkpoints.tensor_files import locate
 from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3
-from drafters.mtp.checkpoint import has_mtp, load_mtp, module_names
+from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp, module_names
 from drafters.mtp.spec import MtpReading, mtp_target
 from drafters.mtp.stack import MtpStack
+from specdec.arguments import shown
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import builtin_names, builtin_path
+from specdec.loading.builtin import BUILTIN_HEADS, builtin_names, builtin_path
+from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint, resolve
+from specdec.loading.devices import resolve_device, resolve_dtype
+from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
+from specdec.loading.objects import check_head_place, check_head_type, check_loaded_target, check_target_type
+from specdec.loading.strictness import check_complete
 from specdec.target.target import TargetProbe
 
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
-_BUILTIN_HEADS = {"gsm-llama": "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
 
 
-def resolve(name: str | Path) -> str:
-    """A built-in model's name -> its folder; anything else stays (a local folder or a hub name)."""
-    text = str(name)
-    return str(builtin_path(text)) if text in builtin_names() and not Path(text).exists() else text
-
-
-def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device asked for; by default CUDA where there is one.
-
-    Raises:
-        InvalidInputError: the name is no device of torch.
-    """
-    if device is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        return torch.device(device)
-    except RuntimeError as error:
-        raise InvalidInputError(f"device={device!r} is not a torch device: {error}") from error
-
-
-def resolve_dtype(dtype: str | torch.dtype, device: torch.device) -> torch.dtype | str:
-    """A torch dtype; "auto" is float32 on CPU and the checkpoint's own on a GPU.
-
-    Raises:
-        InvalidInputError: the name is no floating-point dtype of torch.
-    """
-    if dtype == "auto":
-        return torch.float32 if device.type == "cpu" else "auto"
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise InvalidInputError(f"dtype={dtype!r}: allowed are auto, float32, bfloat16, float16, float64")
-    return found
-
-
-def load_target(name: str | Path, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
     """Load a causal language model through transformers.
 
     Raises:
-        ModelLoadError: it is missing, transformers cannot load it, or the device has no room for it.
+        ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
+            fit (see `specdec.loading.strictness`), or the device has no room for it.
     """
-    path = resolve(name)
-    try:
-        config = AutoConfig.from_pretrained(path)
-        with _module_tensors_expected(config), nullcontext() if path == str(name) else _without_progress_bar():
-            model = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise ModelLoadError(
-            f"cannot load the target model {str(name)!r}: {error}\nGive a folder, a hub name, or a built-in name "
-            f"({', '.join(_BUILTIN_HEADS)})."
-        ) from error
-    check_weights_fit(model, device, str(name))
-    return model.to(device).eval()  # type: ignore[arg-type]
+    checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name)
+    check_target_folder(checkpoint)
+    with loading_named(checkpoint, "the target model"):
+        config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
+        check_causal(config, checkpoint)
+        with _module_tensors_expected(config), _without_progress_bar() if checkpoint.builtin else nullcontext():
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                checkpoint.path,
+                config=config,
+                dtype=dtype,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # told by name in check_complete
+                **checkpoint.options,
+            )
+        model, found = loaded
+        check_complete(checkpoint.name, model, found)
+    check_weights_fit(model, device, checkpoint.name)
+    placed: PreTrainedModel = model.to(device).eval()
+    return placed
+
+
+def check_causal(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+    """Refuse encoders, image models and the like.
+
+    Raises:
+        ModelLoadError: transformers has no causal language model for this configuration.
+    """
+    kind, custom = type(config), getattr(config, "auto_map", None) or {}
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in custom:
+        reason = "an encoder and a decoder" if getattr(config, "is_encoder_decoder", False) else "no such model"
+    elif kind in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
+        reason = "an encoder (is_decoder is false)"
+    else:
+        return
+    raise ModelLoadError(
+        f"cannot load the target model {checkpoint.name!r}: causal language models are supported, and "
+        f"model_type={config.model_type!r} is {reason}"
+    )
 
 
 @contextmanager
@@ -125,56 +123,54 @@ def _without_progress_bar() -> Iterator[None]:
 
 
 def open_target(
-    target: str | Path | PreTrainedModel, dtype: str | torch.dtype, device: str | torch.device | None
-) -> tuple[PreTrainedModel, str | None]:
-    """Load a target by name, or take a loaded model as it is; with the name its tokenizer and head are found by.
+    target: str | Path | PreTrainedModel,
+    dtype: str | torch.dtype,
+    device: str | torch.device | None,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
-        InvalidInputError: a dtype or device for a model that is loaded already, or a model in training mode.
+        UnsupportedModelError: a loaded model that is no causal language model.
+        InvalidInputError: an object that is no model, an option for a model that is loaded already, or a model in
+            training mode.
     """
+    check_target_type(target)
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(device)
-        return load_target(target, resolve_dtype(dtype, place), place), str(target)
-    if dtype != "auto" or device is not None:
+        kind = resolve_dtype(dtype, place)
+        checkpoint = find_checkpoint(target, revision, trust_remote_code)
+        model = load_target(checkpoint, kind, place)
+        check_loaded_target(model)
+        return model, checkpoint
+    if not isinstance(dtype, str) or dtype != "auto" or device is not None:
         raise InvalidInputError(
-            f"dtype={dtype!r}, device={device!r}: the model is loaded already ({target.dtype}, {target.device}); "
-            "move it with model.to(…) before"
+            f"dtype={shown(dtype)}, device={shown(device)}: the model is loaded already ({target.dtype}, "
+            f"{target.device}); move it with model.to(…) before"
         )
-    if target.training:
-        raise InvalidInputError("the model is in training mode, where dropout changes its output; call model.eval()")
-    return target, target.name_or_path or None
+    if revision is not None:
+        raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
+    check_loaded_target(target)
+    name = target.name_or_path
+    return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code) if name else None
 
 
-def open_tokenizer(tokenizer: Any, name: str | None) -> Any:
-    """The tokenizer given, else the target's own.
+def builtin_name(target: str | Path | None) -> str | None:
+    """The built-in model that this name or folder is; None where it is none.
 
-    Raises:
-        InvalidInputError: neither a tokenizer nor a name to load one by.
-        ModelLoadError: it cannot be loaded.
+    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
     """
-    if tokenizer is not None:
-        return tokenizer
-    if name is None:
-        raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
-    return load_tokenizer(name)
-
-
-def load_tokenizer(name: str | Path) -> Any:
-    """Load a tokenizer through transformers.
-
-    Raises:
-        ModelLoadError: it is missing or cannot be loaded.
-    """
-    try:
-        return AutoTokenizer.from_pretrained(resolve(name))
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelLoadError(f"cannot load the tokenizer of {str(name)!r}: {error}") from error
+    if target is None:
+        return None
+    folder = Path(resolve(target)).resolve()
+    return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
 
 
 def has_builtin_head(target: str | Path) -> bool:
     """Whether draft="auto" means something for this target."""
-    return str(target) in _BUILTIN_HEADS
+    return builtin_name(target) in BUILTIN_HEADS
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
@@ -185,7 +181,7 @@ def resolve_head(draft: str | Path, target_name: str | None) -> str:
     """
     if str(draft) != AUTO_HEAD:
         return resolve(draft)
-    head = _BUILTIN_HEADS.get(target_name or "")
+    head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
     if head is None:
         raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
     return resolve(head)
@@ -211,7 +207,10 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
 
 
 def load_head(
-    draft: str | Path | Head, target_name: str | None, probed: TargetProbe, reading: MtpReading | None = None
+    draft: str | Path | Head,
+    target_name: str | Checkpoint | None,
+    probed: TargetProbe,
+    reading: MtpReading | None = None,
 ) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
@@ -222,34 +221,42 @@ def load_head(
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`.
-        InvalidInputError: a reading for a head that is none of these modules, or is loaded already.
+        InvalidInputError: no head, or a reading for a head that is none of these modules, or is loaded already.
     """
+    check_head_type(draft)
     how = reading or MtpReading()
     if not isinstance(draft, (str, Path)):
         _check_no_reading(how, "the head is loaded already")
+        check_head_place(draft, probed.model)
         _check_fits(draft, probed)
         return draft
+    target = Checkpoint(target_name, resolve(target_name)) if isinstance(target_name, str) else target_name
     if str(draft) == MTP_HEAD:
-        if target_name is None:
+        if target is None:
             raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
-        return _load_mtp_head(resolve(target_name), probed, how)
-    path, model = resolve_head(draft, target_name), probed.model
+        return _load_mtp_head(locate(target.path, target.revision), probed, how)
+    path, model = resolve_head(draft, None if target is None else target.name), probed.model
     if has_mtp(path):
         return _load_mtp_head(path, probed, how)
     _check_no_reading(how, f"{path} has no multi-token-prediction module")
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
 
 
-def head_report(draft: str | Path, target_name: str, probed: TargetProbe) -> HeadReport:
-    """Every resolved field of an EAGLE-3 head and where it came from; nothing is loaded.
+def head_report(
+    draft: str | Path, target_name: str, probed: TargetProbe, reading: MtpReading | None = None
+) -> HeadReport:
+    """Every resolved field of a head and where it came from.
 
     Args:
-        draft: folder or hub name of the head, or "auto".
+        draft: folder or hub name of the head, "auto" or "mtp", as for `load_head`; reading: likewise.
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.describe_eagle3`.
     """
-    return describe_eagle3(resolve_head(draft, target_name), target_facts(probed))
+    path = resolve(target_name) if str(draft) == MTP_HEAD else resolve_head(draft, target_name)
+    if str(draft) == MTP_HEAD or has_mtp(path):
+        return describe_mtp(path, mtp_target(probed.model), reading)
+    return describe_eagle3(path, target_facts(probed))
 
 
 def _check_no_reading(reading: MtpReading, reason: str) -> None:
@@ -260,7 +267,7 @@ def _check_no_reading(reading: MtpReading, reason: str) -> None:
         )
 
 
-def _load_mtp_head(path: str, probed: TargetProbe, reading: MtpReading) -> Head:
+def _load_mtp_head(path: str | Path, probed: TargetProbe, reading: MtpReading) -> Head:
     model = probed.model
     modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
     return modules[0] if len(modules) == 1 else MtpStack(modules)

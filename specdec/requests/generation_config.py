@@ -1,94 +1,236 @@
-"""transformers.GenerationConfig -> SamplingParams. What cannot be honoured is refused, never ignored."""
+"""What a generation_config means here: a caller's transformers.GenerationConfig, and the model's own.
+
+Greedy decoding is "the model's own output" only if nothing else changes the arg max. transformers' `generate` applies
+what the model's generation_config.json says (penalties, suppressed tokens, …) to every call; what of it this library
+does not do is refused, never ignored, unless the model is loaded with generation_config="ignore".
+
+Source: huggingface/transformers, generation/utils.py: `_prepare_generation_config` (what is merged),
+`_get_logits_processor` and `_get_stopping_criteria` (what a field does).
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Iterable
+from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
+from specdec.requests.generation_values import check_values
 from specdec.requests.sampling import SamplingParams
+from specdec.values import short, whole
 
-_HONOURED = {
-    "do_sample",
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "max_new_tokens",
-    "max_length",
-    "eos_token_id",
-    "stop_strings",
-    "num_return_sequences",
+Use = Literal["model", "ignore"]
+USES = ("model", "ignore")
+
+_SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
+_LENGTHS = {"max_new_tokens", "max_length"}
+_HONOURED = _SAMPLING | _LENGTHS | {"eos_token_id", "stop_strings", "num_return_sequences"}
+_SAMPLING_ONLY = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
+"""Ways of sampling that are not supported; without do_sample they do nothing."""
+_SAME_TOKENS = {
+    *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
+    *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
+    *("disable_compile", "compile_config", "continuous_batching_config"),
+    *("remove_invalid_values", "renormalize_logits"),  # of finite logits the arg max stays
+    *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+    *("speculation_type",),
 }
-_HARMLESS = {
-    "bos_token_id",
-    "pad_token_id",
-    "use_cache",
-    "transformers_version",
-    "cache_implementation",
-    "return_dict_in_generate",
-    "disable_compile",
-}
+"""Fields that change no token of a request."""
+_LOSSLESS = {"prompt_lookup_num_tokens", "use_mtp"}
+"""transformers' own speculation: the model's wish for it changes no token, a caller's is for another library."""
+_ONE_IS_OFF = {"repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"}
+_ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "max_time", "assistant_ensemble_weight"}
+_IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
+_WAY_OUT = (
+    'load the model with from_pretrained(…, generation_config="ignore"), which switches this off, or set it to None in '
+    "model.hf_model.generation_config"
+)
 
 
-def from_generation_config(config: GenerationConfig, model: PreTrainedModel, prompt_len: int) -> SamplingParams:
+def check_use(use: Any) -> Use:
+    """What from_pretrained was told about the model's own generation_config.
+
+    Raises:
+        InvalidInputError: it is neither "model" nor "ignore".
+    """
+    if isinstance(use, str) and use in USES:
+        return "ignore" if use == "ignore" else "model"
+    raise InvalidInputError(
+        f'generation_config={short(use)}: allowed are "model" (the model\'s own applies) and "ignore" (only its eos '
+        "ids do); a transformers.GenerationConfig is given to generate(prompts, config)"
+    )
+
+
+def from_generation_config(
+    config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use = "model"
+) -> SamplingParams:
     """The sampling parameters that transformers' own `generate` would use for this config and model.
 
     Unset fields come from the model's generation config, then from transformers' defaults (top_k=50 when sampling).
 
     Args:
         prompt_len: tokens of the prompt, for a config that gives `max_length`; by default there are 20 new tokens.
+        use: "ignore": of the model's generation config only the token ids (eos, bos, pad) are merged.
 
     Raises:
-        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …).
+        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …), or has
+            values of a wrong type.
     """
-    merged, _ = model._prepare_generation_config(config)  # type: ignore[operator]
-    _refuse_unsupported(merged)
-    given_length = config.max_length is not None or model.generation_config.max_length is not None
-    sampled = bool(merged.do_sample)
-    own_eos = eos_ids(merged) == eos_ids(model.generation_config)
+    check_values(config)
+    own = _own(model, use)
+    whole_config = merged(config, own)
+    _refuse_unsupported(config, whole_config)
+    given_length = config.max_length is not None or own.max_length is not None
+    own_eos = eos_ids(whole_config) == eos_ids(own)
     return SamplingParams(
-        max_new_tokens=_max_new_tokens(merged, prompt_len if given_length else 0),
-        temperature=_or(merged.temperature, 1.0) if sampled else 0.0,
-        top_k=_or(merged.top_k, 50) if sampled else 0,
-        top_p=_or(merged.top_p, 1.0) if sampled else 1.0,
-        min_p=_or(merged.min_p, 0.0) if sampled else 0.0,
-        stop=tuple([merged.stop_strings] if isinstance(merged.stop_strings, str) else merged.stop_strings or ()),
-        stop_token_ids=() if own_eos else eos_ids(merged),
+        max_new_tokens=_max_new_tokens(whole_config, prompt_len if given_length else 0),
+        stop=_stop_strings(whole_config),
+        stop_token_ids=() if own_eos else eos_ids(whole_config),
         ignore_eos=not own_eos,
+        n=_or(whole_config.num_return_sequences, 1),
+        **_sampling(whole_config),
     )
 
 
-def _refuse_unsupported(merged: GenerationConfig) -> None:
-    neutral = merged._get_default_generation_params()
-    odd = {
-        name: value
-        for name, value in merged.to_diff_dict().items()
-        if name not in _HONOURED | _HARMLESS and not name.startswith("_") and value and value != neutral.get(name)
-    }
+def sampling_of_model(model: Any) -> dict[str, Any]:
+    """Fields of SamplingParams that a model's own generation_config decides; see `SamplingParams.from_model`.
+
+    Raises:
+        InvalidInputError: it samples in a way that is not supported, or this is no model.
+    """
+    config = getattr(getattr(model, "hf_model", model), "generation_config", None)
+    if not isinstance(config, GenerationConfig):
+        raise InvalidInputError(f"from_model takes a SpeculativeModel or a transformers model, not {short(model)}")
+    odd = _set_fields(config, _SAMPLING_ONLY) if config.do_sample else {}
     if odd:
-        asked = ", ".join(f"{name}={value!r}" for name, value in sorted(odd.items()))
+        raise InvalidInputError(f"the model's generation_config samples with {_named(odd)}: not supported")
+    found = {"stop": _stop_strings(config), "n": _or(config.num_return_sequences, 1), **_sampling(config)}
+    if config.max_new_tokens is not None:
+        found["max_new_tokens"] = config.max_new_tokens
+    return found
+
+
+def check_own_config(model: PreTrainedModel, params: SamplingParams, use: Use) -> None:
+    """Refuse what transformers' greedy `generate` would do because of the model's own generation_config, and we do not.
+
+    Raises:
+        InvalidInputError: such a field is set; the message names it.
+    """
+    if use == "ignore":
+        return
+    odd = unsupported(model.generation_config)
+    if set(_stop_strings(model.generation_config)) <= set(params.stop):
+        odd.pop("stop_strings", None)
+    if odd:
         raise InvalidInputError(
-            f"not supported in GenerationConfig: {asked}; supported are {', '.join(sorted(_HONOURED))}"
+            f"the model's own generation_config has {_named(odd)}, which transformers' generate applies to every call "
+            f"and this library does not: {_WAY_OUT}"
         )
 
 
-def eos_ids(config: GenerationConfig) -> tuple[int, ...]:
+def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
+    """Set fields of a model's generation_config that change its greedy tokens and that are not supported."""
+    if config is None:
+        return {}
+    return _set_fields(config, refused_fields())
+
+
+def refused_fields() -> set[str]:
+    """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
+    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _SAME_TOKENS | _LOSSLESS
+    return fields - idle - {"eos_token_id", "num_return_sequences"}
+
+
+def eos_ids(config: GenerationConfig | None) -> tuple[int, ...]:
     """The config's eos ids as a tuple."""
-    ids = config.eos_token_id
-    return () if ids is None else tuple(ids) if isinstance(ids, (list, tuple)) else (int(ids),)
+    ids: Any = None if config is None else config.eos_token_id
+    if hasattr(ids, "tolist"):
+        ids = ids.tolist()
+    each = [] if ids is None else ids if isinstance(ids, (list, tuple)) else [ids]
+    return tuple(whole("eos_token_id", token_id, -1, None, "a token id, or a list of them") for token_id in each)
+
+
+def _own(model: PreTrainedModel, use: Use) -> GenerationConfig:
+    """The part of the model's generation config that applies."""
+    own: GenerationConfig = model.generation_config
+    return own if use == "model" else GenerationConfig(**{name: getattr(own, name, None) for name in _IDS})
+
+
+def merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
+    """`config`, then the model's, then transformers' defaults, as `_prepare_generation_config` merges them."""
+    found = copy.deepcopy(config)
+    for values in (own.to_dict(), found._get_default_generation_params()):
+        for name, value in values.items():
+            if getattr(found, name, None) is None:
+                setattr(found, name, value)
+    return found
+
+
+def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> None:
+    known = set(vars(GenerationConfig()))
+    custom = set(vars(config)) - known  # a misspelt field, most likely; those of the model's file do nothing
+    odd = _set_fields(merged, (known | custom) - _HONOURED - _SAME_TOKENS)
+    idle = (_SAMPLING_ONLY if not merged.do_sample else set()) | _LOSSLESS
+    odd = {name: v for name, v in odd.items() if name not in idle or getattr(config, name, None) is not None}
+    if not odd:
+        return
+    own = [name for name in odd if getattr(config, name, None) is None]
+    where = f"; {', '.join(sorted(own))}: from the model's own generation_config: {_WAY_OUT}" if own else ""
+    raise InvalidInputError(
+        f"not supported in GenerationConfig: {_named(odd)}; supported are {', '.join(sorted(_HONOURED))}{where}"
+    )
+
+
+def _set_fields(config: GenerationConfig, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the fields that do something."""
+    neutral = config._get_default_generation_params()
+    values = {name: getattr(config, name, None) for name in names if not name.startswith("_")}
+    return {name: value for name, value in values.items() if _is_set(name, value, neutral.get(name))}
+
+
+def _is_set(name: str, value: Any, neutral: Any) -> bool:
+    if value is None or name in _ZERO_IS_SET:
+        return value is not None
+    if name in _ONE_IS_OFF:
+        return bool(value != 1)
+    return bool(value) and value != neutral
+
+
+def _sampling(config: GenerationConfig) -> dict[str, Any]:
+    if not config.do_sample:
+        return {}
+    return {
+        "temperature": _or(config.temperature, 1.0),
+        "top_k": _or(config.top_k, 50),
+        "top_p": _or(config.top_p, 1.0),
+        "min_p": _or(config.min_p, 0.0),
+    }
+
+
+def _stop_strings(config: GenerationConfig) -> tuple[str, ...]:
+    strings = config.stop_strings
+    return (strings,) if isinstance(strings, str) else tuple(strings or ())
 
 
 def _max_new_tokens(config: GenerationConfig, prompt_len: int) -> int:
     if config.max_new_tokens is not None:
-        return int(config.max_new_tokens)
-    length = _or(config.max_length, 20)
+        return config.max_new_tokens
+    length = whole("max_length", _or(config.max_length, 20), 1, None, "at least 1, a whole number")
     if length <= prompt_len:
         raise InvalidInputError(
             f"max_length={length} leaves no room after a prompt of {prompt_len} tokens; set max_new_tokens"
         )
-    return int(length) - prompt_len
+    return length - prompt_len
+
+
+def _named(fields: dict[str, Any]) -> str:
+    return ", ".join(f"{name}={short(value)}" for name, value in sorted(fields.items()))
 
 
 def _or(value: Any, default: Any) -> Any:

@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specdec.errors import InvalidInputError
+from specdec.errors import UNNAMED_ERRORS, InvalidInputError
+from specdec.requests.chat import chat_ids
+from specdec.values import is_whole, short
 
 Prompts = Any
-"""str | list[int] | list of chat messages (dicts) | a list of any of these."""
+"""str | token ids | list of chat messages (dicts) | a list of any of these | tensor, array or BatchEncoding of ids."""
+
+_KINDS = "a str, a list of token ids, a list of chat messages, or a list of these; or a tensor, array or BatchEncoding"
+_BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
+"""What may stand beside input_ids in a BatchEncoding: the mask is read, the others say nothing to a causal model."""
+_MASK_HINT = (
+    "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
+    "attention_mask), or the rows without padding"
+)
 
 
 def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     """Token ids of every prompt.
 
     A str is tokenised as `tokenizer(text)` does; a list of {"role", "content"} messages goes through the chat template
-    with a generation prompt; a list of int is taken as it is.
+    with a generation prompt; a list of int is taken as it is. An array or tensor of whole numbers is one prompt (1-D)
+    or one a row (2-D). A BatchEncoding, or a dict with input_ids, is read with its attention_mask: padding on the left
+    and on the right is left out.
 
     Raises:
-        InvalidInputError: an empty list, an unknown kind of prompt, or messages without a chat template.
+        InvalidInputError: an empty list, an unknown kind of prompt, messages without a chat template or that it
+            refuses, a padded row without an attention_mask.
     """
     return [_encode(p, tokenizer) for p in split_prompts(prompts)]
 
@@ -27,46 +41,154 @@ def split_prompts(prompts: Prompts) -> list[Any]:
     """One prompt or many -> a list of prompts.
 
     Raises:
-        InvalidInputError: there is no prompt.
+        InvalidInputError: there is no prompt, or what was given is none.
     """
+    if isinstance(prompts, Mapping):
+        return list(_batch_rows(prompts))
+    if _is_array(prompts):
+        rows = _array(prompts)
+        return rows if prompts.ndim == 2 else [rows]
     if isinstance(prompts, str) or _is_ids(prompts) or _is_chat(prompts):
         return [prompts]
-    if not isinstance(prompts, Sequence) or not len(prompts):
-        raise InvalidInputError(f"no prompts in {prompts!r}; give a str, token ids, chat messages, or a list of these")
+    if isinstance(prompts, (bytes, bytearray, memoryview)):
+        raise InvalidInputError(f"{short(prompts)} is {type(prompts).__name__}, not text: decode it to a str")
+    if not isinstance(prompts, Sequence):
+        raise InvalidInputError(f"no prompts in {_shown(prompts)}; give {_KINDS}")
+    if not len(prompts):
+        raise InvalidInputError(f"no prompts in {short(prompts)}; give {_KINDS}")
     return list(prompts)
+
+
+class _Masked(list[int]):
+    """Token ids whose padding an attention_mask has told: every one is read."""
 
 
 def _encode(prompt: Any, tokenizer: Any) -> list[int]:
     if isinstance(prompt, str):
-        if not prompt:
-            raise InvalidInputError("the prompt is empty; at least one token is needed")
-        return list(tokenizer(prompt)["input_ids"])
+        return _tokenised(prompt, tokenizer)
+    if isinstance(prompt, _Masked):
+        return list(prompt)
+    if isinstance(prompt, Mapping) and "input_ids" not in prompt:
+        raise InvalidInputError(f"{_shown(prompt)} is one chat message; a chat is a list of messages")
+    if isinstance(prompt, Mapping) or _is_array(prompt):
+        rows = split_prompts(prompt)
+        if len(rows) != 1:
+            raise InvalidInputError(f"a prompt in a list has one row, not {len(rows)}; give the batch by itself")
+        return _encode(rows[0], tokenizer)
     if _is_ids(prompt):
-        return [int(t) for t in prompt]
+        ids = [operator.index(t) for t in prompt]
+        _check_padding(ids, tokenizer)
+        return ids
     if _is_chat(prompt):
-        if not getattr(tokenizer, "chat_template", None):
-            raise InvalidInputError(
-                "chat messages were given, but the tokenizer has no chat template; give text instead"
-            )
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)
-        return list(ids["input_ids"])
+        return chat_ids(prompt, tokenizer)
+    raise InvalidInputError(f"a prompt is {_KINDS}, not {type(prompt).__name__}: {_shown(prompt)}")
+
+
+def _tokenised(text: str, tokenizer: Any) -> list[int]:
+    if not text:
+        raise InvalidInputError("the prompt is empty; at least one token is needed")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidInputError(f"the prompt {short(text)} is not valid Unicode: {error.reason}") from error
+    try:
+        return list(tokenizer(text)["input_ids"])
+    except UNNAMED_ERRORS as error:
+        raise InvalidInputError(
+            f"the tokenizer cannot encode the prompt {short(text)}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
+    """Refuse ids that begin or end with the pad id: nobody said that it is padding, and it would be read as text."""
+    pad = getattr(tokenizer, "pad_token_id", None)
+    own = {getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id")}
+    if not ids or pad is None or pad in own or pad not in (ids[0], ids[-1]):
+        return
     raise InvalidInputError(
-        f"a prompt is a str, a list of token ids or a list of chat messages, not {type(prompt).__name__}"
+        f"a prompt of {len(ids)} token ids begins or ends with the tokenizer's pad id {pad}, which would be read as "
+        f"text; {_MASK_HINT}. Where the token is meant, an attention_mask of ones says so"
     )
 
 
+def _batch_rows(batch: Mapping[str, Any]) -> Sequence[list[int]]:
+    """Rows of a BatchEncoding, or of a mapping like it, without padding."""
+    keys = set(batch)
+    if "input_ids" not in keys:
+        raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message stands in a list; give {_KINDS}")
+    odd = sorted(str(key) for key in keys - _BESIDE - {"input_ids"})
+    if odd:
+        raise InvalidInputError(
+            f"a prompt has input_ids and attention_mask; not supported beside them: {', '.join(odd)}"
+        )
+    ids = _rows("input_ids", batch["input_ids"])
+    mask = batch["attention_mask"] if "attention_mask" in keys else None
+    if mask is None:
+        return ids
+    masks = _rows("attention_mask", mask)
+    if [len(row) for row in ids] != [len(row) for row in masks]:
+        raise InvalidInputError("attention_mask and input_ids have different shapes")
+    return [_unpadded(row, own) for row, own in zip(ids, masks, strict=True)]
+
+
+def _rows(name: str, given: Any) -> list[list[int]]:
+    if _is_array(given):
+        found = _array(given)
+        return found if given.ndim == 2 else [found]
+    if _is_ids(given):
+        return [[operator.index(t) for t in given]]
+    if isinstance(given, Sequence) and len(given) and all(_is_array(row) or _is_ids(row) for row in given):
+        return [_array(row) if _is_array(row) else [operator.index(t) for t in row] for row in given]
+    raise InvalidInputError(f"{name} is a list of whole numbers or a list of such lists, not {_shown(given)}")
+
+
+def _unpadded(ids: Sequence[int], mask: Sequence[int]) -> _Masked:
+    """The ids under the ones of their mask, which must be in one piece."""
+    if set(mask) - {0, 1}:
+        raise InvalidInputError(f"attention_mask has {sorted(set(mask) - {0, 1})[0]}: allowed are 0 and 1")
+    kept = [t for t, on in zip(ids, mask, strict=True) if on]
+    first = list(mask).index(1) if kept else 0
+    if not all(mask[first : first + len(kept)]):
+        raise InvalidInputError(
+            "attention_mask has zeros between ones: only padding on the left and on the right can be left out"
+        )
+    return _Masked(kept)
+
+
+def _is_array(value: Any) -> bool:
+    """A tensor or array (torch, numpy, jax); no scalar type of theirs."""
+    return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "tolist")
+
+
+def _array(value: Any) -> Any:
+    """A 1-D or 2-D array of whole numbers as lists."""
+    kind = str(value.dtype)
+    if value.ndim not in (1, 2) or "int" not in kind:
+        raise InvalidInputError(
+            f"a prompt is a 1-D or 2-D array of whole numbers, not {type(value).__name__} of {kind} and shape "
+            f"{tuple(value.shape)}; give lists of token ids, such as those of .tolist()"
+        )
+    return value.tolist()
+
+
 def _is_ids(prompt: Any) -> bool:
-    return isinstance(prompt, Sequence) and not isinstance(prompt, str) and all(_is_int(t) for t in prompt)
-
-
-def _is_int(value: Any) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    text = (str, bytes, bytearray, memoryview)
+    return isinstance(prompt, Sequence) and not isinstance(prompt, text) and all(is_whole(t) for t in prompt)
 
 
 def _is_chat(prompt: Any) -> bool:
     return (
         isinstance(prompt, Sequence)
-        and not isinstance(prompt, str)
+        and not isinstance(prompt, (str, bytes))
         and len(prompt) > 0
-        and all(isinstance(m, dict) for m in prompt)
+        and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)
     )
+
+
+def _shown(value: Any) -> str:
+    """What was given, named and never printed whole."""
+    if hasattr(value, "tolist"):
+        return f"{type(value).__name__} of shape {tuple(getattr(value, 'shape', ()))} (give its .tolist())"
+    if isinstance(value, Mapping):
+        return f"{type(value).__name__} with {short(sorted(map(str, value)))}"
+    return short(value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
+from specdec.errors import SpecdecError
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
-from specdec.requests.text import StopFinder, TextStream
+from specdec.requests.text import TextStream
 
 FinishReason = Literal["eos", "stop", "length"]
 
@@ -19,12 +20,13 @@ class Completion:
     """A finished request.
 
     Attributes:
-        text: decoded new tokens without special tokens, cut before a stop string.
+        text: `tokenizer.decode(token_ids, skip_special_tokens=True)`, cut before a stop string.
         token_ids: new tokens, the eos id or the token that completed a stop string included.
         prompt_token_ids: what the model read.
         finish_reason: "eos" (an eos id), "stop" (a stop string or one of stop_token_ids), "length" (a limit).
         stats: the request's rounds and times.
         drafts: draft ids of every recorded round, when SamplingParams.return_drafts was set.
+        sample_index: which of the prompt's `SamplingParams.n` completions this is, from 0.
     """
 
     text: str
@@ -33,11 +35,24 @@ class Completion:
     finish_reason: FinishReason
     stats: RequestStats
     drafts: tuple[tuple[int, ...], ...] | None = None
+    sample_index: int = 0
 
     @property
     def pooled(self) -> AcceptanceStats:
         """Acceptance over this request's rounds."""
         return pool(self.stats.rounds)
+
+
+class Progress(NamedTuple):
+    """How much of a request was reported: new tokens, recorded rounds, characters of text. Where it goes on after an
+    interrupt."""
+
+    num_tokens: int = 0
+    num_rounds: int = 0
+    num_characters: int = 0
+
+
+NOTHING_YET = Progress()
 
 
 @dataclass(frozen=True)
@@ -46,14 +61,24 @@ class Update:
 
     Attributes:
         request_id: as returned by `Engine.submit`.
-        token_ids: new tokens; text: new text, complete characters only, never part of a stop string.
+        token_ids: new tokens; text: new text, complete characters only, never part of a stop string. All texts of a
+            request joined are the completion's text.
         completion: set when the request is finished.
+        error: set when the request failed; it is ended.
+        progress: how much of the request has been reported with this update.
     """
 
     request_id: int
     token_ids: list[int]
     text: str
     completion: Completion | None = None
+    error: SpecdecError | None = None
+    progress: Progress = NOTHING_YET
+
+    @property
+    def last(self) -> bool:
+        """Whether the request is ended."""
+        return self.completion is not None or self.error is not None
 
 
 @dataclass(frozen=True)
@@ -79,7 +104,8 @@ class Times:
 class Request:
     """A request inside the engine. `row` is its RowTable row, -1 while it waits.
 
-    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted).
+    `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
+    what has been reported.
     """
 
     id: int
@@ -90,7 +116,8 @@ class Request:
     key: int
     committed: np.ndarray
     stream: TextStream
-    stops: StopFinder
+    sample_index: int
+    eos_token_ids: tuple[int, ...]
     times: Times
     row: int = -1
     preemptions: int = 0
@@ -98,6 +125,17 @@ class Request:
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
+    progress: Progress = NOTHING_YET
+
+    def rewind(self) -> None:
+        """Back to what was reported, and waiting: what came after is generated anew."""
+        del self.new_tokens[self.progress.num_tokens :]
+        del self.rounds[self.progress.num_rounds :]
+        del self.drafts[self.progress.num_rounds :]
+        self.stream.rewind(self.new_tokens, self.progress.num_characters)
+        self.finish_reason = None
+        self.row = -1
+        self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
@@ -117,26 +155,26 @@ class Request:
             self.drafts.append(round_.drafts)
         tokens = round_.token_ids[:emitted]
         if self.finish_reason is None:
-            return Update(self.id, tokens, self.stream.push(self.new_tokens))
+            text = self.stream.show()
+            progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)
+            return Update(self.id, tokens, text, progress=progress)
         self.times.finished = now
-        completion = self._completion()
-        return Update(self.id, tokens, self.stream.finish(completion.text), completion)
+        text, rest = self.stream.finish(self.new_tokens)
+        return Update(self.id, tokens, rest, self._completion(text))
 
     def _surplus(self, num_new: int) -> int:
         """Tokens after the first stop id or stop string among the last `num_new`; sets the finish reason."""
-        start = len(self.new_tokens) - num_new
-        ends = [start + i + 1 for i, t in enumerate(self.new_tokens[start:]) if t in self.params.stop_token_ids][:1]
-        found = self.stops.find(self.new_tokens, num_new)
-        if found is not None:
-            ends.append(found)
-        if not ends:
+        known = len(self.new_tokens)
+        ids = self.params.stop_token_ids
+        at_id = next((i + 1 for i in range(known - num_new, known) if self.new_tokens[i] in ids), None)
+        end = self.stream.push(self.new_tokens, at_id or known) or at_id
+        if end is None:
             return 0
         self.finish_reason = "stop"
-        return len(self.new_tokens) - min(ends)
+        return known - end
 
-    def _completion(self) -> Completion:
+    def _completion(self, text: str) -> Completion:
         t = self.times
-        text = self.stops.cut(self.stream.decode(self.new_tokens))
         stats = RequestStats(
             rounds=tuple(self.rounds),
             prompt_tokens=self.prompt_len,
@@ -154,4 +192,5 @@ class Request:
             finish_reason=self.finish_reason,
             stats=stats,
             drafts=tuple(self.drafts) if self.params.return_drafts else None,
+            sample_index=self.sample_index,
         )

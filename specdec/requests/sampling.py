@@ -2,30 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 import torch
 
 from specdec.errors import InvalidInputError
+from specdec.values import flag, real, refuse, short, whole
+
+MAX_TOP_K = 2**31 - 1
+MAX_N = 2**16
+TEMPERATURES = (1e-6, 1e6)
+"""Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
+SEEDS = (-(2**63), 2**64 - 1)
+"""Smallest and largest seed, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 
 
 @dataclass(frozen=True)
 class SamplingParams:
     """How one request is sampled and when it ends.
 
+    It means what it says: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
+    (see `from_model`). Numbers may be numpy or torch scalars; they are kept as int and float.
+
     Attributes:
         max_new_tokens: most new tokens.
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy; otherwise, from 1e-6 to 1e6, logits are divided by it.
         top_k: keep the k most probable tokens (0: all). top_p: keep the smallest set with this mass (1.0: all).
         min_p: keep tokens with at least min_p times the top probability (0.0: all).
-        stop: strings that end the request; the text ends before the string, the ids with the token that completed it.
+        stop: a string, or a list or tuple of strings, that end the request: with the first token after which its text
+            contains one of them. The text ends before the string, the ids with that token. The text is
+            `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a
+            stop string may also contain special tokens as they are written.
         stop_token_ids: ids that end the request beside the model's own eos ids.
         ignore_eos: go on past the model's eos ids.
-        seed: fixes the request's randomness whatever else is in the batch; None draws from the engine's seed.
+        seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
+            model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
+            chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
+            rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
+            distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
+            precision logits round by the batch's shape, so that neighbours may change a token ("batch_invariant" rules
+            that out for the target, not for what the head drafts).
+            None: the model's seed, and how many requests were submitted before.
         num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
+        n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
+            whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
     """
 
     max_new_tokens: int = 256
@@ -39,21 +63,40 @@ class SamplingParams:
     seed: int | None = None
     num_speculative_tokens: int | None = None
     return_drafts: bool = False
+    n: int = 1
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for a value outside its range."""
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
-        object.__setattr__(self, "stop", tuple(self.stop))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        _check(self.max_new_tokens >= 1, "max_new_tokens", self.max_new_tokens, "at least 1")
-        _check(self.temperature >= 0.0, "temperature", self.temperature, "0 (greedy) or more")
-        _check(self.top_k >= 0, "top_k", self.top_k, "0 (off) or more")
-        _check(0.0 < self.top_p <= 1.0, "top_p", self.top_p, "in (0, 1]")
-        _check(0.0 <= self.min_p <= 1.0, "min_p", self.min_p, "in [0, 1]")
-        _check(all(self.stop), "stop", self.stop, "non-empty strings")
-        spec = self.num_speculative_tokens
-        _check(spec is None or spec >= 0, "num_speculative_tokens", spec, "None or 0 or more")
+        """Raises InvalidInputError for a value that is not of its kind or outside its range."""
+        spec, seed = self.num_speculative_tokens, self.seed
+        kept = {
+            "max_new_tokens": whole("max_new_tokens", self.max_new_tokens, 1, None, "at least 1, a whole number"),
+            "top_k": whole("top_k", self.top_k, 0, MAX_TOP_K, f"0 (off) or more, a whole number up to {MAX_TOP_K}"),
+            "n": whole("n", self.n, 1, MAX_N, f"1 to {MAX_N}, a whole number"),
+            "stop": _stops(self.stop),
+            "stop_token_ids": _stop_ids(self.stop_token_ids),
+            "ignore_eos": flag("ignore_eos", self.ignore_eos),
+            "return_drafts": flag("return_drafts", self.return_drafts),
+            "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
+            "num_speculative_tokens": None
+            if spec is None
+            else whole("num_speculative_tokens", spec, 0, None, "None or 0 or more"),
+        }
+        low, high = TEMPERATURES
+        for name, allowed, fits in (
+            ("temperature", f"0 (greedy), or {low:g} to {high:g}", lambda x: x == 0 or low <= x <= high),
+            ("top_p", "in (0, 1]", lambda x: 0 < x <= 1),
+            ("min_p", "in [0, 1]", lambda x: 0 <= x <= 1),
+        ):
+            given = getattr(self, name)
+            kept[name] = real(name, given, allowed)
+            if not fits(kept[name]):
+                raise refuse(name, given, allowed)
+        for name, value in kept.items():
+            object.__setattr__(self, name, value)
+        if self.n > 1 and self.greedy:
+            raise InvalidInputError(
+                f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
+            )
 
     @property
     def greedy(self) -> bool:
@@ -65,18 +108,47 @@ class SamplingParams:
         """Build from a mapping.
 
         Raises:
-            InvalidInputError: an option is unknown.
+            InvalidInputError: it is no mapping, or an option is unknown.
         """
+        if not isinstance(options, Mapping):
+            raise InvalidInputError(f"sampling options are a dict, not {short(options)}")
         known = [f.name for f in fields(cls)]
-        unknown = sorted(set(options) - set(known))
+        unknown = sorted(str(name) for name in set(options) - set(known))
         if unknown:
             raise InvalidInputError(f"unknown sampling option {', '.join(unknown)}; known are {', '.join(known)}")
         return cls(**options)  # type: ignore[arg-type]
 
+    @classmethod
+    def from_model(cls, model: Any, **options: Any) -> SamplingParams:
+        """What the model's own generation_config says: do_sample, temperature, top_k, top_p, min_p, stop_strings,
+        max_new_tokens and num_return_sequences, unset ones as transformers' `generate` takes them (top_k=50 when
+        sampling).
 
-def _check(ok: bool, name: str, value: object, allowed: str) -> None:
-    if not ok:
-        raise InvalidInputError(f"{name}={value!r}: allowed is {allowed}")
+        Args:
+            model: a SpeculativeModel or a transformers model.
+            options: fields of SamplingParams that replace what is read.
+
+        Raises:
+            InvalidInputError: it samples in a way that is not supported (typical_p, epsilon_cutoff, …), an option is
+                unknown, or this is no model.
+        """
+        from specdec.requests.generation_config import sampling_of_model
+
+        return cls.from_dict({**sampling_of_model(model), **options})
+
+
+def _stops(given: Any) -> tuple[str, ...]:
+    stops = (given,) if isinstance(given, str) else given
+    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
+        raise refuse("stop", given, "a string or a list of strings: non-empty strings")
+    return tuple(stops)
+
+
+def _stop_ids(given: Any) -> tuple[int, ...]:
+    if not isinstance(given, (tuple, list)):
+        raise refuse("stop_token_ids", given, "a list of token ids")
+    allowed = "a list of token ids, whole numbers from 0"
+    return tuple(whole("stop_token_ids", token_id, 0, None, allowed) for token_id in given)
 
 
 @dataclass(frozen=True)

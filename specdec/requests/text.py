@@ -1,93 +1,136 @@
-"""From tokens to text while they arrive: incremental decoding and stop strings."""
+"""From tokens to text while they arrive: what may be shown, and where a stop string ends the request.
+
+A request ends with the first token after which its text contains a stop string. Its text after n tokens is
+`tokenizer.decode(first n tokens, skip_special_tokens=True)` without U+FFFD at the end (a character that is not finished
+yet). A stop string may also contain special tokens: it is looked for in the same text with every special token written
+out at its place. Both are looked at token by token, so that the place does not depend on how many tokens a round
+brings.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
+from specdec.requests.detokenize import UNFINISHED, Detokenizer, Tokenizer, Vocabulary
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that is used here."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = ...) -> str: ...
+__all__ = ["TextStream", "Tokenizer", "Vocabulary"]
 
 
 class TextStream:
-    """Decodes new tokens as they come, in complete characters; holds back what may become a stop string.
+    """The text of one request. Shown text is final and never goes beyond the text that the request ends with."""
 
-    Source: huggingface/text-generation-inference, server/text_generation_server/models/model.py (decode_token): decode
-    a short tail twice, emit the difference once it ends in a complete character.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, vocabulary: Vocabulary, stops: Sequence[str] = ()) -> None:
+        self._vocabulary = vocabulary
         self._stops = tuple(stops)
-        self._prefix = 0
-        self._read = 0
-        self._held = ""
-        self._emitted = 0
+        self._start()
 
-    def push(self, token_ids: list[int]) -> str:
-        """Text that became certain with these tokens; `token_ids` is the whole sequence of new tokens so far."""
-        before = self.decode(token_ids[self._prefix : self._read])
-        after = self.decode(token_ids[self._prefix :])
-        if len(after) <= len(before) or after.endswith("\ufffd"):
-            return ""
-        self._prefix, self._read = self._read, len(token_ids)
-        text = self._held + after[len(before) :]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
-        self._emitted += len(text) - keep
-        return text[: len(text) - keep]
+    def _start(self) -> None:
+        self._detokenizer = Detokenizer(self._vocabulary)
+        self._known = 0
+        self._sent = 0  # characters shown
+        self._unsent = ""  # final text after them that the detokenizer has left behind
+        self._specials: list[tuple[int, str]] = []  # (characters before it, as it is written) of each special token
+        self._cut: int | None = None
 
-    def finish(self, final: str) -> str:
-        """What is left to emit of the whole text `final`."""
-        return final[self._emitted :]
+    @property
+    def num_shown(self) -> int:
+        """Characters shown so far."""
+        return self._sent
 
-    def decode(self, token_ids: list[int]) -> str:
-        """The text of these tokens, without special tokens."""
-        return self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def rewind(self, token_ids: Sequence[int], num_shown: int) -> None:
+        """Back to where only these new tokens were read, and `num_shown` characters of their text shown."""
+        self._start()
+        self.push(token_ids, len(token_ids))
+        self._mark_shown(num_shown)
 
+    def push(self, token_ids: Sequence[int], num: int) -> int | None:
+        """Read on to the first `num` of the request's new tokens.
 
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that is a beginning of `stop`.
-
-    >>> _overlap("the answer\\n", "\\nQ:")
-    1
-    """
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if stop.startswith(text[-size:]):
-            return size
-    return 0
-
-
-class StopFinder:
-    """Finds the first token after which a stop string stands in the text.
-
-    Looks at a tail only: a stop of n bytes spans at most n tokens of at least one byte each. Special tokens are decoded
-    too, so that a stop string may be one.
-    """
-
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
-        self._tokenizer = tokenizer
-        self._stops = tuple(stops)
-        self._look_back = max((len(s.encode()) for s in stops), default=0)
-
-    def find(self, token_ids: list[int], num_new: int) -> int | None:
-        """Number of tokens to keep, or None when no stop string is complete. The last `num_new` tokens are new."""
-        if not self._stops or not self._hit(token_ids, num_new):
+        Returns:
+            With how many tokens the request ends, where a stop string is complete; else None.
+        """
+        if not self._stops:
+            self._read(token_ids, num)
             return None
-        done = len(token_ids) - num_new
-        return next(
-            n for n in range(done + 1, len(token_ids) + 1) if n == len(token_ids) or self._hit(token_ids[:n], 1)
-        )
+        for n in range(self._known + 1, num + 1):
+            special = self._vocabulary.spelling(token_ids[n - 1]).special
+            if special:
+                self._specials.append((self._sent + len(self._text().rstrip(UNFINISHED)), special))
+            self._read(token_ids, n)
+            self._cut = self._find()
+            if self._cut is not None:
+                return n
+        return None
 
-    def cut(self, text: str) -> str:
-        """`text` up to the first stop string."""
-        places = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        return text[: min(places)] if places else text
+    def show(self) -> str:
+        """Text that has become certain since the last call: complete characters, no part of a stop string."""
+        final = self._detokenizer.start + self._detokenizer.stable - self._sent
+        text = self._text()[: max(final, 0)]
+        text = text[: self._held_from(text)]
+        self._mark_shown(len(text))
+        return text
 
-    def _hit(self, token_ids: list[int], num_new: int) -> bool:
-        start = max(0, len(token_ids) - self._look_back - num_new)
-        tail = self._tokenizer.decode(token_ids[start:], skip_special_tokens=False)
-        return any(stop in tail for stop in self._stops)
+    def _mark_shown(self, count: int) -> None:
+        self._sent += count
+        self._unsent = self._unsent[count:]
+        self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
+
+    def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
+        """The whole text of a request that ended with these new tokens, and what of it was not shown yet."""
+        text = self._vocabulary.decode(list(token_ids))[: self._cut]
+        return text, text[self._sent :]
+
+    def _read(self, token_ids: Sequence[int], num: int) -> None:
+        moved = self._detokenizer.settle()
+        if moved:
+            self._unsent += moved[max(self._sent - (self._detokenizer.start - len(moved)), 0) :]
+        self._detokenizer.push(token_ids[self._known : num])
+        self._known = num
+
+    def _text(self) -> str:
+        """The text that is not shown yet."""
+        return self._unsent + self._detokenizer.tail[max(self._sent - self._detokenizer.start, 0) :]
+
+    def _find(self) -> int | None:
+        """How many characters of the text stand before the first stop string, if there is one."""
+        text = self._text().rstrip(UNFINISHED)
+        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        if self._specials:
+            woven, places = self._woven(text)
+            found += [places[at] for at in (woven.find(stop) for stop in self._stops) if at >= 0]
+        return self._sent + min(found) if found else None
+
+    def _held_from(self, text: str) -> int:
+        """Where the longest end of `text` begins that may become a stop string."""
+        held = min((_held_from(text, stop) for stop in self._stops), default=len(text))
+        if self._specials:
+            woven, places = self._woven(text)
+            held = min([held, *(places[_held_from(woven, stop)] for stop in self._stops)])
+        return held
+
+    def _woven(self, text: str) -> tuple[str, list[int]]:
+        """`text` with the special tokens in it written out; and for each of its places the place in `text`."""
+        pieces, places, done = [], [], 0
+        for at, special in self._specials:
+            place = at - self._sent
+            if place > len(text):
+                break
+            place = max(place, done)
+            pieces += [text[done:place], special]
+            places += [*range(done, place), *[place] * len(special)]
+            done = place
+        return "".join([*pieces, text[done:]]), [*places, *range(done, len(text) + 1)]
+
+
+def _held_from(text: str, stop: str) -> int:
+    r"""Where the longest end of `text` begins that is a beginning of `stop`, but not the whole; else its length.
+
+    >>> _held_from("the answer\n", "\nQ:")
+    10
+    """
+    at = text.find(stop[0], max(0, len(text) - len(stop) + 1))
+    while at >= 0:
+        if stop.startswith(text[at:]):
+            return at
+        at = text.find(stop[0], at + 1)
+    return len(text)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from specdec.requests.sampling import SamplingArrays, SamplingParams
@@ -13,10 +15,11 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the root).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
-        entered [R]: tokens the row entered with (the prompt, and after a preemption what it had emitted).
+        prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
+            first token; after a preemption all but the root that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
-        key [R] uint64: randomness. eos [R] bool: the model's eos ids end it. temperature, top_k, top_p, min_p [R].
+        key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
     """
 
     def __init__(self, max_rows: int, max_model_len: int) -> None:
@@ -24,12 +27,12 @@ class RowTable:
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
-        self.entered = np.zeros(max_rows, np.int64)
+        self.prefill = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
         self.previous = np.full(max_rows, -1, np.int64)
         self.key = np.zeros(max_rows, np.uint64)
-        self.eos = np.zeros(max_rows, bool)
+        self.eos = np.full((max_rows, 1), -1, np.int64)
         self._sampling = SamplingArrays.of([SamplingParams()] * max_rows)
         self._free = list(range(max_rows - 1, -1, -1))
 
@@ -38,16 +41,38 @@ class RowTable:
         """Rows that are not in use."""
         return len(self._free)
 
-    def open(self, tokens: np.ndarray, limit: int, drafts: int, key: int, params: SamplingParams) -> int:
-        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it."""
-        row = self._free.pop()
+    def open(
+        self,
+        tokens: np.ndarray,
+        limit: int,
+        drafts: int,
+        key: int,
+        params: SamplingParams,
+        eos_ids: Sequence[int] = (),
+        prefill: int | None = None,
+    ) -> int:
+        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it.
+
+        When a parameter does not fit its column numpy's error is raised and the row stays free.
+
+        prefill: how many of the tokens it reads before it decodes; default all of them.
+        """
+        row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
-        self.length[row], self.entered[row], self.computed[row], self.limit[row] = len(tokens), len(tokens), 0, limit
+        self.length[row], self.computed[row], self.limit[row] = len(tokens), 0, limit
+        self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
-        self.eos[row] = not params.ignore_eos
+        self._set_eos(row, eos_ids)
         for name in ("temperature", "top_k", "top_p", "min_p"):
             getattr(self._sampling, name)[row] = getattr(params, name)
-        return row
+        return self._free.pop()
+
+    def _set_eos(self, row: int, eos_ids: Sequence[int]) -> None:
+        missing = len(eos_ids) - self.eos.shape[1]
+        if missing > 0:
+            self.eos = np.pad(self.eos, ((0, 0), (0, missing)), constant_values=-1)
+        self.eos[row] = -1
+        self.eos[row, : len(eos_ids)] = eos_ids
 
     def close(self, row: int) -> None:
         """Give a row back."""
@@ -60,8 +85,12 @@ class RowTable:
         self.previous[rows] = np.arange(len(rows))
 
     def reading(self, rows: np.ndarray) -> np.ndarray:
-        """[R] bool, rows that have not yet emitted a token since they entered: they read chunks and do not draft."""
-        return self.length[rows] == self.entered[rows]
+        """[R] bool, rows that still prefill: they read chunks and do not draft."""
+        return self.computed[rows] < self.prefill[rows]
+
+    def pending(self, rows: np.ndarray) -> np.ndarray:
+        """[R] int64, committed tokens that each row reads next: what is left of its prefill, else its root."""
+        return np.where(self.reading(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
     def committed(self, row: int) -> np.ndarray:
         """A copy of the row's committed tokens."""

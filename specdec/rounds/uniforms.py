@@ -1,6 +1,7 @@
 """Counter-based randomness: every uniform is f(seed, request, position, role). No stateful generators.
 
-So the same seed gives the same sampled tokens whatever else is in the batch, and after a preemption.
+So the same seed gives the same sampled tokens whatever else is in the batch, and after a preemption: rounds, and with
+them the roles by which a position is decided, are the request's own too (`Scheduler.schedule`).
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ read as it was trained.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,20 +14,31 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from attention.batch.metadata import single_batch_arena, stage
-from attention.hf.interface import attention_implementation
+from attention.backends.limits import HALF
 from drafters.base import Head
-from drafters.loops.chain.index import rows_batch
 from drafters.mtp.head import MtpHead
 from drafters.mtp.reading import check_reading
 from drafters.mtp.stack import MtpStack
-from specdec.errors import CacheTooSmallError, UnsupportedModelError
+from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
-from specdec.target.target import Target
+from specdec.target.rereading import (
+    dummy_ids,
+    errors_named,
+    read_eager,
+    read_judged,
+    read_paged,
+    relative_errors,
+    scrambled_table,
+)
+from specdec.target.target import Target, TargetProbe
+from specdec.target.twin import TwinReport, in_words, twin_test
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
+_NEIGHBOURS = 32
+_LONG_ROW, _LONGEST_ROW = 256, 512
+"""Longest row of the real weights' test in float32, and where there is no twin."""
 _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torch.bfloat16: 0.2}
 """Largest rms error of a token's logits over their rms, by dtype; what comes out wrong is off by about 1."""
 _EIGHT_BIT_TOLERANCE = 0.5
@@ -48,36 +60,87 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
 
 
-@torch.inference_mode()
-def self_test(target: Target) -> float:
-    """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
+def check_target(target: Target, probed: TargetProbe, max_model_len: int) -> tuple[float, TwinReport]:
+    """The self-test of the real weights and that of the model's twin; see `self_test` and `twin.twin_test`.
 
-    Returns:
-        The largest error of the six pieces, a piece being one row's prompt or its verification. Its error is the median
-        over its tokens of rms error over rms of the logits: a flipped expert of one token does not count, a wrong row
-        or a wrong verification does.
+    A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning says what was not tested.
 
     Raises:
-        UnsupportedModelError: the target comes out wrong through the paged attention.
+        UnsupportedModelError, CacheTooSmallError: as these two.
+    """
+    room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
+    report = twin_test(probed, max_model_len)  # first: it names the threshold past which a model is wrong
+    error = self_test(target)
+    if report.unbuilt is None:
+        return error if half else max(error, self_test(target, min(_LONG_ROW, room))), report
+    longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
+    error = max(error, self_test(target, longest))
+    beyond = [threshold for threshold in report.passed if threshold.value >= longest]
+    untested = [f"rows beyond {in_words(beyond)}"] if beyond else []
+    untested += [f"errors below {_TOLERANCE[probed.model.dtype]:g}"] if half else []
+    if untested:
+        warnings.warn(
+            f"{type(probed.model).__name__}: {' and '.join(untested)} were not tested: there is no small copy of it to "
+            f"test them by: {report.unbuilt}. Its own rows of up to {longest} tokens came out right. Compare a long "
+            "answer with the model's own generate, or give a smaller max_model_len",
+            SpecdecWarning,
+            stacklevel=2,
+        )
+    return error, report
+
+
+@torch.inference_mode()
+def self_test(target: Target, longest: int = 0) -> float:
+    """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
+
+    The verification is read once more as a batch of one row of which the last logits alone are asked for.
+
+    Args:
+        longest: tokens of the longest row; more where nothing else tests long rows. At least 23.
+
+    Returns:
+        The largest error of the seven pieces, a piece being one row's prompt or its verification, as `_error` says:
+        a flipped expert of one token does not count, a wrong row or a wrong verification does.
+
+    Raises:
+        UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     lens = _PROMPT_LENS + _VERIFY_LEN
-    table, ids = _scrambled_table(target, lens), _dummy_ids(target, lens)
-    no_tokens = np.zeros(len(ids), np.int64)
-    ours = [_paged(target, ids, no_tokens, _PROMPT_LENS, table)]
-    ours.append(_paged(target, ids, _PROMPT_LENS, lens, table))
+    lens[0] = max(lens[0], longest)
+    prompts = lens - _VERIFY_LEN
+    table, ids = scrambled_table(target, lens), dummy_ids(target, lens)
+    no_tokens, one = np.zeros(len(ids), np.int64), slice(0, 1)
+    last = torch.tensor([_VERIFY_LEN - 1], device=target.hf_model.device)
+    with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
+        right = read_eager(target.hf_model, ids)
+    with errors_named(target.hf_model, "three rows are read through the paged attention"):
+        ours = [read_paged(target, ids, no_tokens, prompts, table), read_paged(target, ids, prompts, lens, table)]
     errors = []
-    for row, own in enumerate(_eager(target, ids)):
-        pieces = own.split((int(_PROMPT_LENS[row]), _VERIFY_LEN))
-        errors += [_error(ours[phase][row], right) for phase, right in enumerate(pieces)]
+    for row, own in enumerate(right):
+        pieces = own.split((int(prompts[row]), _VERIFY_LEN))
+        errors += [_error(ours[phase][row], piece) for phase, piece in enumerate(pieces)]
+    most = _allowed(target, errors)
+    with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
+        alone = read_judged(target, ids[one], prompts[one], lens[one], table[one], last)
+    return max(most, _allowed(target, [_error(alone, right[0][-1:])]))
+
+
+def _allowed(target: Target, errors: list[torch.Tensor]) -> float:
+    """The largest of these errors.
+
+    Raises:
+        UnsupportedModelError: it is above what rounding explains.
+    """
     error = float(torch.stack(errors).max())
     eight_bits = target.runner.group.format.dtype is not None
     limit = _EIGHT_BIT_TOLERANCE if eight_bits else _TOLERANCE[target.hf_model.dtype]
     if not error <= limit:
         hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if eight_bits else ""
+        found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
         raise UnsupportedModelError(
-            f"{type(target.hf_model).__name__} comes out wrong through the paged attention: relative logit error "
-            f"{error:.2g} against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g}){hint}"
+            f"{type(target.hf_model).__name__} comes out wrong through the paged attention: {found} "
+            f"against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g}){hint}"
         )
     return error
 
@@ -94,10 +157,10 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
     ends = _lens_that_fit(target)
-    table, ids = _scrambled_table(target, ends), _dummy_ids(target, ends)
+    table, ids = scrambled_table(target, ends), dummy_ids(target, ends)
     no_tokens = np.zeros(len(ids), np.int64)
-    whole = _paged(target, ids, no_tokens, ends, table, model)
-    error = max(float(_error(own, right)) for own, right in zip(whole, _eager(target, ids), strict=True))
+    whole = read_paged(target, ids, no_tokens, ends, table, model)
+    error = max(float(_error(own, right)) for own, right in zip(whole, read_eager(target.hf_model, ids), strict=True))
     if not error <= _TOLERANCE[target.hf_model.dtype]:
         raise UnsupportedModelError(
             f"{type(target.hf_model).__name__} comes out wrong when compiled: error {error:.2g}"
@@ -106,7 +169,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
     pieces = [(slice(None), no_tokens, cuts[0])] + [(slice(None), cut, ends) for cut in cuts]
     pieces += [(slice(row, row + 1), cut, ends) for row in range(len(ids)) for cut in cuts]
     for rows, start, stop in pieces:
-        found = _paged(target, ids[rows], start[rows], stop[rows], table[rows], model)
+        found = read_paged(target, ids[rows], start[rows], stop[rows], table[rows], model)
         for right, own, a, b in zip(whole[rows], found, start[rows], stop[rows], strict=True):
             if not torch.equal(own, right[a:b]):
                 raise UnsupportedModelError(
@@ -151,67 +214,42 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
 
 
 def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H]."""
+    """A short plain text: its token ids [T] int64 and the target's states after its final norm [T, H].
+
+    Raises:
+        InvalidInputError: the tokenizer makes ids that the model has no embedding for.
+    """
     (ids,) = encode_prompts(_TEXT, tokenizer)
+    rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
+    largest = max(ids[:_MOST_TOKENS])
+    if largest >= rows:
+        raise InvalidInputError(
+            f"the tokenizer makes token id {largest}, but the model's embedding has {rows} rows: it does not belong to "
+            "this model"
+        )
     token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
     return token_ids, model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
 
 
 def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Median over tokens of rms error over rms; NaN where a token has NaN."""
-    errors = (ours - right).double().pow(2).mean(-1).sqrt() / right.double().pow(2).mean(-1).sqrt()
-    return errors.median()
+    """Rms error over rms of [T, V], the median of some 32 neighbouring tokens; the largest of these medians.
+
+    So a flipped expert of one token does not count, and what is wrong from some position on does. NaN where a token
+    has NaN.
+    """
+    errors = relative_errors(ours, right)
+    return torch.stack([part.median() for part in errors.tensor_split(max(len(errors) // _NEIGHBOURS, 1))]).max()
 
 
 def _lens_that_fit(target: Target) -> np.ndarray:
     """Lengths of three rows of which one goes beyond the kernels' tiles, where the cache has room for three of it."""
-    group, lens = target.runner.group, _PROMPT_LENS + _VERIFY_LEN
+    lens = _PROMPT_LENS + _VERIFY_LEN
     most = getattr(target.hf_model.config.get_text_config(), "max_position_embeddings", _MOST_TOKENS)
-    room = (group.num_pages - 1) // len(lens) * group.page_size
-    lens[0] = max(lens[0], min(_MOST_TOKENS, most, room))
+    lens[0] = max(lens[0], min(_MOST_TOKENS, most, _room(target)))
     return lens
 
 
-def _scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
-    """A block table for rows of these lengths."""
+def _room(target: Target) -> int:
+    """Tokens of which the cache holds three rows."""
     group = target.runner.group
-    width = -(-int(lens.max()) // group.page_size)
-    pages = np.random.default_rng(0).permutation(np.arange(1, group.num_pages))[: len(lens) * width]
-    if len(pages) < len(lens) * width:
-        raise CacheTooSmallError(
-            f"the KV cache has {group.num_pages - 1} pages of {group.page_size} tokens; at least "
-            f"{len(lens) * width} are needed"
-        )
-    return pages.reshape(len(lens), width).astype(np.int32)
-
-
-def _dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    embedding: torch.Tensor = target.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
-    vocab = min(target.vocab_size, embedding.shape[0])
-    return [torch.randint(vocab, (n,), generator=generator).to(target.hf_model.device) for n in lens.tolist()]
-
-
-def _paged(
-    target: Target,
-    ids: list[torch.Tensor],
-    start: np.ndarray,
-    stop: np.ndarray,
-    table: np.ndarray,
-    model: Callable[..., Any] | None = None,
-) -> list[torch.Tensor]:
-    """Logits [stop - start, V] of each row, float32."""
-    query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
-    batch = rows_batch(query_start_loc, start, table, target.runner.group.page_size)
-    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
-    planned = target.runner.plan(stage(batch, arena, bucket))
-    flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    logits = target.forward(flat, planned, torch.arange(len(flat), device=flat.device), model).logits
-    return list(logits.float().split((stop - start).tolist()))
-
-
-def _eager(target: Target, ids: list[torch.Tensor]) -> list[torch.Tensor]:
-    model = target.hf_model
-    configs = (model.config, model.config.get_text_config())
-    with attention_implementation(configs, "eager"):
-        return [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
+    return int((group.num_pages - 1) // len(_PROMPT_LENS) * group.page_size)

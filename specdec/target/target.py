@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from transformers import PreTrainedModel
 from attention.hf.interface import AttentionCall, AttentionPort, probe
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import FINAL_NORM
-from specdec.errors import InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
+from specdec.errors import UNNAMED_ERRORS, InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
 
 _FULL_OR_SLIDING = {"full_attention", "sliding_attention"}
+_MASK_READERS = {
+    "index_topk": "sparse attention, whose indexer reads the mask",
+    "alibi": "attention biased by distance",
+}
+"""Fields of configurations whose models have attention code of their own, and what they mean."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +35,14 @@ class TargetProbe:
         calls: attention modules and their PlanKeys in layer order.
         layers: the decoder layers, as many as calls.
         vocab_size: V, width of the logits (padded vocabularies included).
+        selects_rows: see `attention.hf.interface.Probe`.
     """
 
     model: PreTrainedModel
     calls: tuple[AttentionCall, ...]
     layers: torch.nn.ModuleList
     vocab_size: int
+    selects_rows: bool = True
 
 
 def probe_target(model: PreTrainedModel) -> TargetProbe:
@@ -48,12 +56,17 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
     if getattr(model, "_is_stateful", False):
         raise UnsupportedModelError(f"{name} keeps state beside its KV cache (a recurrent or hybrid model)")
     try:
-        calls, vocab_size = probe(model)
+        found = probe(model)
     except UnsupportedAttentionError as error:
         raise UnsupportedModelError(f"{name} cannot run on the paged cache: {error}") from error
-    except (AttributeError, TypeError) as error:
-        raise UnsupportedModelError(f"{name} does not run without an attention mask: {error}") from error
-    config = model.config.get_text_config()
+    except torch.OutOfMemoryError:
+        raise
+    except UNNAMED_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
+            f"and no mask its forward raises {type(error).__name__}: {error}"
+        ) from error
+    calls, config = found.calls, model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
     if len(calls) != num_layers:
         raise UnsupportedModelError(
@@ -64,7 +77,16 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(odd)}; full and sliding attention are supported"
         )
-    return TargetProbe(model, calls, _decoder_layers(model, calls), vocab_size)
+    return TargetProbe(model, calls, _decoder_layers(model, calls), found.vocab_size, found.selects_rows)
+
+
+def _likely_reason(model: PreTrainedModel) -> str:
+    """What in a configuration makes a model read its attention mask, in words."""
+    config = model.config.get_text_config()
+    for name, meaning in _MASK_READERS.items():
+        if value := getattr(config, name, None):
+            return f" ({meaning}: {name}={value} in its configuration)"
+    return ""
 
 
 def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
@@ -91,6 +113,7 @@ class TapRecorder:
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
         self._on = False
+        self._thread: int | None = None
         self._caught: dict[int, torch.Tensor] = {}
         for place, tap in enumerate(taps):
             if tap == FINAL_NORM:
@@ -105,7 +128,7 @@ class TapRecorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Record the forward inside. Others are the user's: the states of a queued verification must outlive them."""
-        self._on = True
+        self._on, self._thread = True, get_ident()
         try:
             yield
             for place, states in self._caught.items():
@@ -120,7 +143,7 @@ class TapRecorder:
         if torch.compiler.is_compiling():
             # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms a round at 8B.
             self._caught[place] = states
-        else:
+        elif self._thread == get_ident():
             self._copy(place, states)
 
     def _copy(self, place: int, states: torch.Tensor) -> None:
@@ -163,8 +186,15 @@ class Target:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
+        self._selects_rows = probed.selects_rows
         self._port = AttentionPort(probed.model, probed.calls)
         self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
+
+    @property
+    def num_embeddings(self) -> int:
+        """Token ids that the model can read and say: its logits may be wider than its input embedding (padding)."""
+        embedding: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
+        return min(self.vocab_size, len(embedding))
 
     def forward(
         self,
@@ -184,18 +214,19 @@ class Target:
         """
         attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
         count = len(token_ids if judged_rows is None else judged_rows)
-        ids, rows = token_ids, judged_rows
+        ids, rows = token_ids, judged_rows if self._selects_rows else None
         if model is not None:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         with self._port.using(attend if len(ids) == len(token_ids) else _once(attend)), self._taps.recording():
+            selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
             output = (self.hf_model if model is None else model)(
-                input_ids=ids[None],
-                position_ids=positions[None],
-                use_cache=False,
-                logits_to_keep=0 if rows is None else rows,
+                input_ids=ids[None], position_ids=positions[None], use_cache=False, **selection
             )
-        return TargetOutput(output.logits[0, :count], self.tapped(len(token_ids)))
+        logits = output.logits[0]
+        if judged_rows is not None and not self._selects_rows:
+            logits = logits.index_select(0, judged_rows)
+        return TargetOutput(logits[:count], self.tapped(len(token_ids)))
 
     def tapped(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] tapped states of the last forward; always the same memory."""

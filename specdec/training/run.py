@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,31 +11,28 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.progress import track
 
 from drafters.base import FINAL_NORM, Head
 from drafters.eagle3.checkpoint import save_eagle3
+from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_taps
 from drafters.mtp.checkpoint import deepseek_tensors, load_mtp, save_mtp
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpReading, mtp_target
 from drafters.rope import RopeSpec
-from drafters.training.answers import AnswerSet, answer
+from drafters.training.answers import AnswerSet
 from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
-from drafters.training.state import TrainedHead
-from drafters.training.trainer import TrainingData, TrainResult, train
+from drafters.training.trainer import TrainResult
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.targets import resolve, target_facts
 from specdec.model import SpeculativeModel
-from specdec.requests.prompts import encode_prompts
-from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import pool_requests
 from specdec.target.selftest import self_test_head
 from specdec.target.target import probe_target
-
-_JUDGED_PROMPTS = 64
+from specdec.training.fingerprint import weights_fingerprint
+from specdec.training.plan import TrainingPlan, common_settings
+from specdec.training.run_folder import Setting, locked
 
 
 @dataclass(frozen=True)
@@ -75,39 +70,60 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
     )
 
 
-@dataclass(frozen=True)
-class AnswerLimits:
-    """max_new_tokens of an answer, max_length of a training sequence."""
+def plan_eagle3(
+    model: SpeculativeModel, shape: HeadShape, config: TrainConfig, held_out: int
+) -> TrainingPlan[Eagle3Head]:
+    """Check everything about a new EAGLE-3 head that can be known before there are answers.
 
-    max_new_tokens: int = 512
-    max_length: int = 1024
-
-
-def answer_questions(
-    model: SpeculativeModel, questions: list[Any], limits: AnswerLimits, output: Path, console: Console
-) -> AnswerSet:
-    """The target's own answers, kept in `output`; an earlier run's file for the same questions is taken as it is.
-
-    Args:
-        questions: prompts as `SpeculativeModel.generate` takes them.
+    Raises:
+        InvalidInputError: the model has a head already, or cannot have one of this shape.
+        HeadLoadError: the target has no output embedding.
     """
-    output.mkdir(parents=True, exist_ok=True)
-    prompts = encode_prompts(questions, model.tokenizer)
-    key = repr((model.describe()["target"], limits, prompts)).encode()
-    path = output / f"answers-{hashlib.sha256(key).hexdigest()[:12]}.safetensors"
-    if path.exists():
-        return AnswerSet.load(path)
-    params = SamplingParams(max_new_tokens=limits.max_new_tokens)
+    _check_alone(model)
+    spec = eagle3_spec(model, shape)
+    facts = target_facts(probe_target(model.hf_model))
+    features = target_features(model, spec.taps)
+    settings = common_settings(model, "eagle3", config, held_out)
+    for name in ("draft_vocab_size", "intermediate_size", "taps"):
+        settings[name] = Setting(getattr(spec, name))
 
-    def regenerate(batch: list[list[int]]) -> list[list[int]]:
-        each = model.generate_iter(batch, params)
-        shown = track(each, "the target answers", total=len(batch), console=console)
-        done = {index: completion.token_ids for index, completion in shown}
-        return [done[i] for i in range(len(batch))]
+    def start(training: AnswerSet) -> Eagle3Head:
+        return fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
 
-    answers = answer(prompts, regenerate, limits.max_length)
-    answers.save(path)
-    return answers
+    def finished(head: Eagle3Head) -> Head:
+        return copy.deepcopy(head).to(model.dtype).eval()
+
+    return TrainingPlan(model, config, held_out, settings, start, features, finished, save_eagle3)
+
+
+def plan_mtp(
+    model: SpeculativeModel, module: str | Path, reading: MtpReading, config: TrainConfig, held_out: int
+) -> TrainingPlan[MtpHead]:
+    """Load a multi-token-prediction module and check that it can be trained and saved.
+
+    Raises:
+        InvalidInputError: the model has a head already.
+        HeadLoadError: see `drafters.mtp.checkpoint.load_mtp`; more than one module, or one that cannot be saved.
+    """
+    _check_alone(model)
+    target = mtp_target(model.hf_model)
+    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
+    if len(modules) > 1:
+        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
+    head = modules[0]
+    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
+    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
+    settings = common_settings(model, "mtp", config, held_out)
+    settings["module"] = Setting(weights_fingerprint(head), str(module))
+    settings["mtp_concat"], settings["mtp_feedback"] = Setting(reading.concat), Setting(reading.feedback)
+
+    def finished(trained: MtpHead) -> Head:
+        with TemporaryDirectory() as folder:
+            own = MtpReading(feedback=reading.feedback)
+            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
+
+    save, features = partial(save_mtp, target=target), final_features(model)
+    return TrainingPlan(model, config, held_out, settings, lambda training: head, features, finished, save)
 
 
 def train_eagle3(
@@ -129,18 +145,11 @@ def train_eagle3(
         held_out: answers that only measure.
 
     Raises:
-        InvalidInputError: the model has a head already, or there are too few questions.
-        TrainingDivergedError: the loss is not finite.
+        InvalidInputError: the model has a head already, there are too few questions, or `output` holds another run.
+        RunFolderError: another process trains there, or something there is damaged or cannot be written.
+        TrainingDivergedError: the loss or a weight is not finite.
     """
-    _check_alone(model)
-    training, measured = answers.split(held_out, config.seed)
-    spec = eagle3_spec(model, shape)
-    facts = target_facts(probe_target(model.hf_model))
-    head = fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
-    features = target_features(model, spec.taps)
-    data = TrainingData(training, measured)
-    judge = _judge(model, measured, config.ttt_steps, lambda head: copy.deepcopy(head).to(model.dtype).eval())
-    return train(config, head, data, features, judge, output, console, save=save_eagle3)
+    return _train(plan_eagle3(model, shape, config, held_out), answers, output, console)
 
 
 def train_mtp(
@@ -165,28 +174,16 @@ def train_mtp(
         output: gets checkpoints, and in `head/` the finished module as a DeepSeek-style checkpoint of its own.
 
     Raises:
-        InvalidInputError: the model has a head already, or there are too few questions.
+        InvalidInputError, RunFolderError, TrainingDivergedError: as `train_eagle3`.
         HeadLoadError: see `drafters.mtp.checkpoint.load_mtp`; more than one module, or one that cannot be saved.
-        TrainingDivergedError: the loss is not finite.
     """
-    _check_alone(model)
-    target = mtp_target(model.hf_model)
-    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
-    if len(modules) > 1:
-        raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
-    head = modules[0]
-    deepseek_tensors(head, target.num_layers)  # raises before anything is trained
-    self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
-    training, measured = answers.split(held_out, config.seed)
+    return _train(plan_mtp(model, module, reading, config, held_out), answers, output, console)
 
-    def stored(trained: MtpHead) -> Head:
-        with TemporaryDirectory() as folder:
-            own = MtpReading(feedback=reading.feedback)
-            return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
 
-    judge, save = _judge(model, measured, config.ttt_steps, stored), partial(save_mtp, target=target)
-    data, features = TrainingData(training, measured), final_features(model)
-    return train(config, head, data, features, judge, output, console, save=save)
+def _train(plan: TrainingPlan[Any], answers: AnswerSet, output: Path, console: Console) -> TrainResult:
+    with locked(output):
+        plan.claim(output, {"answers": Setting(answers.digest()[:16], f"{len(answers)} answers")})
+        return plan.run(answers, output, console)
 
 
 def _check_alone(model: SpeculativeModel) -> None:
@@ -230,25 +227,3 @@ def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
         return torch.cat([out.hidden_states[tap] for tap in taps], -1).float(), out.logits.float()
 
     return features
-
-
-def _judge(
-    model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
-) -> Callable[[TrainedHead], Mapping[str, float]]:
-    """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
-    count = min(len(measured), _JUDGED_PROMPTS)
-    prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
-
-    def judge(head: TrainedHead) -> Mapping[str, float]:
-        trial = SpeculativeModel.from_pretrained(
-            model.hf_model,
-            draft=finished(head),
-            num_speculative_tokens=num_drafts,
-            tokenizer=model.tokenizer,
-            max_model_len=model.config.max_model_len,
-            backend=model.backend_name,
-        )
-        completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
-        return {"tau": pool_requests([c.stats for c in completions]).tau}
-
-    return judge

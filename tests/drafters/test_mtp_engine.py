@@ -124,6 +124,24 @@ def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) 
     assert alone[0].token_ids == first[3]
 
 
+@pytest.mark.parametrize(("modules", "drafts"), [(2, 3), (3, 5)])
+def test_neighbours_and_preemption_change_no_round(
+    modules: int, drafts: int, make: Callable[..., SpeculativeModel]
+) -> None:
+    """Also of requests shorter than the modules are many: drafts that have no states to be made from are not made."""
+    prompts = random_prompts((1, 33, 1, 2, 30, 2, 1, 3, 17, 1), seed=4)
+    params = [SamplingParams(max_new_tokens=20, temperature=0.9, seed=i, return_drafts=True) for i in range(10)]
+    wrapped = make("deepseek_v3", modules, num_speculative_tokens=drafts, kv_cache_tokens=72, max_num_batched_tokens=24)
+    together = wrapped.generate(prompts, params)
+    assert wrapped.engine_stats.preemptions > 0
+    alone = [wrapped.generate([p], s)[0] for p, s in zip(prompts, params, strict=True)]
+    assert [(c.token_ids, c.drafts, c.stats.rounds) for c in together] == [
+        (c.token_ids, c.drafts, c.stats.rounds) for c in alone
+    ]
+    first = [min(drafts, len(p) + 1) if len(p) < modules else drafts for p in prompts]
+    assert [len(c.drafts[0]) for c in alone] == first  # type: ignore[index]
+
+
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import DeepseekV3ForCausalLM, Qwen2ForCausalLM
 
+from specdec.errors import ModelLoadError
 from specdec.loading.targets import load_target
 
 CPU = torch.device("cpu")
@@ -50,12 +51,19 @@ def test_every_module_that_the_configuration_counts_is_expected(
 
 
 def test_everything_else_is_reported(report: list[str], tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
-    extra = {"model.layers.2.self_attn.indexer.weight": torch.zeros(2), "model.layers.1.input_layernorm.weight": None}
-    load_target(tiny_case("deepseek_v3").write(tmp_path, extra), torch.float32, CPU)
+    load_target(tiny_case("deepseek_v3").write(tmp_path, {"v_head.summary.weight": torch.zeros(2)}), torch.float32, CPU)
     (text,) = report
-    assert "layers.2.self_attn.indexer" in text and "UNEXPECTED" in text
-    assert "layers.1.input_layernorm" in text and "MISSING" in text
+    assert "v_head.summary" in text and "UNEXPECTED" in text
     assert "layers.4." not in text
+
+
+def test_what_the_model_would_lack_is_refused(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
+    extra = {"model.layers.2.self_attn.indexer.weight": torch.zeros(2), "model.layers.1.input_layernorm.weight": None}
+    with pytest.raises(
+        ModelLoadError, match=r"1 tensor missing .*layers\.1\.input_layernorm.*layers\.2.*indexer"
+    ) as error:
+        load_target(tiny_case("deepseek_v3").write(tmp_path, extra), torch.float32, CPU)
+    assert "layers.4." not in str(error.value)
 
 
 def test_the_model_class_is_as_before(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:

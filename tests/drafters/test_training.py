@@ -21,6 +21,7 @@ from drafters.oracle import oracle_drafts
 from drafters.training.answers import answer
 from drafters.training.config import TrainConfig
 from drafters.training.errors import TrainingDivergedError
+from drafters.training.files import whole_folder
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
 from drafters.training.trainer import TrainingData
@@ -190,14 +191,16 @@ def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data
     state = torch.load(saved, weights_only=True)
     for moments in state["optimizer"]["state"].values():
         moments["exp_avg"].zero_()
-    torch.save(state, saved)
+    saved.unlink()
+    with whole_folder(saved.parent) as anew:  # a checkpoint that was altered afterwards would be refused
+        torch.save(state, anew / "trainer.pt")
     train(CONFIG, cut, data, features_of(target), nothing, tmp_path / "cut", quiet())
     assert not same(whole, cut)
 
 
 def test_other_runs_checkpoints_are_refused(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     train(CONFIG, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
-    with pytest.raises(InvalidInputError, match=r"learning_rate.*0\.003.*0\.1"):
+    with pytest.raises(InvalidInputError, match=r"learning_rate: 0\.003 -> 0\.1"):
         other = replace(CONFIG, learning_rate=0.1)
         train(other, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
     with pytest.raises(InvalidInputError, match="another shape"):

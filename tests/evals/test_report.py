@@ -37,7 +37,7 @@ def document_of(plant: SimpleNamespace, folder: Path, arms: tuple[Arm, ...], **m
 
 def printed(document: dict[str, Any]) -> str:
     console = Console(width=300, record=True, file=io.StringIO())
-    print_acceptance(console, document)
+    print_acceptance(console, document, explain=True)
     return console.export_text()
 
 

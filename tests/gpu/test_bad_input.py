@@ -90,7 +90,7 @@ def test_an_8_bit_cache_generates(cuda_graphs: bool) -> None:
     sizes: dict[str, Any] = {"max_num_seqs": 4, "kv_cache_tokens": 4096, "kv_cache_dtype": "fp8"}
     fast = load(llama(), cuda_graphs=cuda_graphs, **sizes)
     reference = load(llama(), backend="torch", **sizes)
-    assert fast.describe()["kv_cache"]["target"].startswith("4096 tokens in float8_e4m3fn")
+    assert fast.describe()["kv_cache"]["target"].startswith("4,096 tokens in float8_e4m3fn")
     assert "cache float8_e4m3fn" in fast.describe()["attention"]["target"]
     assert abs(fast.self_test_error - reference.self_test_error) < 0.02
     ours, theirs = ([c.token_ids for c in m.generate(PROMPTS, params)] for m in (fast, reference))

@@ -44,7 +44,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr("attention.backends.flashinfer.packed.divides_keys", lambda *args: False)
     monkeypatch.setattr("attention.backends.flashinfer.packed.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.backends.limits.HEAD_DIMS", (16,))
-    monkeypatch.setattr("attention.backends.flashinfer.backend._FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
     return count_calls(monkeypatch, PackedKernel, "run")
 
 

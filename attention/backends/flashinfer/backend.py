@@ -26,7 +26,8 @@ from attention.backends.flashinfer.mla import (
     run_latent,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
-from attention.backends.flashinfer.wrapper import Kernel, Part, Route, least_undivided
+from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
+from attention.backends.flashinfer.wrapper import Kernel, Part, Route, divides_keys, least_undivided
 from attention.backends.limits import HALF, check_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -35,7 +36,6 @@ from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 
 PAGE_SIZES = (1, 16, 32, 64)
-_FLOAT_WORKSPACE_BYTES = 256 << 20
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel takes one tile size a plan,
 from the mean query length."""
@@ -245,14 +245,14 @@ class FlashInferBackend:
     batch_invariant = False
 
     def __init__(self, device: torch.device) -> None:
-        self._workspace = torch.empty(_FLOAT_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
 
     def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
-        return FlashInferBuilder(self._workspace, group, key, dtype)
+        return FlashInferBuilder(self._workspace_for(key), group, key, dtype)
 
     def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
@@ -284,7 +284,18 @@ class FlashInferBackend:
         if key.value_in_key:
             plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedLatentBuilder(plans, geometry)
-        return FixedBuilder(Kernel(self._workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+        divided = divides_keys(key, rows, self._workspace.device)
+        workspace = self._workspace_for(key, rows, query_len) if divided else self._workspace
+        return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+
+    def _workspace_for(self, key: PlanKey, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
+        """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
+        sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
+        needed = split_bytes(key, sms, rows, query_len)
+        if needed > len(self._workspace):
+            log.info("attention workspace: %d MiB", needed >> 20)
+            self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._workspace.device)
+        return self._workspace
 
     def run(
         self,

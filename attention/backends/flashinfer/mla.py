@@ -213,12 +213,14 @@ class FixedLatentPlans:
         if (host.seq_lens == self._planned).all():
             return
         keys = self._tiles.keys(host.seq_lens)
+        self._planned = np.full_like(self._planned, -1)  # an interrupt from here on leaves no plan, not half of one
         self._work.wait()
         if self._division is not None and self._division.serves(self._tiles, keys):
             write_lengths(self._arrays, self._division, keys, host)
         else:
-            self._division = Division.of(self._tiles, keys)
-            write_all(self._arrays, self._tiles, self._division, keys, host)
+            self._division, division = None, Division.of(self._tiles, keys)
+            write_all(self._arrays, self._tiles, division, keys, host)
+            self._division = division
         self._work.send(self._layout.nbytes)
         self._planned = host.seq_lens.copy()
 

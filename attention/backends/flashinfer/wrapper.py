@@ -132,6 +132,7 @@ class Kernel:
         """
         if not self.ready:
             self._copied.synchronize()
+        self._planned = np.full_like(self._planned, -1)  # an interrupt from here on leaves no plan, not half of one
         wrapper = self._wrapper
         wrapper._qo_indptr_buf = part.device_query_start_loc
         wrapper._paged_kv_indptr_buf = part.device_page_indptr

@@ -204,3 +204,22 @@ def test_low_precision_is_softmaxed_in_float32() -> None:
     (right,) = rig.expected([0], [40])
     assert ours.dtype == torch.bfloat16
     assert (ours.double() - right).abs().max() < 2**-8 * right.abs().max() * 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("queries", [1, 3, 20])
+def test_the_output_is_contiguous_whatever_the_strides_of_the_input(rows: int, queries: int) -> None:
+    """Models call `view` on it; what they hand in may be a slice or a transposed view."""
+    group = CacheGroup("g", (PLAIN,), 40, 4)
+    runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
+    table = np.arange(1, 1 + rows * 6, dtype=np.int32).reshape(rows, 6)
+    starts = np.arange(rows + 1) * queries
+    batch = rows_batch(starts.astype(np.int32), np.zeros(rows, np.int64), table, 4)
+    arena, bucket = single_batch_arena(rows, rows * queries, 6, CPU)
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, rows * queries, 16, generator=generator) for heads in (4, 2, 2))
+    strided = [x.transpose(0, 1)[..., ::2] for x in (q, k, v)]
+    planned = runner.plan(stage(batch, arena, bucket))
+    out = runner.attend(planned, 0, *strided)
+    assert out.is_contiguous()
+    assert torch.allclose(out, runner.attend(planned, 0, *(x.contiguous() for x in strided)), atol=1e-6)

@@ -75,6 +75,25 @@ def test_an_array_that_does_not_fit_is_refused() -> None:
         arena.send(BIG, {"ids": np.zeros((2, 2), np.int64)})
 
 
+def test_what_is_kept_for_later_rounds_is_bounded() -> None:
+    """Whatever buckets and shapes come; and what has gone is laid out again where it was."""
+    largest = bucket_of(tokens=300, rows=12, pages=12)
+    arena = StagingArena(FIELDS, largest, CPU)
+    small = bucket_of(tokens=4, rows=1, pages=1)
+    first = arena.send(small, arrays(3, 1, 1))["ids"].data_ptr()
+    kept = []
+    for rows in range(1, 13):
+        for tokens in range(20, 300):
+            bucket = bucket_of(tokens=tokens, rows=rows, pages=12)
+            arena.send(bucket, arrays(tokens - 7, rows, 1 + tokens % 12))
+        kept.append(arena.num_kept)
+    assert kept[-1] == kept[4] == max(kept) > 500, "full, and no more"
+    assert arena.generation % 2, "an odd number of sends: the ring's other buffer is next"
+    arena.send(small, arrays(1, 1, 1))
+    again = arena.send(small, arrays(3, 1, 1, start=5))["ids"]
+    assert again.data_ptr() == first and again.tolist() == [5, 6, 7]
+
+
 def test_a_bucket_larger_than_the_arena_is_refused() -> None:
     arena = StagingArena(FIELDS, BIG, CPU)
     with pytest.raises(InvalidInputError, match="the arena has"):

@@ -10,7 +10,8 @@ from fakes import random_prompts, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
-from attention.hf.interface import ATTENTION_NAME, attention_implementation, probe
+from attention.hf.interface import ATTENTION_NAME, AttentionPort, attention_implementation, probe
+from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
 
 PROMPT = random_prompts([21])[0]
@@ -23,7 +24,8 @@ def generated(model: PreTrainedModel) -> list[int]:
 
 def test_the_probe_finds_every_layer_in_order() -> None:
     model = tiny_llama()
-    calls, vocab = probe(model)
+    found = probe(model)
+    calls, vocab = found.calls, found.vocab_size
     assert vocab == 64
     assert [c.module for c in calls] == [layer.self_attn for layer in model.model.layers]
     key = calls[0].plan_key
@@ -36,13 +38,13 @@ def test_the_probe_reads_windows_softcap_and_sinks() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "pad_token_id": None}
     mixed = ["sliding_attention", "full_attention"]
     gemma = AutoConfig.for_model("gemma2", **sizes, **heads, layer_types=mixed, attn_logit_softcapping=30.0)
-    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gemma).eval())[0]]
+    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gemma).eval()).calls]
     assert [k.window for k in keys] == [6, None]
     assert [k.softcap for k in keys] == [30.0, 30.0]
     gpt = AutoConfig.for_model(
         "gpt_oss", **sizes, **heads, layer_types=mixed, num_local_experts=2, num_experts_per_tok=1
     )
-    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gpt).eval())[0]]
+    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gpt).eval()).calls]
     assert [k.window for k in keys] == [6, None]
     assert all(k.has_sinks for k in keys)
 
@@ -77,7 +79,7 @@ def test_a_failing_forward_puts_the_attention_back(monkeypatch: pytest.MonkeyPat
         raise RuntimeError("planted")
 
     monkeypatch.setattr(type(wrapped.target.runner._backend), "run", fail)
-    with pytest.raises(RuntimeError, match="planted"):
+    with pytest.raises(RoundFailedError, match="RuntimeError: planted"):
         wrapped.generate(PROMPT, SamplingParams(max_new_tokens=2))
     assert model.config._attn_implementation == attention
 
@@ -130,3 +132,46 @@ def test_a_wrapped_model_can_be_wrapped_again() -> None:
     assert PROMPT + second.generate(PROMPT, params)[0].token_ids == right
     assert PROMPT + first.generate(PROMPT, params)[0].token_ids == right
     assert PROMPT + second.generate(PROMPT, params)[0].token_ids == right
+
+
+def test_the_port_gives_contiguous_attention_and_hands_on_rows_that_kernels_can_read() -> None:
+    """A backend that returns a permuted view, and a model whose last dimension is strided."""
+    model = tiny_llama()
+    port = AttentionPort(model, probe(model).calls)
+    seen = []
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: object) -> torch.Tensor:
+        seen.append([x.stride(-1) for x in (query, key, value)])
+        return query.transpose(0, 1).contiguous().transpose(0, 1)
+
+    query, key = torch.randn(1, 4, 16, 5).transpose(2, 3), torch.randn(1, 2, 5, 32)[..., ::2]
+    with port.using(attend):
+        out = port.attend(0, query, key, key, None)
+    assert out.is_contiguous() and torch.equal(out, query.transpose(1, 2))
+    assert seen == [[1, 1, 1]]
+
+
+@pytest.mark.parametrize(("kept", "selects"), [("heeded", True), ("ignored", False), ("unknown", False)])
+def test_the_probe_finds_whether_a_forward_selects_rows(
+    kept: str, selects: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    right = model.forward
+
+    def ignoring(input_ids: object, position_ids: object, use_cache: bool, **kwargs: object) -> object:
+        return right(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    def unknowing(input_ids: object, position_ids: object, use_cache: bool) -> object:
+        return right(input_ids=input_ids, position_ids=position_ids, use_cache=use_cache)
+
+    if kept != "heeded":
+        monkeypatch.setattr(model, "forward", ignoring if kept == "ignored" else unknowing)
+    assert probe(model).selects_rows is selects
+
+
+def test_a_forward_that_returns_other_rows_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    right = model.forward
+    monkeypatch.setattr(model, "forward", lambda **kwargs: right(**{**kwargs, "logits_to_keep": 1}))
+    with pytest.raises(UnsupportedAttentionError, match="1 rows of logits for 4 tokens of which 2 were asked for"):
+        probe(model)

@@ -148,7 +148,7 @@ def test_the_models_own_generate_is_untouched() -> None:
 
 
 def test_expand_kv_comes_back_after_an_error() -> None:
-    calls, _ = probe(model_of(CONFIGS["youtu"]))
+    calls = probe(model_of(CONFIGS["youtu"])).calls
     layers = [c.latent for c in calls if c.latent is not None]
     with pytest.raises(RuntimeError, match="inside"), unexpanded(layers):
         assert "expand_kv" in vars(layers[0].module)

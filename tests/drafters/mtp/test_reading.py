@@ -28,7 +28,7 @@ from drafters.training.ttt import unroll
 from evals.data import arithmetic
 from specdec.cli.generate import generate
 from specdec.loading.builtin import builtin_path
-from specdec.loading.targets import load_tokenizer
+from specdec.loading.tokenizers import load_tokenizer
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.target.selftest import read_text, self_test_head

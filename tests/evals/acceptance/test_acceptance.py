@@ -17,6 +17,7 @@ from evals.runs.executor import LocalExecutor
 from evals.runs.runner import Arm, run_chunk
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
+from specdec.errors import SpecdecWarning
 
 
 def executor(plant: SimpleNamespace, **models: Any) -> LocalExecutor:
@@ -27,7 +28,8 @@ def evaluate(
     plant: SimpleNamespace, folder: Path, model: Any, plan: Plan, report: Any = lambda a: None
 ) -> dict[str, Any]:
     runner = executor(plant, main=model)
-    return run(runner, plan, RunStore(folder, settings(plan, runner.facts())), report)
+    with RunStore(folder, settings(plan, runner.facts())) as store:
+        return run(runner, plan, store, report)
 
 
 def plan_of(plant: SimpleNamespace, count: int = 12, ks: tuple[int, ...] = (1, 3), **more: Any) -> Plan:
@@ -78,7 +80,8 @@ def test_a_killed_and_resumed_run_gives_the_same_document(plant: SimpleNamespace
     with (tmp_path / "cut" / "answers.jsonl").open("ab") as out:
         out.write(b'{"key": "abc", "answer": {"question_id": "7", "ar')  # killed while writing
     model = plant.Model()
-    resumed = evaluate(plant, tmp_path / "cut", model, plan)
+    with pytest.warns(SpecdecWarning, match=r"answers\.jsonl:13: the last line was cut off"):
+        resumed = evaluate(plant, tmp_path / "cut", model, plan)
     assert without_times(resumed) == without_times(whole)
     assert len(model.calls) == (12 - 4) * 3 * 2  # eight questions left, three arms, two turns
     assert evaluate(plant, tmp_path / "cut", silent := plant.Model(), plan)["arms"] and silent.calls == []
@@ -86,7 +89,7 @@ def test_a_killed_and_resumed_run_gives_the_same_document(plant: SimpleNamespace
 
 def test_a_run_folder_of_other_settings_is_refused(plant: SimpleNamespace, tmp_path: Path) -> None:
     evaluate(plant, tmp_path / "run", plant.Model(), plan_of(plant, 3))
-    with pytest.raises(RunStoreError, match=r"other settings \(batch_size: 1 there, 2 here\)"):
+    with pytest.raises(RunStoreError, match=r"other settings \(batch_size: 1 -> 2\)"):
         evaluate(plant, tmp_path / "run", plant.Model(), plan_of(plant, 3, batch_size=2))
     with pytest.raises(RunStoreError, match="is not empty and holds no run"):
         evaluate(plant, tmp_path, plant.Model(), plan_of(plant, 3))

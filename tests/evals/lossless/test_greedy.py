@@ -16,8 +16,9 @@ from evals.acceptance.acceptance import sweep
 from evals.lossless import greedy as lossless
 from evals.lossless.distribution import (
     Fit,
+    Sampled,
     Sampling,
-    _combined,
+    combined,
     detectable_distance,
     exact_joint,
     goodness_of_fit,
@@ -29,6 +30,7 @@ from evals.lossless.replay import Replay
 from evals.runs.answers import Answer
 from evals.runs.executor import LocalExecutor
 from evals.runs.runner import Arm, run_chunk
+from evals.runs.verdict import Verdict
 from evals.runs.worker import ModelSpec, Worker
 
 pytest.importorskip("scipy")
@@ -84,13 +86,13 @@ def compare(plant: SimpleNamespace, wrong: Any) -> dict[str, Any]:
 
 def test_identical_answers_pass(plant: SimpleNamespace) -> None:
     found = compare(plant, lambda logits, place: None)
-    assert found["passed"] and found["arms"][0]["identical"] == 4
+    assert found["verdict"] is Verdict.PASS and found["arms"][0]["identical"] == 4
 
 
 def test_a_wrong_token_is_a_defect_with_its_gap(plant: SimpleNamespace) -> None:
     found = compare(plant, lambda logits, place: int(logits.argsort()[-2]) if place == 3 else None)
     arm = found["arms"][0]
-    assert not found["passed"] and arm["defects"] == 4 and arm["identical"] == 0
+    assert found["verdict"] is Verdict.FAIL and arm["defects"] == 4 and arm["identical"] == 0
     assert {d["position"] for d in arm["divergences"]} == {3}
     assert all(d["behind"] == pytest.approx(d["gap"]) and d["gap"] > 1e-4 for d in arm["divergences"])
 
@@ -98,7 +100,7 @@ def test_a_wrong_token_is_a_defect_with_its_gap(plant: SimpleNamespace) -> None:
 def test_a_swap_inside_the_tolerance_is_a_near_tie(plant: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lossless, "FLOAT32_TOLERANCE", 100.0)
     found = compare(plant, lambda logits, place: int(logits.argsort()[-2]) if place == 3 else None)
-    assert found["passed"] and found["arms"][0]["near_ties"] == 4
+    assert found["verdict"] is Verdict.PASS and found["arms"][0]["near_ties"] == 4
 
 
 def test_the_third_best_token_is_no_near_tie_of_the_best_two(
@@ -151,7 +153,8 @@ class SampledModel:
             rng = random.Random(one.seed)
             first = rng.choices(list(PROBS), list(PROBS.values()))[0]
             rest = [self._rule(rng) for _ in range(one.max_new_tokens - 1)]
-            done.append(SimpleNamespace(token_ids=[first, *rest]))
+            stats = SimpleNamespace(rounds=())
+            done.append(SimpleNamespace(token_ids=[first, *rest], stats=stats))
         return done
 
 
@@ -176,12 +179,12 @@ def resamples_from_p(rng: random.Random) -> int:
 def test_the_distribution_test_tells_right_rules_from_wrong(plant: SimpleNamespace, rule: Any, passes: bool) -> None:
     sampling = Sampling(samples=2000)
     exact = exact_joint(lambda ids: PROBS, [1], 3)
-    counts = [sample(SampledModel(plant, rule), [1], Arm("k", 2), sampling, name) for name in "ab"]
-    found = _combined(Arm("k", 2), sampling.samples, [goodness_of_fit(c, exact) for c in counts])
-    assert found.passed is passes and found.degrees > 20
-    baseline = [sample(SampledModel(plant, right), [1], Arm("alone", 0), sampling, name) for name in "ab"]
+    counts = [sample(SampledModel(plant, rule), [1], Arm("k", 2), sampling, name).counts for name in "ab"]
+    found = combined_(Arm("k", 2), sampling.samples, [goodness_of_fit(c, exact) for c in counts])
+    assert found.verdict.value == ("PASS" if passes else "FAIL") and found.degrees > 20
+    baseline = [sample(SampledModel(plant, right), [1], Arm("alone", 0), sampling, name).counts for name in "ab"]
     fits = [homogeneity(a, b) for a, b in zip(baseline, counts, strict=True)]
-    assert _combined(Arm("k", 2), sampling.samples // 2, fits).passed is passes
+    assert combined_(Arm("k", 2), sampling.samples // 2, fits).verdict.value == ("PASS" if passes else "FAIL")
 
 
 def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
@@ -192,7 +195,7 @@ def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     for _ in range(300):
         drawn = rng.multinomial(1000, mass)
         fit = goodness_of_fit(dict(zip(cells, drawn.tolist(), strict=True)), exact)
-        p_values.append(_combined(Arm("k", 1), 1000, [fit]).p_value)
+        p_values.append(combined_(Arm("k", 1), 1000, [fit]).p_value)
     assert 0.4 < np.mean(p_values) < 0.6 and np.mean(np.array(p_values) < 0.05) < 0.1
 
 
@@ -206,17 +209,32 @@ def test_the_stated_distance_is_found_as_often_as_it_says() -> None:
     failed = 0
     for _ in range(200):
         counts = dict(zip(cells, rng.multinomial(4000, shifted).tolist(), strict=True))
-        failed += not _combined(Arm("k", 1), 4000, [goodness_of_fit(counts, exact)]).passed
+        failed += combined_(Arm("k", 1), 4000, [goodness_of_fit(counts, exact)]).verdict is Verdict.FAIL
     assert failed >= 195
 
 
 def test_a_sample_outside_the_support_fails() -> None:
     exact = exact_joint(lambda ids: PROBS, [1], 1)
     fit = goodness_of_fit(Counter({(10,): 600, (11,): 300, (12,): 99, (13,): 1}), exact)
-    assert fit.impossible == 1 and not _combined(Arm("k", 1), 1000, [fit]).passed
+    assert fit.impossible == 1 and combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.FAIL
 
 
 def test_rare_cells_are_pooled() -> None:
     exact = {(0,): 0.99, (1,): 0.004, (2,): 0.004, (3,): 0.002}
     fit = goodness_of_fit({(0,): 990, (1,): 4, (2,): 4, (3,): 2}, exact)
-    assert fit == Fit(pytest.approx(0.0), 1, 0)
+    assert fit == Fit(pytest.approx(0.0), 1, 0, drafted_degrees=0)
+
+
+def test_what_only_the_first_token_shows_is_not_tested() -> None:
+    """The first token comes from the prompt's forward pass: no draft had a part in it."""
+    fit = goodness_of_fit({(0, 5): 500, (1, 5): 500}, {(0, 5): 0.5, (1, 5): 0.5})
+    assert fit.degrees == 1 and fit.drafted_degrees == 0
+    assert combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.NOT_TESTED
+    fit = goodness_of_fit({(0, 5): 500, (0, 6): 500}, {(0, 5): 0.5, (0, 6): 0.5})
+    assert fit.drafted_degrees == 1 and combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.PASS
+    assert combined(Arm("k", 1), 1000, [fit], [Sampled(Counter())]).verdict is Verdict.NOT_TESTED  # no drafts
+
+
+def combined_(arm: Arm, samples: int, fits: list[Fit]) -> Any:
+    """The test of an arm whose drafts were verified."""
+    return combined(arm, samples, fits, [Sampled(Counter(), drafts=1, accepted=1)])

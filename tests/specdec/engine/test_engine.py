@@ -8,6 +8,7 @@ import pytest
 import torch
 from fakes import eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
+from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
 
@@ -156,7 +157,8 @@ def test_an_error_in_a_round_leaves_the_engine_usable(monkeypatch: pytest.Monkey
         return real(*args)
 
     monkeypatch.setattr(wrapped.target, "forward", failing)
-    with pytest.raises(torch.OutOfMemoryError):
+    with pytest.raises(RoundFailedError, match="OutOfMemoryError: planted; the 3 requests") as caught:
         wrapped.generate(PROMPTS, GREEDY)
+    assert isinstance(caught.value.__cause__, torch.OutOfMemoryError)
     assert free_everywhere(wrapped)
     assert wrapped.generate(PROMPTS[1], GREEDY)[0].token_ids == hf_greedy(PROMPTS[1], 24)

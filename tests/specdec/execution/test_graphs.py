@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from fakes import (
@@ -188,6 +187,32 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
     assert any(g.replays for g in graphs_on_cpu)
 
 
+@pytest.mark.parametrize(
+    ("num_drafts", "temperature"),
+    [(3, 0.0), (3, 0.9), pytest.param(0, 0.9, marks=pytest.mark.slow), pytest.param(5, 0.9, marks=pytest.mark.slow)],
+)
+def test_a_preempted_row_joins_again_at_its_root(
+    graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
+) -> None:
+    """Rounds that prefill run eagerly; the row that is done drafts there and is verified from a graph, as if alone."""
+    params = [
+        SamplingParams(max_new_tokens=28, temperature=temperature, seed=i, return_drafts=True)
+        for i in range(len(PROMPTS))
+    ]
+    head = table_head(tiny_llama()) if num_drafts else None
+    sizes = {"num_speculative_tokens": num_drafts, "max_num_seqs": 5, "max_num_batched_tokens": 30}
+    roomy = wrap(tiny_llama(), head, **sizes)
+    alone = [roomy.generate([p], s)[0] for p, s in zip(PROMPTS, params, strict=True)]
+    graphed = with_graphs(head, **sizes, kv_cache_tokens=92)
+    together = graphed.generate(PROMPTS, params)
+    assert sum(c.stats.preemptions > 0 for c in together) >= 2
+    assert [(c.token_ids, c.drafts, c.stats.rounds) for c in together] == [
+        (c.token_ids, c.drafts, c.stats.rounds) for c in alone
+    ]
+    assert sum(g.replays for g in graphs_on_cpu) > 30
+    assert free_everywhere(graphed)
+
+
 @pytest.mark.slow
 def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Replayed]) -> None:
     """With torch.compile, fused siblings and taps that leave the compiled forward as outputs (float32)."""
@@ -316,7 +341,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     eos = first[1].token_ids[7]
     for model in (plain, graphed):
-        model._engine._eos = np.array([eos])
+        model.hf_model.generation_config.eos_token_id = eos
     params = [SamplingParams(max_new_tokens=n) for n in (24, 24, 3, 17, 24, 9)]
     expected = plain.generate(PROMPTS, params)
     completions = graphed.generate(PROMPTS, params)
@@ -345,9 +370,9 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
 
     def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
         engine = model._engine
-        engine._eos, engine._launch_ahead = np.array([eos]), ahead
+        engine._launch_ahead = ahead
         params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
-        ids = [engine.submit(p, own) for p, own in zip(PROMPTS, params, strict=True)]
+        ids = [engine.submit(p, own, eos_token_ids=[eos]) for p, own in zip(PROMPTS, params, strict=True)]
         done = {}
         while engine.has_work:
             updates = engine.step()

@@ -10,7 +10,7 @@ from fakes import EOS, LETTERS, hf_greedy, random_prompts, table_head, tiny_llam
 from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import from_generation_config
+from specdec.requests.generation_config import from_generation_config, merged, refused_fields
 from specdec.requests.sampling import SamplingParams
 
 PROMPT = random_prompts([9])[0]
@@ -79,6 +79,29 @@ def test_what_cannot_be_honoured_is_refused_by_name(options: dict[str, Any]) -> 
     name = next(iter(options))
     with pytest.raises(InvalidInputError, match=f"not supported in GenerationConfig: .*{name}="):
         read(**options)
+
+
+REFUSED = {
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"),
+    *("bad_words_ids", "force_words_ids", "constraints", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "exponential_decay_length_penalty"),
+    *("guidance_scale", "watermarking_config", "token_healing", "stop_strings", "max_time"),
+    *("num_beams", "num_beam_groups", "penalty_alpha", "dola_layers", "is_assistant", "assistant_ensemble_weight"),
+}
+
+
+def test_every_field_of_this_transformers_is_known() -> None:
+    """A field that a release adds is refused where it is set, until somebody has read what it does."""
+    assert refused_fields() <= REFUSED
+
+
+@pytest.mark.parametrize("options", [{}, {"top_p": 0.5, "eos_token_id": 3}, {"max_length": 30, "do_sample": False}])
+def test_configs_are_merged_as_transformers_merges_them(options: dict[str, Any]) -> None:
+    model = tiny_llama()
+    model.generation_config = GenerationConfig(do_sample=True, top_p=0.7, top_k=0, eos_token_id=EOS, max_length=40)
+    config = GenerationConfig(**options)
+    right, _ = model._prepare_generation_config(config)  # type: ignore[operator]
+    assert merged(config, model.generation_config) == right
 
 
 def test_a_length_without_room_is_refused() -> None:

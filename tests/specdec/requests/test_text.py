@@ -1,104 +1,246 @@
-"""Text while it arrives: complete characters only, never part of a stop string, and in the end the whole text."""
+"""Text while it arrives, against the definition: decode every prefix, one token at a time, and look for the stops."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from fakes import EOS, LetterTokenizer
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
+from transformers import PreTrainedTokenizerFast
 
-from specdec.requests.text import StopFinder, TextStream
+from specdec.requests.text import TextStream, Vocabulary
 
-
-class ByteTokenizer:
-    """Id = byte: a character may need several tokens."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return bytes(token_ids).decode("utf-8", "replace")
+UNFINISHED = "\ufffd"
+SPECIAL = "<end>"
 
 
-class WordTokenizer:
-    """A space before every word but the first of a decoded piece, as sentencepiece tokenizers have it."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-        return " ".join(f"w{t}" for t in token_ids)
-
-
-def ids(text: str) -> list[int]:
-    return LetterTokenizer()(text)["input_ids"]
+def bpe(words: Sequence[str], decoder: Any, **options: Any) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(dict.fromkeys(words))}, [], **options))
+    tokenizer.decoder = decoder
+    return tokenizer
 
 
-def cut_up(tokens: list[int], cuts: list[int]) -> list[list[int]]:
-    """Prefixes of `tokens` that grow by cuts[i] tokens."""
-    out, at = [], 0
-    for cut in [*cuts, len(tokens)]:
-        at = min(at + cut, len(tokens))
-        out.append(tokens[:at])
-        if at == len(tokens):
-            return out
-    return out
+def fast(tokenizer: Tokenizer, **options: Any) -> Any:
+    tokenizer.add_special_tokens([AddedToken(SPECIAL, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
 
 
-@given(st.text(max_size=12), st.lists(st.integers(1, 4), max_size=30))
-def test_pieces_are_complete_characters_and_join_to_the_text(text: str, cuts: list[int]) -> None:
-    text = text.replace("\ufffd", "")
-    tokens = list(text.encode("utf-8"))
-    stream = TextStream(ByteTokenizer(), ())
-    pieces = [stream.push(prefix) for prefix in cut_up(tokens, cuts)]
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert "".join(pieces) + stream.finish(text) == text
+def byte_fallback() -> Any:
+    """As Llama-2's: pieces with ▁ for a space, bytes for what has no piece, one space dropped at the start."""
+    pieces = ["<unk>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "▁a", "▁▁", "ab", "é", "€"]
+    decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return fast(bpe(pieces, decoder, byte_fallback=True, unk_token="<unk>"))
 
 
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=12), st.lists(st.integers(1, 4), max_size=12))
-def test_a_tokenizer_that_drops_the_first_space_keeps_its_spaces(tokens: list[int], cuts: list[int]) -> None:
-    stream = TextStream(WordTokenizer(), ())
-    pieces = [stream.push(prefix) for prefix in cut_up(tokens, cuts)]
-    assert "".join(pieces) == WordTokenizer().decode(tokens)
+def byte_level() -> Any:
+    """As GPT-2's and Llama-3's: a token is any string of bytes, written in printable characters."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()
+    tokens = [bytes([b]) for b in range(256)]
+    tokens += [b"ab", b"\xe2\x82", b"\x82\xac", b"b\xe2", b"\xaca", b" a", "😀a".encode(), "a�".encode()]
+    return fast(bpe(["".join(letters[b] for b in t) for t in tokens], decoders.ByteLevel()))
 
 
-@given(
-    st.text(alphabet="ab", max_size=14),
-    st.lists(st.text(alphabet="ab", min_size=1, max_size=4), min_size=1, max_size=3),
-    st.lists(st.integers(1, 4), max_size=14),
-)
-def test_what_streamed_is_the_text_before_the_first_stop(text: str, stops: list[str], cuts: list[int]) -> None:
-    """The loop that the engine makes: look for a stop, then push or finish."""
-    tokens, streamed = ids(text), ""
-    stream, finder = TextStream(LetterTokenizer(), stops), StopFinder(LetterTokenizer(), stops)
-    kept, known = tokens, 0
-    for prefix in cut_up(tokens, cuts):
-        found = finder.find(prefix, len(prefix) - known)
-        known = len(prefix)
-        if found is not None:
-            kept = tokens[:found]
-            break
-        streamed += stream.push(prefix)
-    first_end = min((text.find(s) + len(s) for s in stops if s in text), default=len(text))
-    assert len(kept) == first_end, "ends with the token that completes the earliest complete stop"
-    whole = finder.cut(LetterTokenizer().decode(kept))
-    assert not any(stop in whole for stop in stops)
-    assert whole.startswith(streamed), "nothing was streamed that the text does not have"
-    assert streamed + stream.finish(whole) == whole
+def metaspace() -> Any:
+    """As sentencepiece's: the space of the first token is dropped."""
+    return fast(bpe(["▁", "▁a", "a", "b", "▁b", "▁▁a", ".", "é"], decoders.Metaspace()))
+
+
+def word_piece() -> Any:
+    """Words joined by spaces, which are cleaned up before punctuation."""
+    words = ["[UNK]", "a", "##b", ".", "'", "n", "t", "n't", "s", "!", "##t", "##'t", "do"]
+    tokenizer = Tokenizer(models.WordPiece({w: i for i, w in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    from tokenizers import pre_tokenizers
+
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.normalizer = normalizers.NFC()
+    return fast(tokenizer, clean_up_tokenization_spaces=True)
+
+
+TOKENIZERS = {make.__name__: make() for make in (byte_fallback, byte_level, metaspace, word_piece, LetterTokenizer)}
+# ids that a run of tokens is likely to be made of: pieces, pieces of characters, the special token, an unknown id
+COMMON = {
+    "byte_fallback": [
+        *range(257, 265),
+        1 + 0x20,
+        1 + 0x0A,
+        1 + 0xE2,
+        1 + 0x82,
+        1 + 0xAC,
+        1 + 0xFF,
+        1 + 0x61,
+        265,
+        9999,
+    ],
+    "byte_level": [*range(256, 265), 0x61, 0x20, 0xE2, 0x82, 0xAC, 0xEF, 0xBF, 0xBD, 0xF0, 0x9F, 9999],
+    "metaspace": [*range(9), 9999],
+    "word_piece": [*range(1, 14), 9999],
+    "LetterTokenizer": [0, 1, 2, 62, EOS],
+}
+STOPS = {
+    "byte_fallback": "ab €é\n",
+    "byte_level": "ab €😀�",
+    "metaspace": "ab .é",
+    "word_piece": "ab.'nts! ",
+    "LetterTokenizer": "abc ",
+}
+
+
+def naive(tokenizer: Any, ids: list[int], stops: list[str]) -> tuple[int | None, str]:
+    """The definition: with how many tokens a request of these tokens ends, and its text."""
+    specials: list[tuple[int, str]] = []
+    before = ""
+    for n in range(1, len(ids) + 1):
+        shown = tokenizer.decode([ids[n - 1]], skip_special_tokens=False)
+        if shown != tokenizer.decode([ids[n - 1]], skip_special_tokens=True):
+            specials.append((len(before), shown))
+        before = tokenizer.decode(ids[:n], skip_special_tokens=True).rstrip(UNFINISHED)
+        places = [before.find(stop) for stop in stops]
+        woven: list[tuple[int, str]] = []  # (characters of the text before it, character)
+        done = 0
+        for at, special in [*specials, (len(before), "")]:
+            woven += [(i, before[i]) for i in range(done, min(at, len(before)))] + [(at, c) for c in special]
+            done = max(done, min(at, len(before)))
+        written = "".join(c for _, c in woven)
+        places += [woven[written.find(stop)][0] if stop in written else -1 for stop in stops]
+        found = [at for at in places if at >= 0]
+        if found:
+            return n, tokenizer.decode(ids[:n], skip_special_tokens=True)[: min(found)]
+    return None, tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def stream(tokenizer: Any, ids: list[int], stops: list[str], cuts: list[int]) -> tuple[int | None, str, list[str]]:
+    """The loop that a request makes, with rounds of cuts[i] tokens."""
+    text, known, pieces, end = TextStream(Vocabulary(tokenizer), stops), 0, [], None
+    turn = 0
+    while known < len(ids) and end is None:
+        known = min(known + cuts[turn % len(cuts)], len(ids))
+        turn += 1
+        end = text.push(ids[:known], known)
+        if end is None:
+            pieces.append(text.show())
+    whole, rest = text.finish(ids[: end or len(ids)])
+    return end, whole, [*pieces, rest]
+
+
+def check(name: str, ids: list[int], stops: list[str], cuts: list[int]) -> None:
+    tokenizer = TOKENIZERS[name]
+    end, whole, pieces = stream(tokenizer, ids, stops, cuts)
+    assert (end, whole) == naive(tokenizer, ids, stops)
+    assert "".join(pieces) == whole, "the pieces are the text"
+
+
+@st.composite
+def requests(draw: st.DrawFn, name: str, most: int) -> tuple[list[int], list[str], list[int]]:
+    ids = draw(st.lists(st.sampled_from(COMMON[name]), min_size=1, max_size=most))
+    letters = [*STOPS[name], SPECIAL]
+    stops = draw(st.lists(st.lists(st.sampled_from(letters), min_size=1, max_size=3).map("".join), max_size=3))
+    return ids, stops, draw(st.lists(st.integers(1, 6), min_size=1, max_size=5))
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.parametrize(("most", "examples"), [(12, 150), (90, 40)])
+def test_every_stream_is_what_the_definition_says(name: str, most: int, examples: int) -> None:
+    @settings(max_examples=examples, deadline=None)
+    @given(requests(name, most))
+    def run(request: tuple[list[int], list[str], list[int]]) -> None:
+        check(name, *request)
+
+    run()
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_the_text_of_a_request_without_stops_is_the_tokenizers(name: str) -> None:
+    @settings(max_examples=60, deadline=None)
+    @given(requests(name, 200))
+    def run(request: tuple[list[int], list[str], list[int]]) -> None:
+        ids, _, cuts = request
+        check(name, ids, [], cuts)
+
+    run()
+
+
+class Counting:
+    """A tokenizer that counts the tokens it decodes."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.decoded = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        self.decoded += len(token_ids)
+        return str(self.tokenizer.decode(token_ids, **options))
+
+
+LONG = {
+    "pieces": ("byte_fallback", [257, 258, 259]),
+    "a run of bytes": ("byte_fallback", [1 + b for b in "€😀".encode()]),
+    "a run of broken bytes": ("byte_fallback", [1 + 0xFF, 1 + 0xE2]),
+    "broken characters": ("byte_level", [0xFF, 0xE2]),
+    "special tokens": ("byte_level", [264]),
+    "unknown ids": ("byte_level", [9999]),
+    "words": ("word_piece", [1, 2, 3]),
+}
+
+
+@pytest.mark.parametrize("kind", LONG)
+@pytest.mark.parametrize("stops", [[], ["zzz"]])
+def test_a_long_answer_is_decoded_in_windows(kind: str, stops: list[str]) -> None:
+    """Tokens decoded grow with the length, not with its square."""
+    name, cycle = LONG[kind]
+
+    def decoded(length: int) -> int:
+        tokenizer = Counting(TOKENIZERS[name])
+        ids = (cycle * length)[:length]
+        _, whole, pieces = stream(tokenizer, ids, stops, [3])
+        assert "".join(pieces) == whole
+        return tokenizer.decoded
+
+    short, long = decoded(400), decoded(1600)
+    assert long < 4.5 * short + 200
 
 
 def test_a_possible_beginning_of_a_stop_is_held_back() -> None:
-    stream = TextStream(LetterTokenizer(), ["abc"])
-    assert stream.push(ids("xa")) == "x"
-    assert stream.push(ids("xab")) == ""
-    assert stream.push(ids("xabd")) == "abd"
+    ids = LetterTokenizer()("xabd")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["abc"])
+    shown = []
+    for n in (2, 3, 4):
+        assert text.push(ids, n) is None
+        shown.append(text.show())
+    assert shown == ["x", "", "abd"]
 
 
-def test_a_stop_string_may_be_a_special_token() -> None:
-    finder = StopFinder(LetterTokenizer(), ["<end>"])
-    assert finder.find([1, 2, EOS, 4], 3) == 3
-    assert finder.find([1, 2, 4], 2) is None
+def test_characters_before_an_unfinished_one_are_shown() -> None:
+    text = TextStream(Vocabulary(TOKENIZERS["byte_level"]))
+    ids = [0x61, 259]  # "a", and "b" with the first byte of the next character
+    text.push(ids, 2)
+    assert text.show() == "ab"
 
 
-@pytest.mark.parametrize("stop", ["q", "pq", "opq", "nopq"])
-def test_several_new_tokens_at_once(stop: str) -> None:
-    finder = StopFinder(LetterTokenizer(), [stop])
-    assert finder.find(ids("abcdefghijklmnopqrstuv"), 8) == 17
+def test_a_run_of_bytes_is_shown_when_nothing_can_change_it() -> None:
+    """A byte that is not valid UTF-8 turns the whole run into U+FFFD."""
+    tokenizer = TOKENIZERS["byte_fallback"]
+    text = TextStream(Vocabulary(tokenizer))
+    ids = [258, *(1 + b for b in "€".encode()), 258]
+    text.push(ids, 4)
+    assert text.show() == "a"
+    text.push(ids, 5)
+    assert text.show() == "€a"
+    assert tokenizer.decode([*ids[:4], 1 + 0xFF]) == "a" + 4 * UNFINISHED
 
 
-def test_without_stops_nothing_is_decoded() -> None:
-    assert StopFinder(None, ()).find([1, 2, 3], 3) is None  # type: ignore[arg-type]
+@pytest.mark.parametrize("cuts", [[1], [3]])
+def test_the_space_that_is_dropped_at_the_start_is_no_text(cuts: list[int]) -> None:
+    """Also where it is spelled as a byte."""
+    for ids in ([1 + 0x20, 258], [1 + 0x20, 1 + 0x61, 1 + 0x20, 258], [265, 1 + 0x20, 1 + 0x20, 1 + 0x61]):
+        check("byte_fallback", ids, [" "], cuts)

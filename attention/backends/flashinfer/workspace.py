@@ -1,0 +1,54 @@
+"""How many bytes FlashInfer's fa2 kernels need for the parts of divided keys.
+
+Where the planner divides a row's keys, every part leaves its output and its log-sum-exp in the float workspace, in
+float32, and a plan that finds no room fails. The room grows with query heads × rows × tokens a row × head dimension, so
+it is computed from the plan's geometry, for the batch that needs most of it.
+
+Source: flashinfer-ai/flashinfer 0.7.2, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr,
+PrefillPlanImpl) and utils.cuh (FA2DetermineCtaTileQ).
+"""
+
+from __future__ import annotations
+
+import math
+
+from attention.backends.base import PlanKey
+
+LEAST_BYTES = 256 << 20
+"""What FlashInfer's documentation advises, twice; latent attention's parts need 18 MB of it on 132 multiprocessors."""
+_SHORT_TILE, _LONG_TILE = 64, 128
+_WIDE_HEAD = 256
+"""From this head dimension on, tiles have 64 queries at most."""
+_ALIGNMENT = 16
+
+
+def split_bytes(key: PlanKey, sms: int, rows: int | None = None, query_len: int | None = None) -> int:
+    """Most bytes that the parts of one plan take.
+
+    Args:
+        key: heads and head dimensions; sms: multiprocessors.
+        rows, query_len: of a batch for CUDA graphs, whose grid has two blocks a multiprocessor at least, and one a
+            tile; default any batch outside graphs, whose divided tiles are never more than two a multiprocessor.
+
+    A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
+
+    >>> llama, falcon = PlanKey(32, 8, 128, 128, 1.0), PlanKey(71, 1, 64, 64, 1.0)
+    >>> [split_bytes(key, 132, 8, 6) >> 20 for key in (llama, falcon)], split_bytes(llama, 132) >> 20
+    ([8, 8], 16)
+    >>> split_bytes(PlanKey(128, 1, 128, 128, 1.0), 132, 200, 32) >> 20
+    403
+    """
+    group = key.num_q_heads // key.num_kv_heads
+    blocks = 2 * sms // key.num_kv_heads
+    tile = _LONG_TILE if key.head_dim_v < _WIDE_HEAD else _SHORT_TILE
+    if rows is not None and query_len is not None:
+        queries = query_len * group
+        tile = tile if queries > _SHORT_TILE else _SHORT_TILE
+        blocks = max(blocks, rows * math.ceil(queries / tile))
+    parts = math.ceil(blocks * tile / group)  # of one token row, all its heads
+    outputs, sums = (4 * key.num_q_heads * parts * width for width in (key.head_dim_v, 1))
+    return _aligned(outputs) + _aligned(sums)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,120 @@
+"""One forward of a model at a time: a round's and the user's own on another thread wait for each other.
+
+While a forward of ours runs, the model's config names our attention, and no mask is built. A forward of the user's that
+began or went on meanwhile would attend without its mask, into our cache. So the gate of the config is held during each
+forward of ours, and by hooks on the model during each of the user's.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+import torch
+
+_POLL = 2e-4
+"""Seconds between two looks at a gate that another thread holds."""
+_STALE = 1.0
+"""Seconds after which a thread that waits asks whether the holder is still in a forward: torch calls no hook after an
+interrupt."""
+_HOLDER = "holder"
+
+
+class ForwardGate:
+    """Held by one thread. `dict.setdefault` takes it: one operation, which no interrupt can leave half done."""
+
+    def __init__(self) -> None:
+        self._holder: dict[str, tuple[int, bool]] = {}
+
+    def enter(self, users: bool) -> None:
+        """Take the gate, waiting for other threads; `users`: for a forward of the user's. Twice is as good as once."""
+        mine, look_again = (get_ident(), users), time.monotonic() + _STALE
+        while self._holder.setdefault(_HOLDER, mine) != mine:
+            if time.monotonic() > look_again:
+                self._drop_stale()
+                look_again += _STALE
+            time.sleep(_POLL)
+
+    def leave(self, users: bool) -> None:
+        """Give it back, if this thread holds it for that purpose."""
+        mine = get_ident(), users
+        # No call from here on: between calls no interrupt strikes and no other thread runs.
+        if _HOLDER in self._holder and self._holder[_HOLDER] == mine:
+            del self._holder[_HOLDER]
+
+    def is_mine(self) -> bool:
+        """Whether this thread is in a forward already."""
+        holder = self._holder.get(_HOLDER)
+        if holder is not None and holder[0] == get_ident():
+            self._drop_stale()
+            return _HOLDER in self._holder
+        return False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Hold the gate for a forward of ours."""
+        nested = self.is_mine()
+        try:
+            if not nested:
+                self.enter(users=False)
+            yield
+        finally:
+            if not nested:
+                self.leave(users=False)
+
+    def _drop_stale(self) -> None:
+        """Take it from a forward of the user's that an interrupt ended."""
+        holder = self._holder.get(_HOLDER)
+        if holder is not None and holder[1] and not _in_forward(holder[0]) and self._holder.get(_HOLDER) == holder:
+            self._holder.pop(_HOLDER, None)
+
+
+_gates: dict[int, ForwardGate] = {}
+_guarded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def guard(root: torch.nn.Module) -> None:
+    """Let forwards of `root` and forwards of ours wait for each other from now on. Idempotent."""
+    config = getattr(root, "config", None)
+    if config is None:
+        return
+    if id(config) not in _gates:
+        _gates[id(config)] = ForwardGate()
+        weakref.finalize(config, _gates.pop, id(config), None)
+    if root not in _guarded:
+        _guarded.add(root)
+        root.register_forward_pre_hook(_before_forward)
+        root.register_forward_hook(_after_forward, always_call=True)
+
+
+def gate_of(config: Any) -> ForwardGate:
+    """The gate of a guarded model's config; one that nobody else knows for any other."""
+    return _gates.get(id(config)) or ForwardGate()
+
+
+def _before_forward(module: torch.nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    gate = gate_of(module.config)
+    if not gate.is_mine():
+        gate.enter(users=True)
+
+
+def _after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:
+    if not torch.compiler.is_compiling():
+        gate_of(module.config).leave(users=True)
+
+
+def _in_forward(thread: int) -> bool:
+    """Whether a module is being called on that thread."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is torch.nn.Module._call_impl.__code__:
+            return True
+        frame = frame.f_back
+    return False

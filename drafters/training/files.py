@@ -1,0 +1,135 @@
+"""Files and folders that appear whole or not at all, even when the process is killed or the disk is full."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from drafters.training.errors import RunFolderError
+
+MANIFEST = "manifest.json"
+"""Lists every other file of a folder with its size and hash; written last."""
+_PARTIAL, _OLD = ".partial", ".old"
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a whole file or nothing: to a temporary file, synced to the disk, then renamed.
+
+    Raises:
+        RunFolderError: it cannot be written; an earlier file of that name stays as it is.
+    """
+    partial = path.with_name(f".{path.name}{_PARTIAL}")
+    try:
+        with partial.open("wb") as out:
+            out.write(content)
+            sync(out.fileno())
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+    except OSError as error:
+        partial.unlink(missing_ok=True)
+        raise RunFolderError(f"cannot write {path}: {error}") from error
+
+
+@contextmanager
+def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
+    """Fill a folder that takes the place of `path` when the block ends.
+
+    Args:
+        manifest: add one, so that `damage` can tell later whether the files are still what was written.
+
+    Yields:
+        An empty folder beside `path` to write into. After an error it is removed, and `path` is as it was.
+
+    Raises:
+        RunFolderError: it cannot be written.
+    """
+    partial, old = path.with_name(path.name + _PARTIAL), path.with_name(path.name + _OLD)
+    try:
+        _remove(partial, old)
+        partial.mkdir(parents=True)
+        yield partial
+        files = _synced_files(partial)
+        if manifest:
+            listed = {file.relative_to(partial).as_posix(): _entry(file) for file in files}
+            write_file(partial / MANIFEST, (json.dumps(listed, indent=2) + "\n").encode())
+        if path.exists():
+            os.replace(path, old)  # a folder cannot be renamed onto another one that holds files
+        os.replace(partial, path)
+        _sync_folder(path.parent)
+        _remove(old)
+    except (OSError, SafetensorError) as error:
+        _restore(path, partial, old)
+        raise RunFolderError(f"cannot write {path}: {error}") from error
+    except BaseException:
+        _restore(path, partial, old)
+        raise
+
+
+def damage(folder: Path) -> str | None:
+    """What is wrong with a folder written by `whole_folder`, compared with its manifest; None when nothing is."""
+    try:
+        listed = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        return f"it has no {MANIFEST}"
+    except (OSError, ValueError) as error:
+        return f"its {MANIFEST} cannot be read: {error}"
+    if not isinstance(listed, dict) or not listed:
+        return f"its {MANIFEST} is no list of files"
+    for name, entry in listed.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if entry != _entry(file):
+            return f"{name} differs from what was written"
+    return None
+
+
+def sync(descriptor: int) -> None:
+    """Wait until the disk has what was written to an open file."""
+    os.fsync(descriptor)
+
+
+def _synced_files(folder: Path) -> list[Path]:
+    """All files below a folder, once the disk has them."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    for file in files:
+        with file.open("rb+") as opened:
+            sync(opened.fileno())
+    for inner in {file.parent for file in files}:
+        _sync_folder(inner)
+    return files
+
+
+def _entry(file: Path) -> dict[str, int | str]:
+    with file.open("rb") as opened:
+        return {"bytes": file.stat().st_size, "sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in `folder` last; Windows opens no folders and needs none of this."""
+    if os.name == "nt":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        sync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _restore(path: Path, partial: Path, old: Path) -> None:
+    shutil.rmtree(partial, ignore_errors=True)
+    if old.exists() and not path.exists():
+        os.replace(old, path)
+
+
+def _remove(*folders: Path) -> None:
+    for folder in folders:
+        if folder.exists():
+            shutil.rmtree(folder)

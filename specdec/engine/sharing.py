@@ -1,0 +1,341 @@
+"""One engine for callers on any thread: whoever waits for results runs the next round, for everybody.
+
+There is no engine thread. A call that has nothing to hand out runs a round itself unless another thread is in one; then
+it sleeps until that round has brought it something, or nobody is in a round any more. So requests of all threads share
+the batch, one thread alone pays for a lock that nobody else holds, and a stream that is not read keeps nobody waiting:
+its updates lie in its own inbox.
+
+Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So what must not be lost is a lock of
+CPython's own in a with-statement, or one assignment, or it can be done twice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from threading import get_ident
+
+import torch
+
+from specdec.engine.engine import Engine, EngineStats
+from specdec.errors import SpecdecError
+from specdec.requests.request import Completion, Update
+from specdec.requests.submission import Submission
+
+_LONGEST_SLEEP = 0.5
+"""Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
+
+_engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class StreamUpdate:
+    """What one round brought for one completion.
+
+    Attributes:
+        index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
+            completions in a row, n·prompt + sample.
+        token_ids: new token ids. text: new text; joined, the texts are the completion's.
+        completion: set when it is finished.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None
+
+
+class Call:
+    """The requests of one call, and what rounds have brought for them.
+
+    Attributes:
+        places: request id -> index in the call, of the requests that are not ended.
+        inbox: updates, and None to wake whoever sleeps on it.
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[int, int] = {}
+        self.inbox: SimpleQueue[Update | None] = SimpleQueue()
+        self._last: dict[int, Update] = {}
+
+    def take(self, timeout: float = 0.0) -> Update | None:
+        """The next update; None when there is none within `timeout` seconds, or the call was woken."""
+        try:
+            update = self.inbox.get(timeout > 0, timeout)
+        except Empty:
+            return None
+        if update is None or self._last.get(update.request_id) is update:
+            return None  # an interrupted delivery was repeated
+        self._last[update.request_id] = update
+        return update
+
+
+class SharedEngine:
+    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
+        self._engine = engine
+        self._device = device
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._lock = threading.Lock()
+        self._holder: int | None = None
+        self._calls: dict[int, Call] = {}
+        self._sleeping: dict[Call, None] = {}
+        self._leading: Call | None = None
+        self._abandoned: deque[int] = deque()
+        self._delivered: list[Update] = engine.reported
+        _engines.add(self)
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
+        return self._engine.stats
+
+    def submit(self, requests: Sequence[Submission]) -> Call:
+        """Queue the requests of a call.
+
+        Raises:
+            InvalidInputError: a request is refused, see `Engine.submit`; none of the call is queued then.
+            SpecdecError: called from inside a round.
+        """
+        call, me = Call(), self._outside()
+        try:
+            with self._lock:
+                self._holder = me
+                try:
+                    self._forget_abandoned()
+                    self._queue(call, requests)
+                finally:
+                    self._holder = None
+        finally:
+            self._pass_on()
+        return call
+
+    def next(self, call: Call) -> tuple[int, Update] | None:
+        """The call's next update, from its inbox or from rounds that are run for it, and whose it is in the call.
+
+        None when all of the call is ended.
+
+        Raises:
+            SpecdecError: called from inside a round.
+        """
+        me = self._outside()
+        try:
+            while call.places:
+                update = call.take()
+                if update is None and self._holder is not None:
+                    update = self._sleep(call)
+                place = None if update is None else call.places.get(update.request_id)
+                if update is not None and place is not None:
+                    if update.last:
+                        call.places.pop(update.request_id, None)
+                        self._calls.pop(update.request_id, None)
+                    return place, update
+                if self._holder is None:
+                    self._lead(call, me)
+            return None
+        finally:
+            self._pass_on()
+
+    def abandon(self, call: Call) -> None:
+        """End what is left of a call: at once, or after the round that is running.
+
+        May be called on any thread at any moment, by a finalizer inside a round too: it waits for nothing.
+        """
+        left = list(call.places)
+        call.places.clear()
+        self._abandoned.extend(left)
+        call.inbox.put(None)
+        self._pass_on()
+
+    @contextlib.contextmanager
+    def between_rounds(self) -> Iterator[bool]:
+        """Hold the engine, so that no round runs inside; yields whether it has no request.
+
+        Raises:
+            SpecdecError: called from inside a round.
+        """
+        me = self._outside()
+        try:
+            with self._lock:
+                self._holder = me
+                try:
+                    self._forget_abandoned()
+                    yield not self._engine.has_work
+                finally:
+                    self._holder = None
+        finally:
+            self._pass_on()
+
+    def _outside(self) -> int:
+        """This thread. Raises SpecdecError when it is inside a round."""
+        me = get_ident()
+        if self._holder == me:
+            raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
+        return me
+
+    def _queue(self, call: Call, requests: Sequence[Submission]) -> None:
+        first = self._engine.next_id
+        try:
+            for index, request in enumerate(requests):
+                request_id = self._engine.submit(
+                    request.token_ids, request.params, request.sample_index, request.eos_token_ids
+                )
+                call.places[request_id] = index
+                self._calls[request_id] = call
+        except BaseException:
+            self._abandoned.extend(range(first, self._engine.next_id))
+            raise
+
+    def _sleep(self, call: Call) -> Update | None:
+        """Wait while another thread is in a round."""
+        self._sleeping[call] = None
+        try:
+            return None if self._holder is None else call.take(_LONGEST_SLEEP)
+        finally:
+            self._sleeping.pop(call, None)
+
+    def _lead(self, call: Call, me: int) -> None:
+        """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
+        with self._lock:
+            self._holder, self._leading = me, call
+            try:
+                self._forget_abandoned()
+                self._deliver()
+                if call.places and call.inbox.empty():
+                    with self._at_home():
+                        self._engine.step()
+                    self._deliver()
+                    self._check_alive(call)
+            finally:
+                self._holder = self._leading = None
+
+    def _deliver(self) -> None:
+        """Hand out what the last round reported. After an interrupt it is handed out again; a `Call` sees to that."""
+        updates = self._engine.reported
+        if updates is self._delivered:
+            return
+        for update in updates:
+            call = self._calls.get(update.request_id)
+            if call is not None:
+                call.inbox.put(update)
+        self._delivered = updates
+
+    def _check_alive(self, call: Call) -> None:
+        if call.places and call.inbox.empty() and not self._engine.has_work:
+            raise SpecdecError("these requests are no longer in the engine, and nothing reported their end: a bug")
+
+    def _forget_abandoned(self) -> None:
+        ids = list(self._abandoned)
+        if ids:
+            self._engine.abort(ids)
+            for request_id in ids:
+                self._calls.pop(request_id, None)
+            for _ in ids:
+                self._abandoned.popleft()
+
+    def _pass_on(self) -> None:
+        """Before a thread goes: forget what was abandoned, and wake a sleeping call to run the next round.
+
+        Whoever holds the lock comes here after; so what is left to do while it is held is never left undone.
+        """
+        while self._abandoned and self._holder is None and self._lock.acquire(blocking=False):
+            try:
+                self._holder = get_ident()
+                self._forget_abandoned()
+            finally:
+                self._holder = None
+                self._lock.release()
+        if self._sleeping and self._holder is None:
+            for call in list(self._sleeping)[:1]:
+                call.inbox.put(None)
+
+    def _at_home(self) -> AbstractContextManager[object]:
+        """What is a thread's own in torch, the same for every round: device, stream, no autocast."""
+        autocast = torch.is_autocast_enabled(self._device.type)
+        if self._stream is None and not autocast:
+            return nullcontext()
+        home = ExitStack()
+        if self._stream is not None:
+            home.enter_context(torch.cuda.device(self._device))
+            home.enter_context(torch.cuda.stream(self._stream))
+        if autocast:
+            home.enter_context(torch.autocast(self._device.type, enabled=False))
+        return home
+
+    def _after_fork(self) -> None:
+        """In a child process: only the thread that forked is left, and nobody else's round goes on."""
+        gone = [*self._sleeping, *([self._leading] if self._leading else [])]
+        self._lock, self._holder, self._leading, self._sleeping = threading.Lock(), None, None, {}
+        for call in gone:
+            self.abandon(call)
+
+
+def _renew_after_fork() -> None:
+    for shared in list(_engines):
+        shared._after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
+
+
+class Stream(Iterator[StreamUpdate]):
+    """What rounds bring for one call, update by update. Its requests are queued when the first update is asked for.
+
+    May be read and closed on any thread. A request that fails does not end the others of its call: its error is raised
+    after them.
+    """
+
+    def __init__(self, shared: SharedEngine, requests: Sequence[Submission]) -> None:
+        self._shared = shared
+        self._requests: Sequence[Submission] | None = requests
+        self._call: Call | None = None
+        self._errors: list[SpecdecError] = []
+
+    def __next__(self) -> StreamUpdate:
+        """Raises RequestFailedError or RoundFailedError, after the last update, when requests failed."""
+        try:
+            if self._requests is not None:
+                requests, self._requests = self._requests, None
+                self._call = self._shared.submit(requests)
+            return self._next()
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self) -> StreamUpdate:
+        call = self._call
+        while call is not None:
+            found = self._shared.next(call)
+            if found is None:
+                break
+            place, update = found
+            if update.error is None:
+                return StreamUpdate(place, update.token_ids, update.text, update.completion)
+            self._errors.append(update.error)
+        if self._errors:
+            first, *more = self._errors
+            self._errors = []
+            if more:
+                first.add_note(f"{len(more)} more requests of this call failed")
+            raise first
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort what is left; idempotent."""
+        call, self._call, self._requests = self._call, None, None
+        if call is not None:
+            self._shared.abandon(call)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # __init__ did not come to its end
+            self.close()

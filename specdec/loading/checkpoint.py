@@ -1,0 +1,194 @@
+"""Checkpoint: the folder or hub model that a target is read from, found and looked at before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from transformers import CONFIG_MAPPING
+from transformers import __version__ as transformers_version
+from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
+from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
+from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.errors import HeadLoadError
+from specdec.arguments import shown
+from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.loading.builtin import BUILTIN_HEADS, builtin_names, builtin_path
+
+_HEADS = frozenset({Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH})
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a model is read from.
+
+    Attributes:
+        name: as the user gave it.
+        path: a folder or a hub name, for transformers' from_pretrained.
+        revision: branch, tag or commit on the hub; None is its main branch.
+        trust_remote_code: whether Python files of the checkpoint may run.
+        local_files_only: the hub does not answer: only its local cache is looked at.
+    """
+
+    name: str
+    path: str
+    revision: str | None = None
+    trust_remote_code: bool = False
+    local_files_only: bool = False
+
+    @property
+    def builtin(self) -> bool:
+        """Whether it came with specdec."""
+        return self.path != self.name
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it lies on this machine under its own path."""
+        return os.path.isdir(self.path)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For every from_pretrained of transformers: config, model and tokenizer must be of one revision."""
+        return {
+            "trust_remote_code": self.trust_remote_code,
+            "local_files_only": self.local_files_only,
+            **({} if self.revision is None else {"revision": self.revision}),
+        }
+
+
+def resolve(name: str | Path) -> str:
+    """A built-in model's name -> its folder; ~ is the home folder; the rest stays (a local folder or a hub name)."""
+    text = str(name)
+    return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
+
+
+def find_checkpoint(
+    name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
+) -> Checkpoint:
+    """Find a target (or a tokenizer) by name. A name that can only be a folder is never asked of the hub.
+
+    Args:
+        what: what is looked for, for the message.
+
+    Raises:
+        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model.
+        InvalidInputError: a revision of a folder.
+    """
+    path = resolve(name)
+    found = Checkpoint(str(name), path, revision, trust_remote_code)
+    if os.path.isdir(path):
+        if revision is not None:
+            raise InvalidInputError(
+                f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
+            )
+        return found
+    if not path:
+        reason = "the name is empty"
+    elif os.path.exists(path):
+        reason = "it is a GGUF file, which is not supported" if path.endswith(".gguf") else "it is a file"
+    elif looks_local(path):
+        reason = "there is no folder of that name"
+    elif not is_hub_name(path):
+        reason = "there is no folder of that name, and the hub has no such names"
+    else:
+        return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
+    raise ModelLoadError(f"cannot load {what} {shown(str(name))}: {reason}\n{_give()}")
+
+
+def check_target_folder(checkpoint: Checkpoint) -> None:
+    """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass.
+
+    Raises:
+        ModelLoadError: it says what the folder is.
+    """
+    if not checkpoint.is_folder:
+        return
+    folder = Path(checkpoint.path)
+    names = {entry.name for entry in folder.iterdir()}
+    what = f"cannot load the target model {checkpoint.name!r}"
+    if "adapter_config.json" in names:
+        raise ModelLoadError(
+            f"{what}: the folder holds an adapter (adapter_config.json), not a model; merge it into its base model "
+            "with peft's merge_and_unload(), save that, and give its folder"
+        )
+    if "config.json" not in names:
+        raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
+    config = _read_json(folder / "config.json", what)
+    if "generation_config.json" in names:
+        _read_json(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
+    _check_quantisation(config, what)
+    _check_no_head(folder, config, names, what)
+    _check_model_type(config, what)
+
+
+def _without_config(names: set[str]) -> str:
+    if not names:
+        return "the folder is empty"
+    if any(name.endswith(".gguf") for name in names):
+        return "the folder holds GGUF files, which are not supported"
+    return f"the folder has no config.json; it holds {shown(sorted(names))}"
+
+
+def _read_json(file: Path, what: str) -> Mapping[str, Any]:
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(f"{what}: {file} cannot be read as JSON: {error}; download it again") from error
+    if not isinstance(config, dict):
+        raise ModelLoadError(f"{what}: {file} holds a {type(config).__name__}, not a JSON object; download it again")
+    return config
+
+
+def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], what: str) -> None:
+    try:
+        if "model.safetensors" not in names:
+            return
+        with safe_open(folder / "model.safetensors", framework="pt") as weights:
+            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
+    except (OSError, SafetensorError) as error:
+        raise ModelLoadError(
+            f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
+        ) from error
+    except HeadLoadError:
+        return  # tensors that differ by a prefix only: whatever it is, transformers says
+    if layout in _HEADS:
+        raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
+
+
+def _check_model_type(config: Mapping[str, Any], what: str) -> None:
+    kind = config.get("model_type")
+    if not isinstance(kind, str):
+        raise ModelLoadError(f"{what}: config.json has no model_type; it is no model that transformers can read")
+    if kind not in CONFIG_MAPPING and "auto_map" not in config:
+        raise ModelLoadError(
+            f"{what}: config.json says model_type={kind!r}, which transformers {transformers_version} does not know; a "
+            "newer release may"
+        )
+
+
+def _check_quantisation(config: Mapping[str, Any], what: str) -> None:
+    """transformers passes over a method that it does not know, and would read packed integers as weights."""
+    stored = config.get("quantization_config")
+    if stored is None:
+        return
+    method = stored.get("quant_method") if isinstance(stored, dict) else None
+    old_bitsandbytes = isinstance(stored, dict) and (stored.get("load_in_4bit") or stored.get("load_in_8bit"))
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not old_bitsandbytes:
+        raise ModelLoadError(
+            f"{what}: config.json says quantization_config={shown(stored)}, a method that transformers "
+            f"{transformers_version} does not know; take the model without quantisation"
+        )
+
+
+def _give() -> str:
+    return (
+        "Give a folder, a hub name, or a built-in name "
+        f"({', '.join(BUILTIN_HEADS)}); a folder holds config.json, the weights and the tokenizer."
+    )

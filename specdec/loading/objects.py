@@ -1,0 +1,103 @@
+"""Objects given as a target or as a head: what they are, told before they are used as one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from drafters.base import Head
+from specdec.arguments import shown
+from specdec.errors import HeadMismatchError, InvalidInputError, UnsupportedModelError
+from specdec.target.live import part_in_training
+
+_GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
+_WRAPPERS = {
+    "OptimizedModule": "a model compiled by torch.compile; give the model itself, cuda_graphs=True compiles it here",
+    "DataParallel": "a model wrapped in DataParallel; give the model inside, its attribute .module",
+    "DistributedDataParallel": "a model wrapped for several processes; give the model inside, its attribute .module",
+    "FullyShardedDataParallel": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
+    "FSDPModule": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
+    "PeftModel": "a model with an adapter of peft; give what its merge_and_unload() returns",
+    "SpeculativeModel": "a SpeculativeModel already; give its hf_model to wrap it anew",
+}
+"""By class name: no package is imported to tell its classes."""
+
+
+def check_target_type(target: Any) -> None:
+    """Refuse what is neither a name nor a loaded model.
+
+    Raises:
+        InvalidInputError: it says what the object is.
+    """
+    names = {kind.__name__ for kind in type(target).__mro__}
+    found = next((text for name, text in _WRAPPERS.items() if name in names), None)
+    if found is not None:
+        raise InvalidInputError(f"the target is {found}")
+    if isinstance(target, torch.nn.Module) and not isinstance(target, PreTrainedModel):
+        raise InvalidInputError(f"the target is a plain torch module ({type(target).__name__}); {_GIVE}")
+    if not isinstance(target, (str, Path, PreTrainedModel)):
+        raise InvalidInputError(f"target={shown(target)} (of type {type(target).__name__}) is no model; {_GIVE}")
+
+
+def check_loaded_target(model: PreTrainedModel) -> None:
+    """Refuse a loaded model that cannot generate here, whatever its attention.
+
+    Raises:
+        UnsupportedModelError: an encoder and decoder, or no output layer over a vocabulary.
+        InvalidInputError: weights without values, on several devices, or on one that is neither CPU nor CUDA; a model
+            in training mode.
+    """
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedModelError(f"{name} has an encoder and a decoder; causal language models are supported")
+    if not model.can_generate():
+        raise UnsupportedModelError(
+            f"{name} has no output layer over the vocabulary; load the model as AutoModelForCausalLM"
+        )
+    places = sorted({str(parameter.device) for parameter in model.parameters()})
+    if "meta" in places:
+        raise InvalidInputError("the model's weights lie on device 'meta' and have no values; load them first")
+    if len(places) > 1:
+        raise InvalidInputError(f"the model's weights lie on several devices ({', '.join(places)}); move it to one")
+    if model.device.type not in ("cpu", "cuda"):
+        raise InvalidInputError(f"the model lies on {model.device}; CPU and CUDA are supported; use model.to(…)")
+    part = part_in_training(model)
+    if part is not None:
+        raise InvalidInputError(
+            f"the model is in training mode ({part}), where dropout changes its output; call model.eval()"
+        )
+
+
+def check_head_type(draft: Any) -> None:
+    """Refuse what is neither a name nor a loaded head.
+
+    Raises:
+        InvalidInputError: it says what the object is.
+    """
+    if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
+        return
+    raise InvalidInputError(
+        f"draft={shown(draft)} (of type {type(draft).__name__}) is no draft head; give the "
+        "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"
+    )
+
+
+def check_head_place(head: Any, model: PreTrainedModel) -> None:
+    """Refuse a loaded head on another device or in another dtype than the target.
+
+    Raises:
+        HeadMismatchError: with both.
+    """
+    weights = list(head.parameters()) if isinstance(head, torch.nn.Module) else []
+    dtypes = {weight.dtype for weight in weights if weight.is_floating_point()}
+    places = {weight.device for weight in weights}
+    if places <= {model.device} and (not dtypes or model.dtype in dtypes):
+        return
+    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise HeadMismatchError(
+        f"the head is {found} on {', '.join(sorted(map(str, places)))}, the target "
+        f"{str(model.dtype).removeprefix('torch.')} on {model.device}; move it with head.to(device, dtype)"
+    )

@@ -1,0 +1,64 @@
+"""The tokenizer of a target: the one given, one loaded by name, or the target's own."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from specdec.arguments import shown
+from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.loading.checkpoint import Checkpoint, find_checkpoint
+from specdec.loading.load_errors import loading_named
+
+
+def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
+    """The tokenizer given (an object, or a folder or hub name to load it from), else the target's own.
+
+    Raises:
+        InvalidInputError: neither a tokenizer nor a name to load one by, or an object that is no tokenizer.
+        ModelLoadError: it cannot be loaded.
+    """
+    if isinstance(tokenizer, (str, Path)):
+        return load_tokenizer(tokenizer)
+    if tokenizer is None:
+        if checkpoint is None:
+            raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
+        return load_tokenizer(checkpoint)
+    lacking = [name for name in ("__call__", "decode") if not callable(getattr(tokenizer, name, None))]
+    if lacking or isinstance(tokenizer, type):
+        missing = "it is a class" if isinstance(tokenizer, type) else f"it lacks {' and '.join(lacking)}"
+        raise InvalidInputError(
+            f"tokenizer={shown(tokenizer)} is no tokenizer: {missing}; give a transformers tokenizer, or the folder or "
+            "hub name of one"
+        )
+    return tokenizer
+
+
+def load_tokenizer(name: str | Path | Checkpoint) -> Any:
+    """Load a tokenizer by its model's name.
+
+    Raises:
+        ModelLoadError: it cannot be loaded.
+    """
+    checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
+    with loading_named(checkpoint, "the tokenizer of"):
+        return AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+
+
+def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
+    """Warn of a tokenizer that knows more tokens than the target; prompts that use them are refused one by one.
+
+    Not an error: checkpoints with a padding token behind the last row of their embedding are common.
+    """
+    if not hasattr(type(tokenizer), "__len__"):
+        return
+    if len(tokenizer) > vocab_size:
+        warnings.warn(
+            f"the tokenizer has {len(tokenizer)} tokens and the target {vocab_size}: it may be another model's; "
+            "prompts with ids beyond the target's vocabulary are refused",
+            SpecdecWarning,
+            stacklevel=3,
+        )

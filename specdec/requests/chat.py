@@ -1,0 +1,53 @@
+"""Chat messages -> token ids through the tokenizer's template, and what can be wrong with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from specdec.arguments import shown
+from specdec.errors import InvalidInputError
+
+_TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
+"""A template is a program: jinja's own errors, and what its expressions raise on values they do not expect."""
+
+
+def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
+    """Token ids of a conversation, with a generation prompt.
+
+    Args:
+        messages: {"role": str, "content": str, or a list of parts for a template that reads parts}, at least one.
+
+    Raises:
+        InvalidInputError: the tokenizer has no template, a message is no message, or the template refuses them.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
+    for number, message in enumerate(messages, 1):
+        _check(number, message)
+    try:
+        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        return list(ids["input_ids"])
+    except _TEMPLATE_ERRORS as error:
+        raise InvalidInputError(
+            f"the chat template refuses these {len(messages)} messages "
+            f"({type(error).__name__}: {error}); change the messages, or give text"
+        ) from error
+
+
+def _check(number: int, message: Any) -> None:
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        raise InvalidInputError(
+            f"chat message {number} has role={shown(role)}; every message is a dict with a role (system, user, "
+            "assistant, …) and content"
+        )
+    parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
+    called = content is None and "tool_calls" in message
+    if not isinstance(content, str) and not parts and not called:
+        raise InvalidInputError(
+            f"chat message {number} (role {shown(role)}) has content={shown(content)}; allowed is a str, or a list of "
+            "parts (dicts) where the template reads them"
+        )

@@ -1,0 +1,74 @@
+"""What a call asks for: prompts and parameters -> requests, read and checked before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel
+
+from specdec.errors import InvalidInputError
+from specdec.requests.generation_config import Use, check_own_config, eos_ids, from_generation_config
+from specdec.requests.prompts import Prompts, encode_prompts
+from specdec.requests.sampling import SamplingParams
+from specdec.values import short
+
+Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
+_KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts or a list with one a prompt"
+
+
+@dataclass(frozen=True)
+class Submission:
+    """One request, ready for `Engine.submit`: prompt ids, parameters, which sample of its prompt, its eos ids."""
+
+    token_ids: list[int]
+    params: SamplingParams
+    sample_index: int
+    eos_token_ids: tuple[int, ...]
+
+
+def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokenizer: Any, use: Use) -> list[Submission]:
+    """The requests of one call: `n` in a row of every prompt, in order.
+
+    Args:
+        use: what of the model's own generation_config applies. Its eos ids always do, as they are now.
+
+    Raises:
+        InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
+    """
+    ids = encode_prompts(prompts, tokenizer)
+    found: list[Submission] = []
+    for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):
+        own = _resolved(given, model, len(prompt), use)
+        eos = eos_ids(model.generation_config)
+        found += [Submission(prompt, own, i, eos) for i in range(own.n)]
+    return found
+
+
+def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | GenerationConfig]:
+    if params is None:
+        return [SamplingParams()] * num_prompts
+    if isinstance(params, (SamplingParams, GenerationConfig)):
+        return [params] * num_prompts
+    if isinstance(params, dict):
+        raise InvalidInputError("params is a dict; give SamplingParams.from_dict(params), or SamplingParams(…)")
+    if not isinstance(params, (list, tuple)):
+        raise InvalidInputError(f"params={short(params)}: allowed is {_KINDS}")
+    odd = [one for one in params if not isinstance(one, (SamplingParams, GenerationConfig))][:1]
+    if odd:
+        raise InvalidInputError(f"params has {short(odd[0])}: allowed is {_KINDS}")
+    if len(params) != num_prompts:
+        raise InvalidInputError(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one a prompt")
+    return list(params)
+
+
+def _resolved(
+    given: SamplingParams | GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use
+) -> SamplingParams:
+    if isinstance(given, GenerationConfig):
+        return from_generation_config(given, model, prompt_len, use)
+    if type(given) is not SamplingParams:  # a subclass may have skipped the checks
+        given = SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)})
+    check_own_config(model, given, use)
+    return given

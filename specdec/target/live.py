@@ -1,0 +1,111 @@
+"""Whether a wrapped model is still what the engine was built around.
+
+The engine runs the user's own model and reads its weights at every forward, so new values in place (`load_state_dict`,
+an optimiser's step, an adapter merged in place) simply count from the next round on, in captured graphs too: those
+read the same memory. What it has taken over at loading is another matter: the dtype and device of its caches, which
+modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from specdec.errors import ModelChangedError
+
+_AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
+
+
+def part_in_training(model: nn.Module) -> str | None:
+    """Name of a part of the model in training mode, where dropout changes the output; None when there is none.
+
+    Linear layers are the same in both modes and are made in training mode, ours among them.
+    """
+    named = ((name, m) for name, m in model.named_modules() if m.training and not isinstance(m, nn.Linear))
+    return next((name or type(m).__name__ for name, m in named), None)
+
+
+@dataclass(frozen=True)
+class LiveModel:
+    """The wrapped model and what it was at loading.
+
+    Attributes:
+        model: the user's.
+        parts: of every module what must stay; kinds: dtypes and devices of its parameters; vocabulary: rows of its
+            input and output embeddings; addresses: of its parameters, () where no graph holds them.
+    """
+
+    model: PreTrainedModel
+    parts: tuple[object, ...]
+    kinds: frozenset[tuple[torch.dtype, torch.device]]
+    vocabulary: tuple[int, ...]
+    addresses: tuple[int, ...]
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, captured: bool) -> LiveModel:
+        """The model as it is now; `captured`: whether graphs hold its weights."""
+        return cls(model, _parts(model), _kinds(model), _vocabulary(model), _addresses(model) if captured else ())
+
+    def check(self) -> None:
+        """Refuse a model that was changed since; takes about a millisecond for a few hundred modules.
+
+        Raises:
+            ModelChangedError: what has changed, and what to do.
+        """
+        self._check_mode()
+        kinds = _kinds(self.model)
+        if kinds != self.kinds:
+            raise ModelChangedError(
+                f"the model's parameters were {_words(self.kinds)} when it was wrapped and are {_words(kinds)} now, "
+                f"while its caches are what they were; move it back, or{_AGAIN.removeprefix(';')}"
+            )
+        vocabulary = _vocabulary(self.model)
+        if vocabulary != self.vocabulary:
+            raise ModelChangedError(
+                f"the model's embeddings had {self.vocabulary} rows when it was wrapped and have {vocabulary} now"
+                + _AGAIN
+            )
+        if _parts(self.model) != self.parts:
+            raise ModelChangedError(
+                f"modules of the model were added, removed or replaced since it was wrapped (an adapter?){_AGAIN}"
+            )
+        if self.addresses and _addresses(self.model) != self.addresses:
+            raise ModelChangedError(
+                "the model's weights lie in other memory than when its graphs were captured (was it moved, or loaded "
+                f"with assign=True?){_AGAIN}; new values in place are fine"
+            )
+
+    def _check_mode(self) -> None:
+        part = part_in_training(self.model)
+        if part is not None:
+            raise ModelChangedError(
+                f"{part} is in training mode since the model was wrapped, where dropout changes its output; call "
+                "model.eval()"
+            )
+
+
+def _parts(model: nn.Module) -> tuple[object, ...]:
+    """Plain linear layers by their sizes (two may take each other's place: nobody keeps them), others by identity."""
+    return tuple((m.in_features, m.out_features) if isinstance(m, nn.Linear) else id(m) for m in model.modules())
+
+
+def _kinds(model: nn.Module) -> frozenset[tuple[torch.dtype, torch.device]]:
+    return frozenset((p.dtype, p.device) for p in model.parameters())
+
+
+def _vocabulary(model: PreTrainedModel) -> tuple[int, ...]:
+    embeddings: tuple[Any, ...] = (model.get_input_embeddings(), model.get_output_embeddings())
+    weights = (getattr(e, "weight", None) for e in embeddings)
+    return tuple(len(w) for w in weights if w is not None)
+
+
+def _addresses(model: nn.Module) -> tuple[int, ...]:
+    return tuple(p.data_ptr() for p in model.parameters())
+
+
+def _words(kinds: frozenset[tuple[torch.dtype, torch.device]]) -> str:
+    return ", ".join(sorted(f"{str(dtype).removeprefix('torch.')} on {device}" for dtype, device in kinds))

@@ -1,0 +1,119 @@
+"""Rows of tokens read twice, through the paged cache and by the model's own eager forward, for the self-tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from attention.batch.metadata import single_batch_arena, stage
+from attention.hf.interface import attention_configs, attention_implementation
+from drafters.loops.chain.index import rows_batch
+from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
+from specdec.target.target import Target
+
+
+@contextmanager
+def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
+    """Raise what the model's code raises inside as an error of ours that says what was tried.
+
+    Raises:
+        UnsupportedModelError: for errors without a name of ours; out of memory stays what it is.
+    """
+    try:
+        yield
+    except (SpecdecError, torch.OutOfMemoryError):
+        raise
+    except UNNAMED_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} fails when {tried}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
+    """A block table [B, P] int32 for rows of these lengths, its pages in random order.
+
+    Raises:
+        CacheTooSmallError: the cache cannot hold the rows.
+    """
+    group = target.runner.group
+    width = -(-int(lens.max()) // group.page_size)
+    pages = np.random.default_rng(0).permutation(np.arange(1, group.num_pages))[: len(lens) * width]
+    if len(pages) < len(lens) * width:
+        raise CacheTooSmallError(
+            f"the KV cache has {group.num_pages - 1} pages of {group.page_size} tokens; at least "
+            f"{len(lens) * width} are needed"
+        )
+    return pages.reshape(len(lens), width).astype(np.int32)
+
+
+def dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
+    """Random token ids of rows of these lengths, int64, always the same."""
+    generator = torch.Generator().manual_seed(0)
+    vocab, device = target.num_embeddings, target.hf_model.device
+    return [torch.randint(vocab, (n,), generator=generator).to(device) for n in lens.tolist()]
+
+
+def read_paged(
+    target: Target,
+    ids: list[torch.Tensor],
+    start: np.ndarray,
+    stop: np.ndarray,
+    table: np.ndarray,
+    model: Callable[..., Any] | None = None,
+) -> list[torch.Tensor]:
+    """Logits [stop - start, V] of the tokens start … stop of each row, float32."""
+    judged = torch.arange(int((stop - start).sum()), device=target.hf_model.device)
+    logits = read_judged(target, ids, start, stop, table, judged, model)
+    return list(logits.split((stop - start).tolist()))
+
+
+def read_judged(
+    target: Target,
+    ids: list[torch.Tensor],
+    start: np.ndarray,
+    stop: np.ndarray,
+    table: np.ndarray,
+    judged: torch.Tensor,
+    model: Callable[..., Any] | None = None,
+) -> torch.Tensor:
+    """As `read_paged`, but the logits [R, V] of the batch's token rows `judged` [R] only, float32."""
+    query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
+    batch = rows_batch(query_start_loc, start, table, target.runner.group.page_size)
+    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
+    planned = target.runner.plan(stage(batch, arena, bucket))
+    flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
+    return target.forward(flat, planned, judged, model).logits.float()
+
+
+def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits [len, V] of each row by the model's own eager forward, one row at a time, float32.
+
+    Raises:
+        UnsupportedModelError: they contain NaN.
+    """
+    with attention_implementation(attention_configs(model), "eager"):
+        logits = [model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids]
+    if any(bool(row.isnan().any()) for row in logits):
+        raise UnsupportedModelError(_nan_message(model))
+    return logits
+
+
+def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """[T] float64: rms error of each token's logits [T, V] over their rms. Equal infinities are no error."""
+    off = torch.where(ours == right, 0.0, ours - right).double()
+    size = torch.where(right.isfinite(), right, 0.0).double()
+    return off.pow(2).mean(-1).sqrt() / size.pow(2).mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+def _nan_message(model: PreTrainedModel) -> str:
+    broken = [name for name, weight in model.named_parameters() if bool(weight.isnan().any())]
+    where = f"its weights contain NaN ({', '.join(broken[:3])})" if broken else "its weights do not"
+    return (
+        f"the logits of {type(model).__name__} contain NaN in its own eager forward in {model.dtype}, before any paged "
+        f"attention; {where}. Check the checkpoint, or load it in another dtype"
+    )

@@ -1,0 +1,105 @@
+"""A dozen telling types of the sweep, and that its judge can tell right from wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import sweep_check
+from benchmarks.sweep_check import check
+from benchmarks.sweep_configs import THRESHOLD, all_cases, named_cases, tiny_config
+from specdec import SpeculativeModel
+
+EXACT = (
+    "llama: yarn",
+    "mistral",
+    "qwen3: sliding",
+    "qwen3_moe",
+    "gemma2",
+    "gemma3_text",
+    "gpt_oss",
+    "deepseek_v2: no q_lora",
+    "deepseek_v3",
+    "glm4_moe",
+    "gpt2",
+    "phi3",
+)
+REFUSED = {"mamba2": "recurrent or hybrid", "llama4_text": "chunked_attention", "xlm-roberta": "comes out wrong"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXACT)
+def test_telling_types_are_exact(name: str) -> None:
+    (case,) = (c for c in all_cases() if c.name == name)
+    verdict = check(case, torch.float32, "cpu")
+    assert verdict.outcome == "exact", verdict
+    assert verdict.accepted is not None and verdict.accepted > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals_have_their_reason(name: str) -> None:
+    (case,) = (c for c in all_cases() if c.name == name)
+    verdict = check(case, torch.float32, "cpu")
+    assert verdict.outcome == "refused" and REFUSED[name] in verdict.reason
+
+
+def altered(change: Callable[[Any], Any]) -> Callable[..., Any]:
+    """SpeculativeModel.from_pretrained of a model whose answers go through `change`."""
+    load = SpeculativeModel.from_pretrained
+
+    def loaded(*args: Any, **options: Any) -> Any:
+        wrapped = load(*args, **options)
+        wrapped.generate = change(wrapped.generate)
+        return wrapped
+
+    return loaded
+
+
+def last_token_wrong(generate: Callable[..., Any]) -> Callable[..., Any]:
+    def wrong(*args: Any) -> Any:
+        completions = generate(*args)
+        completions[-1].token_ids[-1] ^= 1
+        return completions
+
+    return wrong
+
+
+def failing(generate: Callable[..., Any]) -> Callable[..., Any]:
+    def fails(*args: Any) -> Any:
+        raise IndexError("out of range")
+
+    return fails
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_wrong_token_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(last_token_wrong))
+    (case,) = (c for c in all_cases() if c.name == "gpt2")
+    assert check(case, dtype, "cpu").outcome == "WRONG"
+
+
+def test_an_error_without_a_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(failing))
+    (case,) = (c for c in all_cases() if c.name == "gpt2")
+    verdict = check(case, torch.float32, "cpu")
+    assert verdict.outcome == "unnamed exception" and "IndexError" in verdict.reason
+
+
+def test_every_type_of_the_mapping_is_a_case() -> None:
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    names = {case.model_type for case in all_cases()}
+    assert {kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING} <= names
+    assert len({case.name for case in all_cases()}) == len(all_cases())
+
+
+def test_thresholds_lie_below_the_prompts() -> None:
+    for name in ("mistral", "gemma2", "gpt_oss", "phi3"):
+        assert tiny_config(named_cases((name,))[0]).sliding_window == THRESHOLD
+    with pytest.raises(KeyError, match="no case nonsense"):
+        named_cases(("nonsense",))

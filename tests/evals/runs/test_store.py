@@ -1,0 +1,54 @@
+"""A run folder has one owner at a time, and a killed owner does not keep it."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from evals.errors import OutputError, RunStoreError
+from evals.runs.store import RunStore, write_atomically
+
+
+def test_a_killed_owner_does_not_block_and_a_living_one_does(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        store = RunStore(tmp_path / "run", {"k": 1})
+        os.write(write, b"x")
+        signal.pause()
+        store.close()
+        os._exit(0)
+    try:
+        assert os.read(read, 1) == b"x"
+        with pytest.raises(RunStoreError, match="in use by another run"):
+            RunStore(tmp_path / "run", {"k": 1})
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    with RunStore(tmp_path / "run", {"k": 1}) as store:
+        assert store.answers == {} and (tmp_path / "run" / ".lock").exists()
+
+
+def test_a_refused_folder_stays_free(tmp_path: Path) -> None:
+    RunStore(tmp_path / "run", {"a": {"b": [1, 2]}, "c": 3}).close()
+    with pytest.raises(RunStoreError, match=r"\(a\.b\[1\]: 2 -> 5\)"):
+        RunStore(tmp_path / "run", {"a": {"b": [1, 5]}, "c": 3})
+    RunStore(tmp_path / "run", {"a": {"b": [1, 2]}, "c": 3}).close()
+
+
+def test_a_pipe_is_written_to_and_not_replaced(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    write_atomically(tmp_path / "pipe", "text")
+    assert os.read(reader, 10) == b"text" and (tmp_path / "pipe").is_fifo()
+    os.close(reader)
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match=r"cannot write .*file/inside"):
+        write_atomically(tmp_path / "file" / "inside", "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
