@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.backends.base import PlanKey
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import LayerKV
 from attention.checking import checking, require
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
+from attention.spec import AttentionSpec
 
 _TILE_QUERIES, _WARPS = 32, 4
 _TILE_KEYS, _STAGES = 128, 3
@@ -108,7 +108,7 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
 def launch_invariant_attention(
     query: torch.Tensor,
     layer: LayerKV,
-    key: PlanKey,
+    key: AttentionSpec,
     max_query_len: int,
     batch: CommonAttentionMetadata,
     sinks: torch.Tensor | None,

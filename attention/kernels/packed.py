@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.backends.base import PlanKey
 from attention.cache.kv_cache import LayerKV
 from attention.checking import checking, require
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
+from attention.spec import AttentionSpec
 
 _NARROW, _WIDE = (64, 2), (128, 4)
 """Keys a tile and warps."""
@@ -83,7 +83,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
 def launch_packed(
     query: torch.Tensor,
     layer: LayerKV,
-    key: PlanKey,
+    key: AttentionSpec,
     page_indptr: torch.Tensor,
     page_indices: torch.Tensor,
     last_page_len: torch.Tensor,

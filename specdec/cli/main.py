@@ -76,9 +76,7 @@ _EVALUATIONS = {
     "lossless": LazyCommand(
         "evals.cli.commands:lossless", "Check that speculation leaves the target's output unchanged."
     ),
-    "compare": LazyCommand(
-        "evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."
-    ),
+    "compare": LazyCommand("evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."),
     "gsm8k": LazyCommand("evals.cli.accuracy:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
     "humaneval": LazyCommand("evals.cli.accuracy:humaneval", "HumanEval pass@1; runs code the model wrote."),
     "lm-eval": LazyCommand("evals.cli.accuracy:lm_eval", "lm-eval's own command line with the specdec model."),
@@ -90,9 +88,7 @@ _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),
     "inspect": LazyCommand("specdec.cli.generate:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
-    "eval": LazyCommand(
-        "specdec.cli.main:evaluate", "Measure acceptance, speed-up and accuracy; check losslessness."
-    ),
+    "eval": LazyCommand("specdec.cli.main:evaluate", "Measure acceptance, speed-up and accuracy; check losslessness."),
 }
 
 cli = LazyGroup(
