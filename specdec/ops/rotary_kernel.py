@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.rotary import token_major
 
 _HEADS_A_PROGRAM = 16
 
@@ -66,11 +65,14 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
 
 
 def launch_rotation(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.ops.rotary.rotated`."""
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    outs: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """See `specdec.ops.rotary.rotated`. outs: the rotated query and key, laid out in memory as [T, H, D]."""
     query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
-    outs = token_major(query), token_major(key)
     (_, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     _rotation_kernel[(tokens, triton.cdiv(query_heads + key_heads, _HEADS_A_PROGRAM))](
         query,
@@ -92,4 +94,3 @@ def launch_rotation(
         num_warps=4,
         **dependent_launch(query.device),
     )
-    return outs
