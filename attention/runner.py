@@ -7,33 +7,34 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionBackend, FixedMetadataBuilder, GraphBackend, PlanKey
+from attention.backends.base import AttentionBackend, FixedMetadataBuilder, GraphBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One batch planned for every distinct PlanKey of a group."""
+    """One batch planned for every distinct AttentionSpec of a group."""
 
     metadata: CommonAttentionMetadata
-    plans: dict[PlanKey, Any]
+    plans: dict[AttentionSpec, Any]
 
 
 class FixedPlanner:
     """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
 
-    def __init__(self, builders: dict[PlanKey, FixedMetadataBuilder]) -> None:
+    def __init__(self, builders: dict[AttentionSpec, FixedMetadataBuilder]) -> None:
         self._builders = builders
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch of the fixed shape."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
-    def builder(self, key: PlanKey) -> FixedMetadataBuilder | None:
+    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
         """The builder of a key, if there is one."""
         return self._builders.get(key)
 
@@ -51,7 +52,7 @@ class GroupRunner:
         self.group = group
         self._backend = backend
         self._dtype = dtype
-        self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.plan_keys)}
+        self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.attention_specs)}
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     @property
@@ -65,7 +66,7 @@ class GroupRunner:
         return tuple(dict.fromkeys(self._backend.route(self.group, key, self._dtype) for key in self._builders))
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
-        """Plan a batch for every distinct PlanKey. No device synchronisation."""
+        """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
     def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
@@ -83,7 +84,7 @@ class GroupRunner:
         return FixedPlanner(
             {
                 key: backend.fixed_builder(self.group, key, *args, None if beside is None else beside.builder(key))
-                for key in dict.fromkeys(self.group.plan_keys)
+                for key in dict.fromkeys(self.group.attention_specs)
             }
         )
 
@@ -97,9 +98,9 @@ class GroupRunner:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
-        plan_key = self.group.plan_keys[layer]
+        spec = self.group.attention_specs[layer]
         out = self._backend.run(
-            planned.plans[plan_key], plan_key, query, key, value, self.layers[layer], planned.metadata, sinks
+            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.metadata, sinks
         )
         if checking():
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")

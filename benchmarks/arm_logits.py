@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.engine.commit import Outcome
+from specdec.acceptance.packed import Outcome
 from specdec.execution.eager import EagerExecutor
 
 Logits = dict[tuple[int, int], torch.Tensor]

@@ -19,10 +19,10 @@ from document import publish
 from attention.batch.staging import StagingArena
 from attention.cache.pages import BlockTables
 from specdec.config import EngineConfig
-from specdec.engine.scheduler import Schedule
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
 from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
 from specdec.rounds.transfer import send_round
 from specdec.rounds.verification import Verified, draft_arrays, sampling_round, target_arrays
 

@@ -24,11 +24,11 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from benchmarks.document import provenance
 from benchmarks.shapes import COPY_BYTES_PER_S
 from drafters.loops.chain.index import rows_batch
@@ -36,7 +36,7 @@ from specdec.ops.experts import CAPTURABLE
 
 CUDA = torch.device("cuda")
 LAYERS, PAGE_SIZE, REPEATS = 16, 16, 15
-KEY = PlanKey(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
+KEY = AttentionSpec(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
 EXPERTS, CHOSEN, HIDDEN, INNER, SETS = 64, 6, 2048, 1408, 8
 
 

@@ -22,17 +22,17 @@ import click
 import numpy as np
 import torch
 
-from attention.backends.base import GraphBackend, PlanKey
+from attention.backends.base import GraphBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup
+from attention.spec import AttentionSpec
 from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
-from specdec.acceptance.judge import unpack_outcome
+from specdec.acceptance.packed import Outcome, unpack_outcome
 from specdec.config import EngineConfig
-from specdec.engine.commit import Outcome
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
@@ -151,12 +151,18 @@ class DevicePlannedBackend:
         self.route = backend.route
         self._backend = backend
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> DevicePlanned:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> DevicePlanned:
         """See GraphBackend."""
         return DevicePlanned(self._backend.builder(group, key, dtype))
 
     def fixed_builder(
-        self, group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, beside: object = None
+        self,
+        group: CacheGroup,
+        key: AttentionSpec,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: object = None,
     ) -> DevicePlanned:
         """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
         return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))

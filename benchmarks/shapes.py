@@ -95,7 +95,7 @@ class Pair:
     def cache_bytes(self) -> tuple[int, int]:
         """Cache bytes a token of the target's layers, and of the head's."""
         calls = probe(self.target).calls
-        keys = tuple(call.plan_key for call in calls), self.head.plan_keys
+        keys = tuple(call.attention_spec for call in calls), self.head.attention_specs
         return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
 
     def experts(self, sequences: list[list[int]], drafts: int, new_tokens: int) -> tuple[ExpertWork, ...]:

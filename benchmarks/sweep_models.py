@@ -10,7 +10,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
-from attention.backends.base import PlanKey
+from attention.spec import AttentionSpec
 from benchmarks.sweep_configs import VOCAB, Case, tiny_config
 from drafters.base import Attend
 
@@ -92,7 +92,7 @@ class ScriptedHead(torch.nn.Module):
 
     def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, taps: tuple[int, ...], device: Any) -> None:
         super().__init__()
-        self.plan_keys = (PlanKey(1, 1, 8, 8, scale=1.0),)
+        self.attention_specs = (AttentionSpec(1, 1, 8, 8, scale=1.0),)
         self.taps, self.hidden_size, self.draft_vocab_size = taps, vocab_size, vocab_size
         longest = max(map(len, texts)) + 64
         table = torch.zeros(longest, vocab_size, dtype=torch.long)  # [position, token there] -> the next token

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, runtime_checkable
 if TYPE_CHECKING:
     import torch
 
-    from attention.backends.base import PlanKey
+    from attention.spec import AttentionSpec
 
 FINAL_NORM = -1
 """Tap id of the target's state after its final norm (what feeds lm_head). Other tap ids are boundaries b >= 0:
@@ -20,7 +20,7 @@ class Attend(Protocol):
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].
 
-        `layer` indexes the head's `plan_keys`; scale and window come from there.
+        `layer` indexes the head's `attention_specs`; scale and window come from there.
         """
 
 
@@ -28,7 +28,7 @@ class Attend(Protocol):
 class Head(Protocol):
     """A draft head: an nn.Module with its checkpoint's parameter names. Holds no cache and no state between calls."""
 
-    plan_keys: tuple[PlanKey, ...]
+    attention_specs: tuple[AttentionSpec, ...]
     """One per attention layer of the head."""
     taps: tuple[int, ...]
     """The target states it wants, concatenated in this order: boundaries, or FINAL_NORM."""

@@ -64,13 +64,13 @@ def oracle_module_drafts(stack: MtpStack, token_ids: torch.Tensor, states: torch
 
 def _full_attend(head: Head, length: int) -> Attend:
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        plan_key = head.plan_keys[layer]
+        attention_spec = head.attention_specs[layer]
         position = torch.arange(length, device=query.device)
         mask = position <= position[:, None]
-        if plan_key.window is not None:
-            mask &= position > position[:, None] - plan_key.window
+        if attention_spec.window is not None:
+            mask &= position > position[:, None] - attention_spec.window
         q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
-        out = dense_attend(q, k, v, mask[None, None], plan_key)  # [1, Hq, L, Dv]
+        out = dense_attend(q, k, v, mask[None, None], attention_spec)  # [1, Hq, L, Dv]
         return out[0].transpose(0, 1).to(query.dtype)
 
     return attend

@@ -16,7 +16,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.spec import Concat, Feedback
 from drafters.mtp.stack import MtpStack
-from specdec.acceptance.judge import unpack_outcome
+from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
 from specdec.engine.sharing import SharedEngine, Stream
@@ -105,15 +105,15 @@ class SpeculativeModel:
         self.backend_name = backend.name
         taps = () if head is None else tuple(head.taps)
         dtype, device = probed.model.dtype, probed.model.device
-        plan_keys = tuple(c.plan_key for c in probed.calls)
-        group = CacheGroup("target", plan_keys, config.num_pages, config.page_size, format=format)
+        attention_specs = tuple(c.attention_spec for c in probed.calls)
+        group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
         log.info("self-test")
         self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
         drafter = None
         if head is not None:
-            group = CacheGroup("head", tuple(head.plan_keys), config.num_head_pages, config.page_size)
+            group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
             drafter = Drafter(head, GroupRunner(backend, group, dtype, device))
         self.runners = (runner,) if drafter is None else (runner, drafter.runner)
         eos = eos_ids(probed.model.generation_config)

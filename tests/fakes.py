@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer import mla_plan as latent_work
+from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
@@ -97,7 +97,7 @@ class TableHead(torch.nn.Module):
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         vocab, dim = table.shape[0], 8
-        self.plan_keys = (PlanKey(2, 1, dim, dim, scale=0.2),)
+        self.attention_specs = (AttentionSpec(2, 1, dim, dim, scale=0.2),)
         self.taps, self.hidden_size, self.draft_vocab_size = taps, vocab + 2 * dim, len(target_ids)
         self.target_ids, self.table, self.vocab = target_ids, table[:, target_ids], vocab
 

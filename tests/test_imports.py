@@ -6,6 +6,7 @@ import ast
 import os
 import subprocess
 import sys
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,120 @@ def test_some_libraries_are_imported_in_one_place(module: str, only: set[str]) -
             if any(name == module or name.startswith(f"{module}.") for name in names):
                 found.add(path.relative_to(ROOT).as_posix())
     assert found <= only
+
+
+ROOMS = [
+    "attention/errors.py",
+    "attention/checking.py",
+    "attention/spec.py",
+    "attention/batch",
+    "attention/cache",
+    "attention/kernels",
+    "attention/backends",
+    "attention/runner.py",
+    "attention/hf",
+    "drafters/errors.py",
+    "drafters/rope.py",
+    "drafters/vocab.py",
+    "drafters/base.py",
+    "drafters/checkpoints",
+    "drafters/loops",
+    "drafters/unroll.py",
+    "drafters/eagle3",
+    "drafters/mtp",
+    "drafters/oracle.py",
+    "drafters/training",
+    "specdec/errors.py",
+    "specdec/config.py",
+    "specdec/ops",
+    "specdec/requests",
+    "specdec/target",
+    "specdec/compiler",
+    "specdec/rounds",
+    "specdec/acceptance",
+    "specdec/execution",
+    "specdec/engine",
+    "specdec/loading",
+    "specdec/model.py",
+    "specdec/training",
+    "specdec/cli",
+    "evals/errors.py",
+    "evals/data",
+    "evals/runs",
+    "evals/acceptance",
+    "evals/lossless",
+    "evals/accuracy",
+    "evals/report",
+    "evals/cli",
+]
+"""The rooms from the bottom up: a room imports itself and rooms above it in this list, and nothing else of ours."""
+
+
+def room_of(path: str) -> str:
+    """The room of a file, "" for the `__init__.py` of a package: a package is no room."""
+    return next((room for room in ROOMS if path == room or path.startswith(f"{room}/")), "")
+
+
+def sources() -> dict[str, str]:
+    """Every file of the four packages by its path in the repository."""
+    return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in FILES}
+
+
+def imported_files(path: str, files: dict[str, str]) -> set[str]:
+    """Files of `files` that the file imports anywhere, under TYPE_CHECKING and inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(files[path])):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return {file for name in names if (file := name.replace(".", "/") + ".py") in files} - {path}
+
+
+def upward_imports(files: dict[str, str]) -> list[str]:
+    """Imports of a room that is not above the file's own in ROOMS."""
+    found = []
+    for path in files:
+        for other in imported_files(path, files):
+            room, target = room_of(path), room_of(other)
+            if room and target and ROOMS.index(target) > ROOMS.index(room):
+                found.append(f"{path} imports {other}")
+    return found
+
+
+def import_cycle(files: dict[str, str]) -> list[str]:
+    """Files that import each other in a ring, the first of them last again; empty when there is none."""
+    try:
+        TopologicalSorter({path: imported_files(path, files) for path in files}).prepare()
+    except CycleError as error:
+        return list(error.args[1])
+    return []
+
+
+def test_every_file_belongs_to_a_room() -> None:
+    assert [path for path in sources() if not room_of(path) and not path.endswith("__init__.py")] == []
+    assert [room for room in ROOMS if not (ROOT / room).exists()] == []
+
+
+def test_no_room_imports_a_later_one() -> None:
+    assert upward_imports(sources()) == []
+
+
+def test_no_files_import_each_other() -> None:
+    assert import_cycle(sources()) == []
+
+
+def test_a_planted_upward_import_is_seen() -> None:
+    files = sources()
+    files["specdec/rounds/rows.py"] += "\ndef f():\n    from specdec.engine import commit\n"
+    assert upward_imports(files) == ["specdec/rounds/rows.py imports specdec/engine/commit.py"]
+
+
+def test_a_planted_cycle_is_seen() -> None:
+    files = sources()
+    files["attention/cache/pages.py"] += "\nimport attention.cache.kv_cache\n"
+    files["attention/cache/kv_cache.py"] += "\nimport attention.cache.pages\n"
+    assert set(import_cycle(files)) == {"attention/cache/kv_cache.py", "attention/cache/pages.py"}
 
 
 def run(code: str, *paths: Path) -> subprocess.CompletedProcess[str]:

@@ -16,7 +16,6 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.packed import PackedKernel
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
@@ -26,6 +25,7 @@ from attention.kernels.packed import launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.ops.experts import expert_products
@@ -34,7 +34,7 @@ from specdec.ops.invariant_linear_kernel import launch_invariant_linear
 from specdec.ops.linear_kernel import fits, launch_linear
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.norm_kernel import launch_norm
-from specdec.ops.rotary import rotated
+from specdec.ops.rotary import rotated, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 
 CPU = torch.device("cpu")
@@ -45,7 +45,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def cache(key: PlanKey, pages: int, page_size: int, layout: KVLayout, dtype: torch.dtype = torch.float16) -> LayerKV:
+def cache(
+    key: AttentionSpec, pages: int, page_size: int, layout: KVLayout, dtype: torch.dtype = torch.float16
+) -> LayerKV:
     layer = allocate(CacheGroup("test", (key,), pages, page_size, layout), dtype, CPU)[0]
     layer.keys.normal_()
     layer.values.normal_()
@@ -83,7 +85,7 @@ def test_packed_attention(
 ) -> None:
     """Lengths at the edges of pages and of the tiles of keys, narrow and wide, over pages in any order."""
     monkeypatch.setattr("attention.kernels.packed._FEW_PROGRAMS", few_programs)
-    key, lengths = PlanKey(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
+    key, lengths = AttentionSpec(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
     layer = cache(key, int(counts.sum()) + 1, page_size, layout)
@@ -106,7 +108,7 @@ def test_packed_kernel_follows_its_part() -> None:
     """`PackedKernel` launches over the device arrays of the last plan."""
     from attention.backends.flashinfer.wrapper import Part
 
-    key = PlanKey(4, 2, 64, 64, 0.125)
+    key = AttentionSpec(4, 2, 64, 64, 0.125)
     layer = cache(key, 4, 16, "NHD")
     host = np.zeros(2, np.int32)
     kernel, outs = PackedKernel(key), []
@@ -136,7 +138,7 @@ SINGLE = ("window", "softcap", "sinks")
 @pytest.mark.parametrize("kind", ["plain", "all", *(pytest.param(k, marks=pytest.mark.slow) for k in SINGLE)])
 def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size: int, layout: KVLayout) -> None:
     """Decoding, verification and a chunk of a prompt in one batch, over lengths at the edges of the tiles of keys."""
-    key = PlanKey(*heads, 64, 64, 0.125, **KINDS[kind])  # type: ignore[arg-type]
+    key = AttentionSpec(*heads, 64, 64, 0.125, **KINDS[kind])  # type: ignore[arg-type]
     query_lens, start = np.array([1, 6, 50, 3]), np.array([127, 250, 150, 0])
     counts = -(-(query_lens + start) // page_size)
     table = np.zeros((4, counts.max()), np.int32)
@@ -191,7 +193,9 @@ def test_rotation(heads: tuple[int, int], dim: int) -> None:
     dtype = torch.float16
     q, k = (x.transpose(1, 2) for x in torch.randn(1, 5, sum(heads), dim, dtype=dtype).split(heads, 2))
     cos, sin = torch.randn(2, 1, 1, 5, dim, dtype=dtype)
-    for ours, right in zip(launch_rotation(q, k, cos, sin), rotated(q, k, cos, sin), strict=True):
+    outs = token_major(q), token_major(k)
+    launch_rotation(q, k, cos, sin, outs)
+    for ours, right in zip(outs, rotated(q, k, cos, sin), strict=True):
         torch.testing.assert_close(ours, right, rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert ours.transpose(1, 2).is_contiguous()
 
@@ -212,7 +216,7 @@ def test_greedy(vocab: int) -> None:
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_cache_writes(layout: KVLayout) -> None:
-    layer = cache(PlanKey(4, 3, 24, 24, 1.0), 5, 8, layout)
+    layer = cache(AttentionSpec(4, 3, 24, 24, 1.0), 5, 8, layout)
     expected = [by_slot(pages.clone(), layout) for pages in (layer.keys, layer.values)]
     states = torch.randn(6, 7, 24, dtype=torch.float16)
     key, value, slots = states[:, :3], states[:, 4:], torch.tensor([9, 38, 10, 17, 8, 31])
@@ -223,7 +227,7 @@ def test_cache_writes(layout: KVLayout) -> None:
 
 
 def test_latent_writes() -> None:
-    key = PlanKey(4, 1, 72, 64, 1.0, value_in_key=True)
+    key = AttentionSpec(4, 1, 72, 64, 1.0, value_in_key=True)
     layer = allocate(CacheGroup("test", (key,), 4, 8), torch.float16, CPU)[0]
     latents, slots = torch.randn(3, 1, 72, dtype=torch.float16), torch.tensor([30, 9, 10])
     write_latent(layer, latents, slots)

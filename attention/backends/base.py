@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     import torch
@@ -13,35 +14,8 @@ if TYPE_CHECKING:
     from attention.cache.kv_cache import CacheGroup, LayerKV
 
 
-@dataclass(frozen=True)
-class PlanKey:
-    """What one attention layer needs of a kernel; layers with equal keys share one plan.
-
-    Attributes:
-        num_q_heads, num_kv_heads: Hq and Hkv; Hq is a multiple of Hkv.
-        head_dim_k, head_dim_v: width of a query/key head and of a value head.
-        scale: factor on q·k before softcap and softmax.
-        window: number of visible positions including the own one, or None for all
-            (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
-        softcap: logits become softcap·tanh(logits/softcap), or None.
-        has_sinks: a learned logit per query head joins the softmax's denominator.
-        value_in_key: a value is the first head_dim_v columns of its key (latent attention, see attention/hf/mla.py):
-            the cache keeps keys only.
-    """
-
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim_k: int
-    head_dim_v: int
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    has_sinks: bool = False
-    value_in_key: bool = False
-
-
 class AttentionMetadataBuilder(Protocol):
-    """Turns one batch's metadata into a plan for one (CacheGroup, PlanKey). Depends on nothing else."""
+    """Turns one batch's metadata into a plan for one (CacheGroup, AttentionSpec). Depends on nothing else."""
 
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         """Return the plan that `AttentionBackend.run` takes. Never synchronises with the device."""
@@ -54,10 +28,10 @@ class AttentionBackend(Protocol):
     batch_invariant: bool
     """Whether a token's result is the same bits whatever else is in the batch, and however its row is cut in pieces."""
 
-    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """Which kernels serve `key`, in words, for people."""
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> AttentionMetadataBuilder:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> AttentionMetadataBuilder:
         """Return a builder for queries and cache of `dtype`.
 
         Raises:
@@ -67,7 +41,7 @@ class AttentionBackend(Protocol):
     def run(
         self,
         plan: Any,
-        key: PlanKey,
+        key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
@@ -103,7 +77,7 @@ class GraphBackend(AttentionBackend, Protocol):
     def fixed_builder(
         self,
         group: CacheGroup,
-        key: PlanKey,
+        key: AttentionSpec,
         dtype: torch.dtype,
         rows: int,
         query_len: int,

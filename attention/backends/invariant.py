@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.limits import HALF, check_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -42,11 +42,11 @@ class InvariantBackend:
     name = "batch_invariant"
     batch_invariant = True
 
-    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `AttentionBackend.route`."""
         return f"batch-invariant Triton kernel, {str(dtype).removeprefix('torch.')}, head dim {key.head_dim_k}"
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> InvariantBuilder:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         return InvariantBuilder()
@@ -54,7 +54,7 @@ class InvariantBackend:
     def fixed_builder(
         self,
         group: CacheGroup,
-        key: PlanKey,
+        key: AttentionSpec,
         dtype: torch.dtype,
         rows: int,
         query_len: int,
@@ -66,7 +66,7 @@ class InvariantBackend:
     def run(
         self,
         plan: InvariantPlan,
-        key: PlanKey,
+        key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
@@ -84,7 +84,7 @@ class InvariantBackend:
         return out
 
 
-def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:

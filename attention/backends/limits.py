@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
 
 
-def check_heads(key: PlanKey, where: str, elsewhere: str = "") -> None:
+def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
     """Refuse heads that no kernel is built for.
 
     Args:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attention.backends.base import PlanKey
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.checking import checking
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are padded into one segment."""
@@ -45,15 +45,15 @@ class Segment:
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """The segments of one batch for one PlanKey."""
+    """The segments of one batch for one AttentionSpec."""
 
     segments: tuple[Segment, ...]
 
 
 class TorchBuilder:
-    """Builds gather indices and masks for one PlanKey."""
+    """Builds gather indices and masks for one AttentionSpec."""
 
-    def __init__(self, key: PlanKey, device: torch.device) -> None:
+    def __init__(self, key: AttentionSpec, device: torch.device) -> None:
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
         self._device = device
@@ -121,11 +121,11 @@ class TorchBackend:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `AttentionBackend.route`."""
         return f"torch reference, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> TorchBuilder:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> TorchBuilder:
         """A builder for `key`, any floating dtype.
 
         Raises:
@@ -140,7 +140,7 @@ class TorchBackend:
     def run(
         self,
         plan: TorchPlan,
-        key: PlanKey,
+        key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,
@@ -166,7 +166,7 @@ class TorchBackend:
 
 
 def _attend_segment(
-    segment: Segment, key: PlanKey, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
+    segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     rows, num_queries, num_keys = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
@@ -189,7 +189,7 @@ def attend(
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     mask: torch.Tensor,
-    key: PlanKey,
+    key: AttentionSpec,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention with float32 softmax.
@@ -215,7 +215,7 @@ def _attend_folded(
     key_states: torch.Tensor,
     value_states: torch.Tensor,
     mask: torch.Tensor | None,
-    key: PlanKey,
+    key: AttentionSpec,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`attend` with the G query heads of a KV head folded into the query axis.

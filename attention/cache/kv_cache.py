@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError, UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 KVLayout = Literal["NHD", "HND"]
 FP8 = torch.float8_e4m3fn
@@ -59,7 +59,7 @@ class CacheGroup:
 
     Attributes:
         name: for messages.
-        plan_keys: one per layer, in layer order.
+        attention_specs: one per layer, in layer order.
         num_pages: pages of the group's pool, page 0 (the null page) included.
         page_size: tokens a page.
         layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
@@ -67,7 +67,7 @@ class CacheGroup:
     """
 
     name: str
-    plan_keys: tuple[PlanKey, ...]
+    attention_specs: tuple[AttentionSpec, ...]
     num_pages: int
     page_size: int
     layout: KVLayout = "NHD"
@@ -75,10 +75,10 @@ class CacheGroup:
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for scales of other layers, UnsupportedAttentionError for latents in 8 bits."""
-        scales, layers = len(self.format.scales), len(self.plan_keys)
+        scales, layers = len(self.format.scales), len(self.attention_specs)
         if scales not in (0, layers):
             raise InvalidInputError(f"KV cache scales of {scales} layers were given; group {self.name} has {layers}")
-        if self.format.dtype is not None and any(key.value_in_key for key in self.plan_keys):
+        if self.format.dtype is not None and any(key.value_in_key for key in self.attention_specs):
             raise UnsupportedAttentionError(
                 f"group {self.name}: latent attention has no cache in 8 bits, only one in the dtype of the model; use "
                 "kv_cache_dtype='auto'"
@@ -106,9 +106,9 @@ class LayerKV:
         return (1, 2) if self.layout == "NHD" else (2, 1)
 
 
-def bytes_per_token(plan_keys: tuple[PlanKey, ...], dtype: torch.dtype) -> int:
+def bytes_per_token(attention_specs: tuple[AttentionSpec, ...], dtype: torch.dtype) -> int:
     """Cache bytes of one token over all layers, in a cache of `dtype`."""
-    elements = sum(k.num_kv_heads * (k.head_dim_k + (0 if k.value_in_key else k.head_dim_v)) for k in plan_keys)
+    elements = sum(k.num_kv_heads * (k.head_dim_k + (0 if k.value_in_key else k.head_dim_v)) for k in attention_specs)
     return elements * dtype.itemsize
 
 
@@ -122,12 +122,12 @@ def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tup
         inner = (group.page_size, heads) if group.layout == "NHD" else (heads, group.page_size)
         return torch.zeros((group.num_pages, *inner, dim), dtype=group.format.dtype_for(dtype), device=device)
 
-    def layer(number: int, k: PlanKey) -> LayerKV:
+    def layer(number: int, k: AttentionSpec) -> LayerKV:
         keys = tensor(k.num_kv_heads, k.head_dim_k)
         values = keys[..., : k.head_dim_v] if k.value_in_key else tensor(k.num_kv_heads, k.head_dim_v)
         return LayerKV(keys, values, group.layout, k.value_in_key, *group.format.of_layer(number))
 
-    return tuple(layer(number, k) for number, k in enumerate(group.plan_keys))
+    return tuple(layer(number, k) for number, k in enumerate(group.attention_specs))
 
 
 def slots_view(pages: torch.Tensor, layout: KVLayout) -> torch.Tensor:

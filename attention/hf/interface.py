@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 
-from attention.backends.base import PlanKey
 from attention.errors import UnsupportedAttentionError
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import gate_of, guard
 from attention.hf.mla import LatentAttention, latent_attention, unexpanded
+from attention.spec import AttentionSpec
 
 ATTENTION_NAME = "specdec"
 _PROBE_NAME = "specdec_probe"
@@ -46,7 +46,7 @@ _KNOWN_ARGUMENTS = frozenset(
         "num_items_in_batch",
     ]
 )
-"""Keyword arguments of the attention interface that need no action of ours, or that PlanKey carries."""
+"""Keyword arguments of the attention interface that need no action of ours, or that AttentionSpec carries."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,12 @@ class AttentionCall:
 
     Attributes:
         module: the attention module.
-        plan_key: what it needs of a kernel, in absorbed form where it has one.
+        attention_spec: what it needs of a kernel, in absorbed form where it has one.
         latent: its absorbed form, or None.
     """
 
     module: torch.nn.Module
-    plan_key: PlanKey
+    attention_spec: AttentionSpec
     latent: LatentAttention | None
 
 
@@ -244,8 +244,10 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
     ) -> tuple[torch.Tensor, None]:
         _refuse_unknown(module, attention_mask, kwargs)
         _refuse_second(module, calls)
-        plan_key, latent = _plan_key(query, key, value, kwargs), latent_attention(module)
-        calls.append(AttentionCall(module, plan_key if latent is None else latent.plan_key(plan_key), latent))
+        attention_spec, latent = _attention_spec(query, key, value, kwargs), latent_attention(module)
+        calls.append(
+            AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
+        )
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
     guard(root)
@@ -279,9 +281,11 @@ def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
         raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
 
 
-def _plan_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -> PlanKey:
+def _attention_spec(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> AttentionSpec:
     scaling = kwargs.get("scaling")
-    return PlanKey(
+    return AttentionSpec(
         num_q_heads=query.shape[1],
         num_kv_heads=key.shape[1],
         head_dim_k=query.shape[-1],

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from attention.backends.base import PlanKey
+from attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class LatentAttention:
         up = self._up_projections()[:, self.nope_dim :]  # [Hq, Dv, c_kv]
         return torch.bmm(attended.transpose(0, 1), up.transpose(1, 2)).transpose(0, 1)
 
-    def plan_key(self, expanded: PlanKey) -> PlanKey:
-        """The PlanKey of the absorbed form, from that of the expanded one. The scale stays that of the heads."""
+    def attention_spec(self, expanded: AttentionSpec) -> AttentionSpec:
+        """The AttentionSpec of the absorbed form, from that of the expanded one. The scale stays that of the heads."""
         rope_dim = expanded.head_dim_k - self.nope_dim
-        return PlanKey(
+        return AttentionSpec(
             num_q_heads=expanded.num_q_heads,
             num_kv_heads=1,
             head_dim_k=self.latent_dim + rope_dim,

@@ -1,8 +1,11 @@
 """Attention over pages whose result for a token depends on that token's own keys alone. Imported on CUDA only.
 
 A program serves one KV head of one row and one tile of the row's queries, and walks along the row's keys in tiles that
-begin at fixed positions. The tile has the same form for every query, keys are divided among nobody, and tiles without a
-visible key change nothing: the same bits alone, with drafts, in a chunk of a prompt, beside any other rows.
+begin at fixed positions. The tile has the same form for every query, there is no split-KV, and tiles without a visible
+key change nothing: the same bits alone, with drafts, in a chunk of a prompt, beside any other rows.
+
+Letters in the kernel: M query rows of a tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
+tile (TILE_KEYS), D head dimension (DIM).
 """
 
 from __future__ import annotations
@@ -11,12 +14,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.backends.base import PlanKey
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import LayerKV
 from attention.checking import checking, require
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
+from attention.spec import AttentionSpec
 
 _TILE_QUERIES, _WARPS = 32, 4
 _TILE_KEYS, _STAGES = 128, 3
@@ -28,15 +31,15 @@ keys 149; a prompt of 2,048 tokens 240 (tiles of 64 queries 142, but slower ever
 
 @triton.jit
 def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
-    query_ptr,
-    keys_ptr,
-    values_ptr,
-    sinks_ptr,
-    out_ptr,
-    query_start_ptr,
-    page_indices_ptr,
-    page_indptr_ptr,
-    last_page_len_ptr,
+    query_ptr,  # [T, Hq, D]
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    values_ptr,  # as keys
+    sinks_ptr,  # [Hq]
+    out_ptr,  # [T, Hq, D] contiguous
+    query_start_ptr,  # [B+1] int32
+    page_indices_ptr,  # [sum of the rows' pages] int32
+    page_indptr_ptr,  # [B+1] int32
+    last_page_len_ptr,  # [B] int32
     scale,
     softcap,
     window,
@@ -67,48 +70,48 @@ def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     if first_query >= query_len * GROUP:
         return
     packed, column, key_at = first_query + tl.arange(0, TILE_QUERIES), tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
-    token, head = packed // GROUP, kv_head * GROUP + packed % GROUP
-    own = (token < query_len)[:, None]
-    place = first_token.to(tl.int64) + token
-    query_at = place * query_token + head * query_head
-    query = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)
+    token, head = packed // GROUP, kv_head * GROUP + packed % GROUP  # [M], [M]
+    own = (token < query_len)[:, None]  # [M, 1]
+    place = first_token.to(tl.int64) + token  # [M] row of query and out
+    query_at = place * query_token + head * query_head  # [M]
+    q = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)  # [M, D]
     first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
-    last_key = length - query_len + token
+    last_key = length - query_len + token  # [M] the last position that each query sees
     begin, end = 0, tl.minimum(length, length - query_len + (first_query + TILE_QUERIES - 1) // GROUP + 1)
     if HAS_WINDOW:
         begin = tl.maximum(length - query_len + first_query // GROUP - window + 1, 0) // TILE_KEYS * TILE_KEYS
-    highest = tl.full((TILE_QUERIES,), -1e30, tl.float32)
-    total = tl.zeros((TILE_QUERIES,), tl.float32)
-    out = tl.zeros((TILE_QUERIES, DIM), tl.float32)
+    m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
+    l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
+    acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
     for start in tl.range(begin, end, TILE_KEYS, num_stages=STAGES):
-        position = start + key_at
-        inside = position < length
+        position = start + key_at  # [N]
+        inside = position < length  # [N]
         at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
-        at += kv_head * head_stride
-        key = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        value = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(query, key.T) * scale
-        if HAS_SOFTCAP:
-            scores = softcap * (1 - 2 / (1 + tl.exp2(scores * (2 * LOG2_E / softcap))))
-        visible = position[None, :] <= last_key[:, None]
+        at += kv_head * head_stride  # [N]
+        k = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        v = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        s = tl.dot(q, k.T) * scale  # [M, N]
+        if HAS_SOFTCAP:  # softcap · tanh(s / softcap)
+            s = softcap * (1 - 2 / (1 + tl.exp2(s * (2 * LOG2_E / softcap))))
+        visible = position[None, :] <= last_key[:, None]  # [M, N]
         if HAS_WINDOW:
             visible = visible & (position[None, :] > last_key[:, None] - window)
-        scores = tl.where(visible, scores * LOG2_E, -1e30)
-        highest, total, out = attend_tile(scores, value, highest, total, out)
-    if HAS_SINKS:
-        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
-        higher = tl.maximum(highest, sink)
-        shrink = tl.exp2(highest - higher)
-        total = total * shrink + tl.exp2(sink - higher)
-        out = out * shrink[:, None]
-    to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]
-    tl.store(to, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+        s = tl.where(visible, s * LOG2_E, -1e30)
+        m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
+    if HAS_SINKS:  # one more logit in the denominator, without a value
+        sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E  # [M]
+        m_new = tl.maximum(m, sink)  # [M]
+        alpha = tl.exp2(m - m_new)  # [M]
+        l = l * alpha + tl.exp2(sink - m_new)  # noqa: E741
+        acc = acc * alpha[:, None]
+    to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]  # [M, D]
+    tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 
 
 def launch_invariant_attention(
     query: torch.Tensor,
     layer: LayerKV,
-    key: PlanKey,
+    key: AttentionSpec,
     max_query_len: int,
     batch: CommonAttentionMetadata,
     sinks: torch.Tensor | None,

@@ -1,7 +1,10 @@
 """Attention of short queries over pages as one Triton kernel. Imported on CUDA only.
 
-A program serves one KV head of one row: all query heads of it, of all the row's tokens, in one tile, which meets every
-key once. Keys are divided among nobody, so nothing is merged and nothing is planned.
+A program serves one KV head of one row: all query heads of it, of all the row's tokens, in one tile, which reads every
+key once. There is no split-KV, so there is no reduction over partial results and no plan.
+
+Letters in the kernel: M query rows of the tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
+tile (TILE_KEYS), D head dimension (DIM).
 """
 
 from __future__ import annotations
@@ -12,11 +15,11 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.backends.base import PlanKey
 from attention.cache.kv_cache import LayerKV
 from attention.checking import checking, require
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
+from attention.spec import AttentionSpec
 
 _NARROW, _WIDE = (64, 2), (128, 4)
 """Keys a tile and warps."""
@@ -29,13 +32,13 @@ leave a multiprocessor two programs, which need wide tiles: 27 and 33 (narrow on
 
 @triton.jit
 def _packed_kernel(  # type: ignore[no-untyped-def]
-    query_ptr,
-    keys_ptr,
-    values_ptr,
-    out_ptr,
-    page_indices_ptr,
-    page_indptr_ptr,
-    last_page_len_ptr,
+    query_ptr,  # [B·query_len, Hq, D]
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    values_ptr,  # as keys
+    out_ptr,  # [B·query_len, Hq, D] contiguous
+    page_indices_ptr,  # [sum of the rows' pages] int32
+    page_indptr_ptr,  # [B+1] int32
+    last_page_len_ptr,  # [B] int32
     scale_log2,
     query_len,
     query_token,
@@ -56,34 +59,34 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     row, kv_head = tl.program_id(0) // KV_HEADS, tl.program_id(0) % KV_HEADS
     packed, column, key_at = tl.arange(0, TILE_QUERIES), tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
-    token, head = packed // GROUP, kv_head * GROUP + packed % GROUP
-    own = (token < query_len)[:, None]
-    place = row.to(tl.int64) * query_len + token
-    query_at = place * query_token + head * query_head
-    query = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)
+    token, head = packed // GROUP, kv_head * GROUP + packed % GROUP  # [M], [M]
+    own = (token < query_len)[:, None]  # [M, 1]
+    place = row.to(tl.int64) * query_len + token  # [M] row of query and out
+    query_at = place * query_token + head * query_head  # [M]
+    q = tl.load(query_ptr + query_at[:, None] + column[None, :], mask=own, other=0.0)  # [M, D]
     first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
-    last_key = length - query_len + token
-    highest = tl.full((TILE_QUERIES,), -1e30, tl.float32)
-    total = tl.zeros((TILE_QUERIES,), tl.float32)
-    out = tl.zeros((TILE_QUERIES, DIM), tl.float32)
+    last_key = length - query_len + token  # [M] the last position that each query sees
+    m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
+    l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
+    acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
     for start in tl.range(0, length, TILE_KEYS, num_stages=STAGES):
-        position = start + key_at
-        inside = position < length
+        position = start + key_at  # [N]
+        inside = position < length  # [N]
         at = key_places(page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE)
-        at += kv_head * head_stride
-        key = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        value = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.dot(query, key.T) * scale_log2
-        scores = tl.where(position[None, :] <= last_key[:, None], scores, -1e30)
-        highest, total, out = attend_tile(scores, value, highest, total, out)
-    to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]
-    tl.store(to, (out / total[:, None]).to(out_ptr.dtype.element_ty), mask=own)
+        at += kv_head * head_stride  # [N]
+        k = tl.load(keys_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        v = tl.load(values_ptr + at[:, None] + column[None, :], mask=inside[:, None], other=0.0)  # [N, D]
+        s = tl.dot(q, k.T) * scale_log2  # [M, N]
+        s = tl.where(position[None, :] <= last_key[:, None], s, -1e30)
+        m, l, acc = attend_tile(s, v, m, l, acc)  # noqa: E741
+    to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]  # [M, D]
+    tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)
 
 
 def launch_packed(
     query: torch.Tensor,
     layer: LayerKV,
-    key: PlanKey,
+    key: AttentionSpec,
     page_indptr: torch.Tensor,
     page_indices: torch.Tensor,
     last_page_len: torch.Tensor,

@@ -18,7 +18,7 @@ import triton.language as tl
 
 @triton.jit
 def wait_for_predecessor(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Behind it everything before this kernel is done, and the kernel behind may be launched."""
+    """After this call all earlier kernels are complete, and the next kernel may be launched."""
     if DEPENDENT:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()

@@ -1,4 +1,4 @@
-"""What attention kernels over pages share: where keys lie, and the running softmax. Imported on CUDA only."""
+"""What attention kernels over a paged cache share: addresses of keys, and the online softmax. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import triton.language as tl
 
 @triton.jit
 def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the pages of a row begin in the list of all, and how many keys the row has."""
-    first_page = tl.load(page_indptr_ptr + row)
-    pages = tl.load(page_indptr_ptr + row + 1) - first_page
+    """page_indptr [B+1], last_page_len [B] -> the row's first index into page_indices, and its number of keys."""
+    first_page = tl.load(page_indptr_ptr + row)  # scalar
+    pages = tl.load(page_indptr_ptr + row + 1) - first_page  # scalar
     return first_page, (pages - 1) * PAGE_SIZE + tl.load(last_page_len_ptr + row)
 
 
@@ -18,19 +18,22 @@ def row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE: tl.constexpr): 
 def key_places(  # type: ignore[no-untyped-def]
     page_indices_ptr, first_page, position, inside, page_stride, slot_stride, PAGE_SIZE: tl.constexpr
 ):
-    """Where the slots of a row's positions begin, int64."""
-    page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)
+    """position [N], inside [N] bool -> offsets [N] int64 of the positions' slots in the cache tensor."""
+    page = tl.load(page_indices_ptr + first_page + position // PAGE_SIZE, mask=inside, other=0).to(tl.int64)  # [N]
     return page * page_stride + (position % PAGE_SIZE) * slot_stride
 
 
 @triton.jit
-def attend_tile(scores, value, highest, total, out):  # type: ignore[no-untyped-def]
-    """A tile of keys more: scores [Q, K] in powers of two and value [K, D] -> highest, total [Q] and out [Q, D].
+def attend_tile(s, v, m, l, acc):  # type: ignore[no-untyped-def]  # noqa: E741
+    """One step of the online softmax over a tile of N keys.
 
-    Source: Dao et al., FlashAttention-2, algorithm 1.
+    s [M, N]: scores times log2(e); v [N, D]. m [M]: running maximum; l [M]: running sum of weights; acc [M, D]: running
+    weighted sum of values. Returns the new m, l, acc.
+
+    Source: Dao, "FlashAttention-2", arXiv 2307.08691, algorithm 1.
     """
-    higher = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - higher[:, None])
-    shrink = tl.exp2(highest - higher)
-    total = total * shrink + tl.sum(weights, 1)
-    return higher, total, tl.dot(weights.to(value.dtype), value, out * shrink[:, None])
+    m_new = tl.maximum(m, tl.max(s, 1))  # [M]
+    p = tl.exp2(s - m_new[:, None])  # [M, N]
+    alpha = tl.exp2(m - m_new)  # [M], rescales what was summed under the old maximum
+    l = l * alpha + tl.sum(p, 1)  # noqa: E741
+    return m_new, l, tl.dot(p.to(v.dtype), v, acc * alpha[:, None])

@@ -15,11 +15,11 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    key_ptr,
-    value_ptr,
-    keys_ptr,
-    values_ptr,
-    slot_ptr,
+    key_ptr,  # [T, Hkv, D]
+    value_ptr,  # [T, Hkv, D]
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    values_ptr,  # as keys
+    slot_ptr,  # [T] int64
     key_token,
     key_head,
     value_token,
@@ -40,12 +40,12 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
-    at = tl.arange(0, BLOCK)
-    head, column = at // DIM, at % DIM
-    inside = at < HEADS * DIM
+    at = tl.arange(0, BLOCK)  # [BLOCK] all heads of one token
+    head, column = at // DIM, at % DIM  # [BLOCK], [BLOCK]
+    inside = at < HEADS * DIM  # [BLOCK]
     place = (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * slot_stride + head * head_stride + column
-    key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)
-    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=inside)
+    key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)  # [BLOCK]
+    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=inside)  # [BLOCK]
     if EIGHT_BITS:
         key = tl.minimum(tl.maximum(key.to(tl.float32) * key_inverse, -limit), limit)
         value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)

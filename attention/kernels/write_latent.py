@@ -1,4 +1,4 @@
-"""The cache write of latent attention as one Triton kernel. Imported on CUDA only, where torch brings Triton along."""
+"""The cache write of MLA as one Triton kernel. Imported on CUDA only, where torch brings Triton along."""
 
 from __future__ import annotations
 
@@ -10,12 +10,19 @@ from attention.cache.kv_cache import LayerKV
 
 
 @triton.jit
-def _write_kernel(key_ptr, pages_ptr, slot_ptr, key_token, DIM: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _write_kernel(  # type: ignore[no-untyped-def]
+    key_ptr,  # [T, 1, D]
+    pages_ptr,  # [pages, page_size, 1, D] contiguous
+    slot_ptr,  # [T] int64
+    key_token,
+    DIM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + token)
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < DIM
-    key = tl.load(key_ptr + token * key_token + column, mask=inside)
+    key = tl.load(key_ptr + token * key_token + column, mask=inside)  # [BLOCK]
     tl.store(pages_ptr + slot * DIM + column, key.to(pages_ptr.dtype.element_ty), mask=inside)
 
 

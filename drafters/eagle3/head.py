@@ -144,7 +144,7 @@ class Eagle3Head(nn.Module):
         self.taps = spec.taps
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
-        self.plan_keys = (spec.plan_key,) * spec.num_layers
+        self.attention_specs = (spec.attention_spec,) * spec.num_layers
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError
+from attention.spec import AttentionSpec
 from drafters.base import FINAL_NORM
 from drafters.rope import RopeSpec
 
@@ -99,9 +99,9 @@ class Eagle3Spec:
         return len(self.taps) * self.target_hidden_size
 
     @property
-    def plan_key(self) -> PlanKey:
+    def attention_spec(self) -> AttentionSpec:
         """What each attention layer of the head asks of a kernel."""
-        return PlanKey(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
+        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:

@@ -52,7 +52,7 @@ class MtpHead(nn.Module):
         with device or target.embedding.device:
             self._build_modules(target)
         calls = self._probe()
-        self.plan_keys = tuple(call.plan_key for call in calls)
+        self.attention_specs = tuple(call.attention_spec for call in calls)
         self._port = AttentionPort(self.block, calls)
 
     def _build_modules(self, target: MtpTarget) -> None:

@@ -20,7 +20,7 @@ import torch
 from drafters.errors import HeadLoadError
 from drafters.mtp.head import MtpHead
 from drafters.mtp.stack import MtpStack
-from drafters.training.ttt import TttAttend, shift_left, unroll
+from drafters.unroll import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
 """The other reading must be better by so many nats a token, and by so many standard errors."""
@@ -76,7 +76,7 @@ def compare_readings(
         where the attention is of a kind that the comparison cannot run.
     """
     modules = tuple(head.module(m) for m in range(head.num_modules)) if isinstance(head, MtpStack) else (head,)
-    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.plan_keys):
+    if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.attention_specs):
         return ()
     spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
     order = "embedding_first" if spec.hidden_first else "hidden_first"
@@ -158,7 +158,7 @@ def _chain(modules: tuple[MtpHead, ...], text: _Text, count: int) -> list[torch.
     (ids, states), outputs = _batch(text), list[torch.Tensor]()
     hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)
     for m, module in enumerate(modules[:count]):
-        attend = TttAttend(module.plan_keys, 1, ids.shape[1])
+        attend = TttAttend(module.attention_specs, 1, ids.shape[1])
         outputs.append(module.forward(shift_left(ids, m + 1)[0], hidden, positions, attend))
         hidden = module.feedback(outputs[-1])
     return outputs

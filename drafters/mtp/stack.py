@@ -32,7 +32,7 @@ class MtpStack(nn.Module):
         if len(modules) < 2:
             raise HeadLoadError(f"{len(modules)} module: a stack has two or more")
         self.heads = nn.ModuleList(modules)
-        self.plan_keys = tuple(key for module in modules for key in module.plan_keys)
+        self.attention_specs = tuple(key for module in modules for key in module.attention_specs)
         self.taps = modules[0].taps
         self.hidden_size = modules[0].hidden_size
         self.draft_vocab_size = modules[0].draft_vocab_size

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from drafters.base import Head
 from drafters.training.batches import Batch
-from drafters.training.ttt import shift_left, unroll
+from drafters.unroll import shift_left, unroll
 
 Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """(token ids [B, S] int64, attention mask [B, S] bool) -> (tapped states [B, S, A·Ht], final logits [B, S, V])."""

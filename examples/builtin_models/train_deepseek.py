@@ -28,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from drafters.mtp.checkpoint import deepseek_tensors
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
-from drafters.training.ttt import shift_left, unroll
+from drafters.unroll import shift_left, unroll
 from evals.data import arithmetic
 
 DECAY = 0.8  # weight of each further step of the module

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from drafters.loops.chain.run import Choose, Draft
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
-from specdec.engine.commit import Outcome
 from specdec.ops.argmax import greedy_ids
 from specdec.requests.sampling import draw, target_probs
 from specdec.rounds.transfer import DeviceRound, DeviceSampling
@@ -110,9 +108,3 @@ def _judge_sampled(
         q[: len(draft.probs)] = vocab.scatter(draft.probs)
     inputs = SampledInputs(p, q, sampling.accept_uniform, sampling.next_uniform)
     return accept_sampled(drafts, round_.num_drafts, inputs)
-
-
-def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-    """packed [J, 2n+2] as `judge` made it, on the host, of rows with num_drafts [J] drafts."""
-    width = packed.shape[1] // 2
-    return Outcome(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :])

@@ -6,22 +6,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specdec.engine.scheduler import Schedule
+from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
 from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
 from specdec.rounds.verification import TargetArrays, Verified
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The round's one device-to-host read.
-
-    num_accepted [J]; tokens [J, n+1], valid up to num_accepted; drafts [J, n].
-    """
-
-    num_accepted: np.ndarray
-    tokens: np.ndarray
-    drafts: np.ndarray
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,11 @@ import torch
 
 from attention.cache.pages import BlockTables
 from drafters.loops.chain.run import Draft
-from specdec.acceptance.judge import unpack_outcome
+from specdec.acceptance.packed import Outcome, unpack_outcome
 from specdec.config import EngineConfig
-from specdec.engine.commit import Committed, Outcome, commit, ending_tokens
+from specdec.engine.commit import Committed, commit, ending_tokens
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.scheduler import Schedule, Scheduler
+from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.execution.eager import Drafter, EagerExecutor, Executor, Verification
 from specdec.requests.request import Request, Times, Update
@@ -24,6 +24,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
 from specdec.rounds.fields import power_of_two
 from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
 from specdec.rounds.uniforms import request_key
 from specdec.rounds.verification import (
     TargetArrays,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,31 +14,7 @@ from specdec.config import EngineConfig
 from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The rows of the next target forward; rows with drafts first.
-
-    Attributes:
-        rows: [B] int64 RowTable rows.
-        num_new: [B] committed tokens each row reads (1 for a verification, the chunk length for a prompt).
-        num_drafts: [B] n_i; rows 0 … num_drafting-1 have n_i >= 1.
-    """
-
-    rows: np.ndarray
-    num_new: np.ndarray
-    num_drafts: np.ndarray
-
-    @property
-    def num_drafting(self) -> int:
-        """R."""
-        return int((self.num_drafts > 0).sum())
-
-    @property
-    def num_tokens(self) -> int:
-        """T."""
-        return int(self.num_new.sum() + self.num_drafts.sum())
+from specdec.rounds.schedule import Schedule
 
 
 class Scheduler:
@@ -138,7 +113,7 @@ class Scheduler:
     def _drafts_at(self, roots: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """[B] drafts from roots at positions `roots`, of rows with K `drafts` and at most `limit` tokens.
 
-        The first M - 1 roots of a request are too short for the later ones of M > 1 modules: see `drafters.loops.modules`.
+        The first M - 1 roots of a request are too short for the later ones of M > 1 modules (`drafters.loops.modules`).
         """
         allowed = num_drafts_allowed(drafts, self._config.max_model_len, roots, limit - roots - 1)
         if self._num_modules == 1:

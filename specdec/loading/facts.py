@@ -32,7 +32,7 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
-        "num_layers": len(model.target.runner.group.plan_keys),
+        "num_layers": len(model.target.runner.group.attention_specs),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
@@ -60,7 +60,7 @@ def _own_config(model: SpeculativeModel) -> str:
 def _cache(runner: GroupRunner) -> str:
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
-    size = tokens * bytes_per_token(group.plan_keys, dtype) / 2**30
+    size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
 
 

@@ -66,8 +66,8 @@ def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
 def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) -> int:
     """Bytes of one token in the caches of the target (stored as `format` says) and of the head."""
     dtype = probed.model.dtype
-    target = bytes_per_token(tuple(c.plan_key for c in probed.calls), format.dtype_for(dtype))
-    return target + (0 if head is None else bytes_per_token(tuple(head.plan_keys), dtype))
+    target = bytes_per_token(tuple(c.attention_spec for c in probed.calls), format.dtype_for(dtype))
+    return target + (0 if head is None else bytes_per_token(tuple(head.attention_specs), dtype))
 
 
 def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, wanted: int, utilization: float) -> int:

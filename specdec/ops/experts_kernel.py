@@ -1,4 +1,4 @@
-"""Products with the matrices of chosen experts as one Triton kernel. Imported on CUDA only.
+"""GEMMs with the matrices of chosen experts as one Triton kernel. Imported on CUDA only.
 
 A program takes one expert and some of its rows, collects the (token, expert) pairs that chose it, and multiplies them
 sixteen at a time: the expert's weights come from memory once, nothing is sorted, and no shape depends on the routing.
@@ -22,10 +22,10 @@ LAUNCH_PAIRS = 1024
 
 @triton.jit
 def _products_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    stack_ptr,
-    index_ptr,
-    out_ptr,
+    x_ptr,  # [T, 1 or k, I]
+    stack_ptr,  # [E, O, I]: the strides say
+    index_ptr,  # [T·k] int64, the expert of every (token, expert) pair
+    out_ptr,  # [T, k, O] contiguous
     num_pairs,
     x_pairs,
     rows,
@@ -40,8 +40,8 @@ def _products_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    pair = tl.arange(0, PAIRS)
-    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)
+    pair = tl.arange(0, PAIRS)  # [P]
+    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [P]
     mine = tl.program_id(0)
     if BY_PAIR:  # the first pair that chose an expert does the work of all that did
         expert = tl.load(index_ptr + mine).to(tl.int32)
@@ -50,29 +50,29 @@ def _products_kernel(  # type: ignore[no-untyped-def]
             return
     else:
         expert = mine
-    chosen = expert_of == expert
+    chosen = expert_of == expert  # [P]
     count = tl.sum(chosen.to(tl.int32), 0)
     if count == 0:
         return
-    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    column = tl.arange(0, TILE_WIDTH)
+    rank = tl.cumsum(chosen.to(tl.int32), 0) - 1  # [P] which of the expert's pairs each is
+    row = tl.program_id(1) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [N] rows of the expert's matrix
+    column = tl.arange(0, TILE_WIDTH)  # [K]
     matrix = stack_ptr + expert.to(tl.int64) * expert_stride
-    weights = matrix + row[:, None] * row_stride + column[None, :] * column_stride
+    weights = matrix + row[:, None] * row_stride + column[None, :] * column_stride  # [N, K]
     for start in range(0, count, TILE_PAIRS):
-        place = start + tl.arange(0, TILE_PAIRS)
-        found = chosen[None, :] & (rank[None, :] == place[:, None])
-        taken = tl.sum(tl.where(found, pair[None, :], 0), 1)  # [TILE_PAIRS] pairs of this expert
-        real = place < count
+        place = start + tl.arange(0, TILE_PAIRS)  # [M]
+        found = chosen[None, :] & (rank[None, :] == place[:, None])  # [M, P]
+        taken = tl.sum(tl.where(found, pair[None, :], 0), 1)  # [M] pairs of this expert
+        real = place < count  # [M]
         x_row = x_ptr + (taken // x_pairs).to(tl.int64)[:, None] * x_stride + column[None, :]
-        total = tl.zeros((TILE_PAIRS, TILE_ROWS), tl.float32)
+        acc = tl.zeros((TILE_PAIRS, TILE_ROWS), tl.float32)  # [M, N]
         for k in range(0, width, TILE_WIDTH):
             inside = column + k < width
-            w = tl.load(weights + k * column_stride, mask=(row < rows)[:, None] & inside[None, :], other=0.0)
-            x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)
-            total = tl.dot(x, tl.trans(w), total)
+            w = tl.load(weights + k * column_stride, mask=(row < rows)[:, None] & inside[None, :], other=0.0)  # [N, K]
+            x = tl.load(x_row + k, mask=real[:, None] & inside[None, :], other=0.0)  # [M, K]
+            acc = tl.dot(x, tl.trans(w), acc)
         to = out_ptr + taken.to(tl.int64)[:, None] * rows + row[None, :]
-        tl.store(to, total.to(out_ptr.dtype.element_ty), mask=real[:, None] & (row < rows)[None, :])
+        tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (row < rows)[None, :])
 
 
 def launch_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """A linear layer whose result for a token depends on that token alone, as one Triton kernel. Imported on CUDA only.
 
 Tiles differ in size with the number of tokens, but every output element is summed in one register along the row of the
-weight, sixteen products a step, by the same tensor-core instruction: the same bits for any number of tokens.
+weight, sixteen multiplications per step, by the same tensor-core instruction: the same bits for any number of tokens.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ Llama-3.1-8B's layers on an H200 the best. µs of a layer's four products, this 
 
 @triton.jit
 def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    out_ptr,
+    x_ptr,  # [T, I]
+    weight_ptr,  # [O, I]
+    bias_ptr,  # [O]
+    out_ptr,  # [T, O] contiguous
     tokens,
     rows,
     width,
@@ -50,25 +50,25 @@ def _invariant_linear_kernel(  # type: ignore[no-untyped-def]
     group = tl.program_id(0) // (GROUP * token_tiles)
     size = tl.minimum(row_tiles - group * GROUP, GROUP)
     within = tl.program_id(0) % (GROUP * token_tiles)
-    row = (group * GROUP + within % size) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    token = (within // size) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)
-    column = tl.arange(0, TILE_WIDTH)
+    row = (group * GROUP + within % size) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [M] of the weight
+    token = (within // size) * TILE_TOKENS + tl.arange(0, TILE_TOKENS)  # [N]
+    column = tl.arange(0, TILE_WIDTH)  # [K]
     weights = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64)[:, None] * weight_stride + column[None, :]
     xs = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[None, :] * x_stride + column[:, None]
     wait_for_predecessor(DEPENDENT)
-    total = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)
+    acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [M, N]
     for start in range(0, width, TILE_WIDTH):
         if WHOLE:
-            w = tl.load(weights + start)
-            x = tl.load(xs + start)
+            w = tl.load(weights + start)  # [M, K]
+            x = tl.load(xs + start)  # [K, N]
         else:
             w = tl.load(weights + start, mask=(start + column < width)[None, :], other=0.0)
             x = tl.load(xs + start, mask=(start + column < width)[:, None], other=0.0)
-        total = tl.dot(w, x, total)
+        acc = tl.dot(w, x, acc)
     if HAS_BIAS:
-        total += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-    to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]
-    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
+        acc += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & (row[:, None] < rows))
 
 
 def launch_invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

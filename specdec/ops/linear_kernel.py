@@ -26,9 +26,9 @@ cuBLAS: 6,144 x 4,096 14.7 and 15.3, 4,096 x 4,096 10.5 and 12.5, 28,672 x 4,096
 
 @triton.jit
 def _linear_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    weight_ptr,
-    out_ptr,
+    x_ptr,  # [T <= 16, I]
+    weight_ptr,  # [O, I]
+    out_ptr,  # [T, O] contiguous
     tokens,
     rows,
     width,
@@ -39,21 +39,21 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
     TILE_WIDTH: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-    token = tl.arange(0, TILE_TOKENS)
-    column = tl.arange(0, TILE_WIDTH)
-    inside = row < rows
+    row = tl.program_id(0) * TILE_ROWS + tl.arange(0, TILE_ROWS)  # [M] of the weight
+    token = tl.arange(0, TILE_TOKENS)  # [N]
+    column = tl.arange(0, TILE_WIDTH)  # [K]
+    inside = row < rows  # [M]
     weight_row = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
     wait_for_predecessor(DEPENDENT)
     weights = weight_row[:, None] + column[None, :]
     x_columns = x_ptr + token[None, :] * x_stride + column[:, None]
-    total = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)
+    acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [M, N]
     for start in range(0, width, TILE_WIDTH):
-        w = tl.load(weights + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")
-        x = tl.load(x_columns + start, mask=token[None, :] < tokens, other=0.0)
-        total = tl.dot(w, x, total)
-    to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]
-    tl.store(to, total.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & inside[:, None])
+        w = tl.load(weights + start, mask=inside[:, None], other=0.0, eviction_policy="evict_first")  # [M, K]
+        x = tl.load(x_columns + start, mask=token[None, :] < tokens, other=0.0)  # [K, N]
+        acc = tl.dot(w, x, acc)
+    to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [M, N]
+    tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=(token[None, :] < tokens) & inside[:, None])
 
 
 def fits(x: torch.Tensor, weight: torch.Tensor) -> bool:

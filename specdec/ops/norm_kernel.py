@@ -1,4 +1,4 @@
-"""The residual sum and RMS normalisation in one Triton kernel, a token a program. Imported on CUDA only."""
+"""The residual sum and RMS normalisation in one Triton kernel, one program per token. Imported on CUDA only."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 
 @triton.jit
 def _norm_kernel(  # type: ignore[no-untyped-def]
-    x_ptr,
-    residual_ptr,
-    weight_ptr,
-    sum_ptr,
-    out_ptr,
+    x_ptr,  # [T, H]
+    residual_ptr,  # [T, H]
+    weight_ptr,  # [H]
+    sum_ptr,  # [T, H] contiguous
+    out_ptr,  # [T, H] contiguous
     x_stride,
     residual_stride,
     eps,
@@ -24,18 +24,18 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK)  # [BLOCK]
     inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # nobody writes it: no need to wait
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
     if ADDS:
         residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
         tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
     values = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)  # scalar
     normed = (values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
     tl.store(out_ptr + token * WIDTH + column, normed.to(x.dtype), mask=inside)
 

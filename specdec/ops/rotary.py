@@ -18,7 +18,9 @@ def rotated(
     if query.is_cuda:
         from specdec.ops.rotary_kernel import launch_rotation
 
-        return launch_rotation(query, key, cos, sin)
+        outs = token_major(query), token_major(key)
+        launch_rotation(query, key, cos, sin, outs)
+        return outs
     return _plain(query, cos, sin), _plain(key, cos, sin)
 
 

@@ -10,19 +10,18 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.rotary import token_major
 
 _HEADS_A_PROGRAM = 16
 
 
 @triton.jit
 def _rotation_kernel(  # type: ignore[no-untyped-def]
-    query_ptr,
-    key_ptr,
-    cos_ptr,
-    sin_ptr,
-    query_out_ptr,
-    key_out_ptr,
+    query_ptr,  # [1, Hq, T, D]
+    key_ptr,  # [1, Hkv, T, D]
+    cos_ptr,  # [1, 1, T, D]
+    sin_ptr,  # [1, 1, T, D]
+    query_out_ptr,  # [T, Hq, D] contiguous
+    key_out_ptr,  # [T, Hkv, D] contiguous
     query_token,
     query_head,
     key_token,
@@ -38,10 +37,10 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
 ):
     wait_for_predecessor(DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    column = tl.arange(0, BLOCK)[None, :]
+    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]  # [HEADS, 1] query heads, then key heads
+    column = tl.arange(0, BLOCK)[None, :]  # [1, D/2]
     is_query = head < QUERY_HEADS
-    inside = (head < QUERY_HEADS + KEY_HEADS) & (column < HALF)
+    inside = (head < QUERY_HEADS + KEY_HEADS) & (column < HALF)  # [HEADS, D/2]
     own = tl.where(is_query, head, head - QUERY_HEADS)
     source = tl.where(
         is_query,
@@ -55,22 +54,23 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     )
     cos, sin = cos_ptr + token * cos_token + column, sin_ptr + token * sin_token + column
     fits = column < HALF
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
-    turned_first = first * tl.load(cos, mask=fits, other=0.0) - second * tl.load(sin, mask=fits, other=0.0)
-    turned_second = second * tl.load(cos + HALF, mask=fits, other=0.0) + first * tl.load(
-        sin + HALF, mask=fits, other=0.0
-    )
-    tl.store(to, turned_first.to(query_out_ptr.dtype.element_ty), mask=inside)
-    tl.store(to + HALF, turned_second.to(query_out_ptr.dtype.element_ty), mask=inside)
+    x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
+    x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
+    y1 = x1 * tl.load(cos, mask=fits, other=0.0) - x2 * tl.load(sin, mask=fits, other=0.0)
+    y2 = x2 * tl.load(cos + HALF, mask=fits, other=0.0) + x1 * tl.load(sin + HALF, mask=fits, other=0.0)
+    tl.store(to, y1.to(query_out_ptr.dtype.element_ty), mask=inside)
+    tl.store(to + HALF, y2.to(query_out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_rotation(
-    query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `specdec.ops.rotary.rotated`."""
+    query: torch.Tensor,
+    key: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    outs: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """See `specdec.ops.rotary.rotated`. outs: the rotated query and key, laid out in memory as [T, H, D]."""
     query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
-    outs = token_major(query), token_major(key)
     (_, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     _rotation_kernel[(tokens, triton.cdiv(query_heads + key_heads, _HEADS_A_PROGRAM))](
         query,
@@ -92,4 +92,3 @@ def launch_rotation(
         num_warps=4,
         **dependent_launch(query.device),
     )
-    return outs

@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch, flat_pages
+from attention.batch.live import LiveBatch
 from attention.batch.staging import Bucket, Staged, StagingArena
 from specdec.config import EngineConfig
 from specdec.rounds.fields import graph_bucket, head_fields, step_fields, target_fields
@@ -56,29 +56,6 @@ class FixedRound:
         return self.target.arena.generation + self.steps.arena.generation
 
 
-def _fresh(name: str) -> Any:
-    """A property of HostBatch that is computed at every use."""
-    return property(vars(HostBatch)[name].func)
-
-
-class LiveBatch(HostBatch):
-    """A batch whose arrays are written anew in place: nothing that follows from them is remembered."""
-
-    def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
-        super().__init__(block_table=np.zeros((0, 0), np.int32), **arrays)
-        self.__dict__["page_indptr"] = page_indptr
-
-    def over(self, block_table: np.ndarray) -> LiveBatch:
-        """This batch, its rows' pages from now on those of block_table [B, P] int32."""
-        object.__setattr__(self, "block_table", block_table)
-        return self
-
-    query_lens = _fresh("query_lens")
-    page_counts = _fresh("page_counts")
-    page_indices = _fresh("page_indices")
-    last_page_len = _fresh("last_page_len")
-
-
 class _Pages:
     """Where the pages of one group stand: slots [rows, query_len], and the flat list of pages."""
 
@@ -113,6 +90,7 @@ class _TargetPlace:
                 num_computed_tokens=self.start,
                 slot_mapping=group.slots.reshape(-1),
                 positions=host["target.positions"],
+                block_table=np.zeros((0, 0), np.int32),
                 page_size=shape.page_size,
                 page_indptr=self.page_indptr,
             )
@@ -143,6 +121,7 @@ class FixedTarget:
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = self._write_lengths(place)
         width = int(counts.max())
+        batches: list[HostBatch] = []
         for group, batch, own_table in zip(
             place.groups, place.batches, (target.block_table, target.head_table), strict=False
         ):
@@ -153,9 +132,9 @@ class FixedTarget:
             if own is not None:
                 group.slots *= own
             _write_pages(group.indices, table, counts)
-            batch.over(table)
-        head = place.batches[1] if self._with_head else None
-        return place.batches[0], head, self.arena.end(self._shape.bucket)
+            batches.append(batch.over(table))
+        head = batches[1] if self._with_head else None
+        return batches[0], head, self.arena.end(self._shape.bucket)
 
     def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
@@ -203,6 +182,7 @@ class _StepsPlace:
                 num_computed_tokens=self.positions[step],
                 slot_mapping=self.slots[step],
                 positions=self.positions[step],
+                block_table=np.zeros((0, 0), np.int32),
                 page_size=shape.page_size,
                 page_indptr=self.page_indptr[step],
             )
@@ -242,9 +222,7 @@ class FixedSteps:
         counts += 1
         np.cumsum(counts, axis=1, out=place.page_indptr[:, 1:], dtype=np.int32)
         _write_step_pages(place.page_indices, table, counts)
-        for batch in place.batches:
-            batch.over(table)
-        return place.batches, self.arena.end(self._shape.bucket)
+        return tuple(batch.over(table) for batch in place.batches), self.arena.end(self._shape.bucket)
 
 
 def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:

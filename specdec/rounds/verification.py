@@ -21,9 +21,9 @@ from drafters.loops.chain.index import (
     shifted_token_ids,
     step_batch,
 )
-from specdec.engine.scheduler import Schedule
 from specdec.requests.sampling import SamplingArrays
 from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
 from specdec.rounds.uniforms import Role, uniforms
 
 

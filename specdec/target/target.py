@@ -32,7 +32,7 @@ class TargetProbe:
 
     Attributes:
         model: the model, on its device, in its dtype.
-        calls: attention modules and their PlanKeys in layer order.
+        calls: attention modules and their AttentionSpecs in layer order.
         layers: the decoder layers, as many as calls.
         vocab_size: V, width of the logits (padded vocabularies included).
         selects_rows: see `attention.hf.interface.Probe`.

@@ -226,12 +226,12 @@ def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
 
 def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
     pages = len(lens) * -(-int(lens.max()) // _PAGE_SIZE) + 1
-    group = CacheGroup("twin", tuple(call.plan_key for call in probed.calls), pages, _PAGE_SIZE)
+    group = CacheGroup("twin", tuple(call.attention_spec for call in probed.calls), pages, _PAGE_SIZE)
     cpu = torch.device("cpu")
     return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0)
 
 
 def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, bool, bool]]:
     """The variants of attention that layers ask for: window, softcap, sinks."""
-    keys = [call.plan_key for call in calls]
+    keys = [call.attention_spec for call in calls]
     return {(key.window is not None, key.softcap is not None, key.has_sinks) for key in keys}

@@ -217,7 +217,7 @@ def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
     Raises:
         InvalidInputError: a tap is not one of the boundaries 0 … N-1.
     """
-    num_layers = len(model.target.runner.group.plan_keys)
+    num_layers = len(model.target.runner.group.attention_specs)
     if FINAL_NORM in taps or max(taps) >= num_layers:
         raise InvalidInputError(f"taps {taps}: to train, boundaries 0 … {num_layers - 1} can be tapped")
 

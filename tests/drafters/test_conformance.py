@@ -135,7 +135,7 @@ def test_draft_mtp_means_the_targets_own_module(tiny_case: Callable[..., Any], t
     assert type(wrapped.head).__name__ == "MtpHead"
     assert wrapped.generate([PROMPTS[0]], GREEDY)[0].token_ids == greedy_by_hand(case.model, PROMPTS[0], 20)
     by_folder = wrap(case.model, str(folder), num_speculative_tokens=1)
-    assert by_folder.head.plan_keys == wrapped.head.plan_keys
+    assert by_folder.head.attention_specs == wrapped.head.attention_specs
 
 
 def test_draft_mtp_without_a_checkpoint_is_refused(tiny_case: Callable[..., Any], tmp_path: Path) -> None:

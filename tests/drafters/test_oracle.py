@@ -25,7 +25,7 @@ def one_by_one(head: Head, ids: list[int], tapped: torch.Tensor, num: int) -> li
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         memory.append((k[0], v[0]))
-        key = head.plan_keys[layer]
+        key = head.attention_specs[layer]
         groups = key.num_q_heads // key.num_kv_heads
         keys = torch.stack([m[0] for m in memory]).repeat_interleave(groups, 1)  # [S, Hq, D]
         values = torch.stack([m[1] for m in memory]).repeat_interleave(groups, 1)

@@ -36,9 +36,9 @@ from tests.gpu.test_flashinfer import (
     MIXED,
     VERIFY,
     Pair,
+    attention_spec,
     host_batch,
     metadata_of,
-    plan_key,
     relative_error,
 )
 from tests.gpu.test_graph_rounds import Tokenizer
@@ -89,7 +89,7 @@ KINDS = {
 def test_attention_equals_the_reference(
     batch: Any, heads: tuple[int, int], dim: int, page_size: int, layout: str, kind: str, dtype: torch.dtype
 ) -> None:
-    ours = Pair(plan_key(heads, dim, **KINDS[kind]), dtype, page_size, layout, backend=InvariantBackend())
+    ours = Pair(attention_spec(heads, dim, **KINDS[kind]), dtype, page_size, layout, backend=InvariantBackend())
     metadata = metadata_of(host_batch(*batch, page_size))
     states = ours.states(metadata.num_tokens)
     out = ours.flashinfer.attend(ours.flashinfer.plan(metadata), 0, *states, ours.sinks)
@@ -103,7 +103,7 @@ def test_attention_equals_the_reference(
 @pytest.mark.parametrize(("heads", "dim"), [((32, 8), 128), ((6, 2), 64), ((8, 1), 256)])
 def test_attention_in_pieces(heads: tuple[int, int], dim: int, kind: str, dtype: torch.dtype) -> None:
     """A row of 700 tokens at once; and cut up, beside a row of its own."""
-    ours = Pair(plan_key(heads, dim, **KINDS[kind]), dtype, backend=InvariantBackend())
+    ours = Pair(attention_spec(heads, dim, **KINDS[kind]), dtype, backend=InvariantBackend())
     pages = np.random.default_rng(0).permutation(np.arange(1, 60)).astype(np.int32)
     states = ours.states(700)
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.base import AttentionBackend, PlanKey
+from attention.backends.base import AttentionBackend
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
@@ -33,8 +34,8 @@ LONG = ([600, 513], [0, 333])
 BEFORE_LONG = ([4, 1, 900], [500, 80, 130])
 
 
-def plan_key(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: object) -> PlanKey:
-    return PlanKey(*heads, dim, dim, scale=dim**-0.5, **options)  # type: ignore[arg-type]
+def attention_spec(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: object) -> AttentionSpec:
+    return AttentionSpec(*heads, dim, dim, scale=dim**-0.5, **options)  # type: ignore[arg-type]
 
 
 def host_batch(query_lens: list[int], computed: list[int], page_size: int, seed: int = 0) -> HostBatch:
@@ -56,7 +57,7 @@ class Pair:
 
     def __init__(
         self,
-        key: PlanKey,
+        key: AttentionSpec,
         dtype: torch.dtype,
         page_size: int = 16,
         layout: str = "NHD",
@@ -107,7 +108,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("batch", [DECODE, VERIFY, PROMPT, MIXED], ids=["decode", "verify", "prompt", "mixed"])
 def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
-    pair = Pair(plan_key(), dtype)
+    pair = Pair(attention_spec(), dtype)
     assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype]
     pair.assert_same_caches()
 
@@ -115,18 +116,18 @@ def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.d
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_page_sizes_and_layouts(page_size: int, layout: str) -> None:
-    assert Pair(plan_key(), torch.bfloat16, page_size, layout).error(host_batch(*MIXED, page_size)) <= 3e-3
+    assert Pair(attention_spec(), torch.bfloat16, page_size, layout).error(host_batch(*MIXED, page_size)) <= 3e-3
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (16, 8), (24, 8), (28, 4), (16, 1), (6, 6)])
 def test_query_heads_a_kv_head(heads: tuple[int, int]) -> None:
-    assert Pair(plan_key(heads), torch.bfloat16).error(host_batch(*MIXED, 16)) <= 3e-3
+    assert Pair(attention_spec(heads), torch.bfloat16).error(host_batch(*MIXED, 16)) <= 3e-3
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}, {"window": 17, "softcap": 20.0}])
 def test_head_dims_windows_and_softcap(dim: int, options: dict[str, object]) -> None:
-    pair = Pair(plan_key((8, 2), dim, **options), torch.bfloat16)
+    pair = Pair(attention_spec((8, 2), dim, **options), torch.bfloat16)
     assert pair.error(host_batch(*VERIFY, 16)) <= 3e-3
     assert pair.error(host_batch(*MIXED, 16)) <= 3e-3
 
@@ -140,27 +141,30 @@ def test_a_cache_in_8_bits(
     batch: tuple[list[int], list[int]], dim: int, dtype: torch.dtype, scales: tuple[tuple[float, float], ...]
 ) -> None:
     """The same bytes are written as by the reference, and read alike."""
-    pair = Pair(plan_key((8, 2), dim), dtype, format=KVFormat(FP8, scales))
+    pair = Pair(attention_spec((8, 2), dim), dtype, format=KVFormat(FP8, scales))
     assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype] * 1.3
     pair.assert_same_caches()
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_8_bits_with_window_and_softcap(layout: str) -> None:
-    pair = Pair(plan_key(window=100, softcap=20.0), torch.bfloat16, 32, layout, KVFormat(FP8, ((1.1, 0.9),)))
+    pair = Pair(attention_spec(window=100, softcap=20.0), torch.bfloat16, 32, layout, KVFormat(FP8, ((1.1, 0.9),)))
     assert pair.error(host_batch(*MIXED, 32)) <= 4e-3
 
 
 def test_what_8_bits_change_is_their_rounding() -> None:
     batch = host_batch([300, 64, 17], [0, 0, 0], 16)
-    rounded, exact = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8)), Pair(plan_key(), torch.bfloat16)
+    rounded, exact = (
+        Pair(attention_spec(), torch.bfloat16, format=KVFormat(FP8)),
+        Pair(attention_spec(), torch.bfloat16),
+    )
     metadata, states = metadata_of(batch), exact.states(batch.num_tokens)
     out = rounded.flashinfer.attend(rounded.flashinfer.plan(metadata), 0, *states)
     assert 5e-3 < relative_error(out, exact.expected(metadata, states)) <= ROUNDING
 
 
 def test_values_beyond_the_range_are_cut_off_alike() -> None:
-    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8))
+    pair = Pair(attention_spec(), torch.bfloat16, format=KVFormat(FP8))
     batch = host_batch(*VERIFY, 16)
     metadata, (query, key, value) = metadata_of(batch), pair.states(batch.num_tokens)
     pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, query, key * 1000, value * 1000)
@@ -170,7 +174,7 @@ def test_values_beyond_the_range_are_cut_off_alike() -> None:
 
 
 def test_a_forgotten_scale_shows() -> None:
-    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(FP8, ((0.7, 1.3),)))
+    pair = Pair(attention_spec(), torch.bfloat16, format=KVFormat(FP8, ((0.7, 1.3),)))
     pair.flashinfer.layers = tuple(replace(layer, key_scale=1.0) for layer in pair.flashinfer.layers)
     assert pair.error(host_batch(*VERIFY, 16)) > 4e-3
 
@@ -178,7 +182,7 @@ def test_a_forgotten_scale_shows() -> None:
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
 def test_attention_sinks(batch: tuple[list[int], list[int]], window: int | None) -> None:
-    pair = Pair(plan_key((64, 8), 64, window=window, has_sinks=True), torch.bfloat16)
+    pair = Pair(attention_spec((64, 8), 64, window=window, has_sinks=True), torch.bfloat16)
     assert pair.error(host_batch(*batch, 16)) <= 3e-3
     assert pair.sinks is not None
     pair.sinks = torch.zeros_like(pair.sinks)
@@ -193,20 +197,20 @@ def routes_of(pair: Pair, batch: HostBatch) -> list[str]:
 
 @pytest.mark.parametrize(("batch", "routes"), [(LONG, ["fa3"]), (BEFORE_LONG, ["fa2", "fa3"]), (MIXED, ["fa2", "fa2"])])
 def test_long_prompt_chunks_take_fa3(batch: tuple[list[int], list[int]], routes: list[str]) -> None:
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(attention_spec(), torch.bfloat16)
     assert routes_of(pair, host_batch(*batch, 16)) == routes
     assert pair.error(host_batch(*batch, 16)) <= 3e-3
 
 
 @pytest.mark.parametrize(("page_size", "layout"), [(1, "NHD"), (64, "NHD"), (32, "HND")])
 def test_fa3_pages_and_layouts(page_size: int, layout: str) -> None:
-    pair = Pair(plan_key((28, 4)), torch.bfloat16, page_size, layout)
+    pair = Pair(attention_spec((28, 4)), torch.bfloat16, page_size, layout)
     assert routes_of(pair, host_batch(*LONG, page_size)) == ["fa3"]
     assert pair.error(host_batch(*LONG, page_size)) <= 3e-3
 
 
 def test_the_comparison_can_fail() -> None:
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(attention_spec(), torch.bfloat16)
     batch = host_batch(*VERIFY, 16)
     pair.flashinfer.layers[0].values[batch.block_table[0, 0]] = 0
     assert pair.error(batch) > 3e-3
@@ -214,12 +218,12 @@ def test_the_comparison_can_fail() -> None:
 
 def test_float32_is_refused() -> None:
     with pytest.raises(UnsupportedAttentionError, match=r"float32.*float16 and bfloat16.*torch"):
-        Pair(plan_key(), torch.float32)
+        Pair(attention_spec(), torch.float32)
 
 
 def test_replanning_behind_a_slow_kernel() -> None:
     """Plans made while the stream is far behind must not disturb each other."""
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(attention_spec(), torch.bfloat16)
     batches = [host_batch([6] * 4, [16 * i + j for j in range(4)], 16, seed=i) for i in range(12)]
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
@@ -231,7 +235,7 @@ def test_replanning_behind_a_slow_kernel() -> None:
 
 
 def test_a_plan_does_not_outlive_its_wrapper(check_mode_on: None) -> None:
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(attention_spec(), torch.bfloat16)
     metadata = metadata_of(host_batch(*VERIFY, 16))
     first = pair.flashinfer.plan(metadata)
     torch.cuda.synchronize()
@@ -255,7 +259,7 @@ def check_mode_on():  # type: ignore[no-untyped-def]
 )
 def test_graph_equals_eager(rows: int, query_len: int, cache: torch.dtype | None) -> None:
     """One captured launch, planned anew for other lengths, gives what an eager plan gives. 40 rows are planned once."""
-    pair = Pair(plan_key(), torch.bfloat16, format=KVFormat(cache))
+    pair = Pair(attention_spec(), torch.bfloat16, format=KVFormat(cache))
     planner = pair.flashinfer.fixed_planner(rows, query_len)
     rng = np.random.default_rng(rows)
     arena, bucket = single_batch_arena(rows, rows * query_len, 64, CUDA)
@@ -283,7 +287,7 @@ def test_graph_equals_eager(rows: int, query_len: int, cache: torch.dtype | None
 
 
 def test_planning_never_synchronises() -> None:
-    pair = Pair(plan_key(), torch.bfloat16)
+    pair = Pair(attention_spec(), torch.bfloat16)
     planner = pair.flashinfer.fixed_planner(4, 6)
     metadata = metadata_of(host_batch([6] * 4, [100, 20, 3, 64], 16))
     for _ in range(3):

@@ -7,7 +7,6 @@ import pytest
 import torch
 from fakes import divided_as_by_flashinfer
 
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
@@ -15,6 +14,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
@@ -27,8 +27,8 @@ MIXED = ([4, 1, 200, 3, 33], [500, 80, 0, 14, 128])
 ODD = ([3, 5, 1, 2], [1, 61, 62, 63])
 
 
-def plan_key(heads: int = 16) -> PlanKey:
-    return PlanKey(heads, 1, 576, 512, scale=192**-0.5, value_in_key=True)
+def attention_spec(heads: int = 16) -> AttentionSpec:
+    return AttentionSpec(heads, 1, 576, 512, scale=192**-0.5, value_in_key=True)
 
 
 def host_batch(query_lens: list[int], computed: list[int], page_size: int = 16, seed: int = 0) -> HostBatch:
@@ -57,7 +57,7 @@ class Pair:
     ) -> None:
         from attention.backends.flashinfer.backend import FlashInferBackend
 
-        key = plan_key(heads)
+        key = attention_spec(heads)
         group = CacheGroup("test", (key,), SLOTS // page_size, page_size, layout)  # type: ignore[arg-type]
         self.dtype, self.heads, self.page_size = dtype, heads, page_size
         self.flashinfer = GroupRunner(FlashInferBackend(CUDA), group, dtype, CUDA)
@@ -266,7 +266,7 @@ def test_other_ranks_are_refused_before_anything_is_allocated() -> None:
 
     backend = FlashInferBackend(CUDA)
     before = torch.cuda.memory_allocated()
-    key = PlanKey(16, 1, 256 + 32, 256, scale=1.0, value_in_key=True)
+    key = AttentionSpec(16, 1, 256 + 32, 256, scale=1.0, value_in_key=True)
     with pytest.raises(UnsupportedAttentionError, match=r"512 .*64 .*given 256 and 32.*torch"):
         GroupRunner(backend, CacheGroup("target", (key,), 8, 16), torch.bfloat16, CUDA)
     assert torch.cuda.memory_allocated() == before

@@ -11,7 +11,16 @@ import torch
 from attention.backends.flashinfer.packed import PackedKernel, is_packed
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
-from tests.gpu.test_flashinfer import CUDA, LIMIT, NUM_PAGES, Pair, host_batch, metadata_of, plan_key, relative_error
+from tests.gpu.test_flashinfer import (
+    CUDA,
+    LIMIT,
+    NUM_PAGES,
+    Pair,
+    attention_spec,
+    host_batch,
+    metadata_of,
+    relative_error,
+)
 
 
 def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) -> Pair:
@@ -23,7 +32,7 @@ def packed_pair(heads: tuple[int, int] = (32, 8), dim: int = 128, *args: Any) ->
             return None
 
     dtype, *rest = args or (torch.bfloat16,)
-    return Pair(plan_key(heads, dim), dtype, *rest, backend=FixedOnly(CUDA))
+    return Pair(attention_spec(heads, dim), dtype, *rest, backend=FixedOnly(CUDA))
 
 
 def kernel_of(pair: Pair, rows: int, query_len: int) -> object:
@@ -108,20 +117,20 @@ def test_the_comparison_can_fail() -> None:
 def test_all_else_is_flashinfers(
     options: dict[str, object], format: torch.dtype | None, rows: int, query_len: int
 ) -> None:
-    key = plan_key(**options)
+    key = attention_spec(**options)
     group = CacheGroup("test", (key,), NUM_PAGES, 16, format=KVFormat(format))
     assert not is_packed(group, key, torch.bfloat16, rows, query_len, CUDA)
 
 
 def test_the_public_shape_is_served() -> None:
-    key = plan_key()
+    key = attention_spec()
     assert is_packed(CacheGroup("test", (key,), NUM_PAGES, 16), key, torch.bfloat16, 32, 6, CUDA)
 
 
 def test_the_route_names_it() -> None:
     from attention.backends.flashinfer.backend import FlashInferBackend
 
-    backend, plain, windowed = FlashInferBackend(CUDA), plan_key(), plan_key(window=100)
+    backend, plain, windowed = FlashInferBackend(CUDA), attention_spec(), attention_spec(window=100)
     group = CacheGroup("test", (plain, windowed), NUM_PAGES, 16)
     assert "packed (32 queries a KV head)" in backend.route(group, plain, torch.bfloat16)
     assert "packed" not in backend.route(group, windowed, torch.bfloat16)

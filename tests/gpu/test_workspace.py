@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer import backend as flashinfer_backend
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 PAGE = 16
 QUERY_LEN = 6
 GROUPS = {
-    16: PlanKey(16, 1, 128, 128, 128**-0.5),
-    48: PlanKey(48, 1, 128, 128, 128**-0.5),
-    71: PlanKey(71, 1, 64, 64, 0.125),
+    16: AttentionSpec(16, 1, 128, 128, 128**-0.5),
+    48: AttentionSpec(48, 1, 128, 128, 128**-0.5),
+    71: AttentionSpec(71, 1, 64, 64, 0.125),
 }
 ROWS = (1, 2, 3, 8, 17, 32, 64, 100, 128)
 KEYS = (1, 700, 8192, 9000)

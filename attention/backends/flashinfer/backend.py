@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.mla import (
     FixedLatentBuilder,
     FixedLatentPlans,
@@ -34,6 +33,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
@@ -51,7 +51,7 @@ _HOPPER = (9, 0)
 log = logging.getLogger("specdec")
 
 
-def check_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:
@@ -83,7 +83,7 @@ class _Ring:
     """Wrappers of one kernel: each is planned anew only after its last plan's copy is done."""
 
     def __init__(
-        self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route
+        self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
     ) -> None:
         log.info("attention kernel: %s", kernel_name(group, key, dtype, route))
         self._make = lambda: Kernel(workspace, group, key, dtype, route)
@@ -101,7 +101,7 @@ class _Ring:
 class FlashInferBuilder:
     """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
 
-    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
         """Builds FlashInfer's kernels for `key` when they are not built yet (tens of seconds)."""
         self._rings: dict[Route, _Ring] = {
             route: _Ring(workspace, group, key, dtype, route) for route in routes(group, key, dtype, workspace.device)
@@ -121,7 +121,7 @@ class FlashInferBuilder:
         return "fa3" if is_long and "fa3" in self._rings else "fa2"
 
 
-def routes(group: CacheGroup, key: PlanKey, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
+def routes(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
     """The kernels that serve `key`: fa2 always, and fa3 where it was measured to win.
 
     That is Hopper, bfloat16 queries and cache, head dim 128, full attention without softcap or sinks: see FA3_QUERY.
@@ -132,10 +132,10 @@ def routes(group: CacheGroup, key: PlanKey, dtype: torch.dtype, device: torch.de
     return ("fa2", "fa3") if wins else ("fa2",)
 
 
-def kernel_name(group: CacheGroup, key: PlanKey, dtype: torch.dtype, route: Route) -> str:
+def kernel_name(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route) -> str:
     """What a kernel is compiled for, in words.
 
-    >>> kernel_name(CacheGroup("g", (), 2, 16), PlanKey(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
+    >>> kernel_name(CacheGroup("g", (), 2, 16), AttentionSpec(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
     'fa2, bfloat16, head dim 128, window'
     """
     cache = group.format.dtype_for(dtype)
@@ -247,14 +247,14 @@ class FlashInferBackend:
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
 
-    def builder(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype)
 
-    def route(self, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> str:
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
         if key.value_in_key:
             return f"FlashInfer MLA, {_name(dtype)}"
@@ -268,7 +268,7 @@ class FlashInferBackend:
     def fixed_builder(
         self,
         group: CacheGroup,
-        key: PlanKey,
+        key: AttentionSpec,
         dtype: torch.dtype,
         rows: int,
         query_len: int,
@@ -288,7 +288,7 @@ class FlashInferBackend:
         workspace = self._workspace_for(key, rows, query_len) if divided else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
-    def _workspace_for(self, key: PlanKey, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
+    def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
         needed = split_bytes(key, sms, rows, query_len)
@@ -300,7 +300,7 @@ class FlashInferBackend:
     def run(
         self,
         plan: FlashInferPlan | LatentPlan,
-        key: PlanKey,
+        key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
         value_states: torch.Tensor,

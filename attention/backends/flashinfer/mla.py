@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.mla_plan import LATENT_DIM, Division, Layout, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
@@ -23,6 +22,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
 ROPE_DIM = 64
 QUERY_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -30,7 +30,7 @@ PAGE_SIZES = (1, 16, 32, 64)
 _LIST_BYTES = 256 << 10
 
 
-def check_latent_supported(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+def check_latent_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
     """Refuse what these kernels do not offer, before anything is allocated.
 
     Raises:
@@ -97,9 +97,9 @@ class LatentPlan:
 
 
 class LatentKernel:
-    """FlashInfer's kernel for one (CacheGroup, PlanKey, dtype)."""
+    """FlashInfer's kernel for one (CacheGroup, AttentionSpec, dtype)."""
 
-    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> None:
+    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
         """Builds the kernel when it is not built yet (tens of seconds)."""
         from flashinfer.mla._batch_mla._backends._fa_common import get_batch_mla_module
         from flashinfer.utils import MaskMode, is_sm90a_supported

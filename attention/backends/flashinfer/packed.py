@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.wrapper import Part, divides_keys
 from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.spec import AttentionSpec
 
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
@@ -19,7 +19,7 @@ HEAD_DIMS = (64, 128)
 
 
 def is_packed(
-    group: CacheGroup, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, device: torch.device
+    group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, device: torch.device
 ) -> bool:
     """Whether `PackedKernel` serves `rows` rows of `query_len` tokens."""
     plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
@@ -32,7 +32,7 @@ class PackedKernel:
     """What `flashinfer_kernel.Kernel` is for a fixed batch, but with nothing to plan: it finds pages and lengths where
     those of the last planned batch lay."""
 
-    def __init__(self, key: PlanKey) -> None:
+    def __init__(self, key: AttentionSpec) -> None:
         self.generation = 0
         self._key = key
         self._part: Part | None = None

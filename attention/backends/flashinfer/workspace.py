@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 
-from attention.backends.base import PlanKey
+from attention.spec import AttentionSpec
 
 LEAST_BYTES = 256 << 20
 """What FlashInfer's documentation advises, twice; latent attention's parts need 18 MB of it on 132 multiprocessors."""
@@ -22,7 +22,7 @@ _WIDE_HEAD = 256
 _ALIGNMENT = 16
 
 
-def split_bytes(key: PlanKey, sms: int, rows: int | None = None, query_len: int | None = None) -> int:
+def split_bytes(key: AttentionSpec, sms: int, rows: int | None = None, query_len: int | None = None) -> int:
     """Most bytes that the parts of one plan take.
 
     Args:
@@ -32,10 +32,10 @@ def split_bytes(key: PlanKey, sms: int, rows: int | None = None, query_len: int 
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 
-    >>> llama, falcon = PlanKey(32, 8, 128, 128, 1.0), PlanKey(71, 1, 64, 64, 1.0)
+    >>> llama, falcon = AttentionSpec(32, 8, 128, 128, 1.0), AttentionSpec(71, 1, 64, 64, 1.0)
     >>> [split_bytes(key, 132, 8, 6) >> 20 for key in (llama, falcon)], split_bytes(llama, 132) >> 20
     ([8, 8], 16)
-    >>> split_bytes(PlanKey(128, 1, 128, 128, 1.0), 132, 200, 32) >> 20
+    >>> split_bytes(AttentionSpec(128, 1, 128, 128, 1.0), 132, 200, 32) >> 20
     403
     """
     group = key.num_q_heads // key.num_kv_heads

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from attention.backends.base import PlanKey
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
+from attention.spec import AttentionSpec
 
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
@@ -38,7 +38,7 @@ class Part:
     stop: int
 
 
-def most_tiles(key: PlanKey, device: torch.device) -> int:
+def most_tiles(key: AttentionSpec, device: torch.device) -> int:
     """Tiles of queries up to which FlashInfer's fa2 planner divides keys: two blocks a multiprocessor in all.
 
     Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
@@ -46,12 +46,12 @@ def most_tiles(key: PlanKey, device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
 
 
-def least_undivided(key: PlanKey, device: torch.device) -> int:
+def least_undivided(key: AttentionSpec, device: torch.device) -> int:
     """So many rows fill the card, and the planner would hardly divide the keys of one."""
     return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
 
 
-def divides_keys(key: PlanKey, rows: int, device: torch.device) -> bool:
+def divides_keys(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     """Whether there are so few rows that the planner would divide the keys of a row over the card."""
     return rows < least_undivided(key, device)
 
@@ -69,7 +69,7 @@ class Kernel:
         self,
         workspace: torch.Tensor,
         group: CacheGroup,
-        key: PlanKey,
+        key: AttentionSpec,
         dtype: torch.dtype,
         route: Route = "fa2",
         fixed: tuple[int, int] | None = None,
@@ -167,7 +167,7 @@ class Kernel:
         return not self._splits or bool((page_indptr == self._planned).all())
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
-        """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a PlanKey with sinks, else None."""
+        """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a AttentionSpec with sinks, else None."""
         pages, scales = (layer_kv.keys, layer_kv.values), (layer_kv.key_scale, layer_kv.value_scale)
         if self._scale is None:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])
@@ -176,7 +176,7 @@ class Kernel:
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 
-def _sink_variant(group: CacheGroup, key: PlanKey, dtype: torch.dtype) -> dict[str, Any]:
+def _sink_variant(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
     """Constructor arguments for FlashInfer's fa2 kernel with attention sinks.
 
     Source: flashinfer-ai/flashinfer, flashinfer/attention/_core.py (BatchAttentionWithAttentionSinkWrapper). The name

@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.backends.base import GraphBackend, PlanKey
+from attention.backends.base import GraphBackend
 from attention.backends.invariant import InvariantBackend
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
-KEY = PlanKey(8, 2, 64, 64, 0.125, window=9, softcap=3.0, has_sinks=True)
+KEY = AttentionSpec(8, 2, 64, 64, 0.125, window=9, softcap=3.0, has_sinks=True)
 GROUP = CacheGroup("target", (KEY,), 4, 16)
 HALF = torch.bfloat16
 
@@ -33,7 +34,7 @@ HALF = torch.bfloat16
         (replace(GROUP, format=KVFormat(FP8)), KEY, HALF, "has no cache in 8 bits; use kv_cache_dtype='auto'"),
     ],
 )
-def test_what_is_refused(group: CacheGroup, key: PlanKey, dtype: torch.dtype, message: str) -> None:
+def test_what_is_refused(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, message: str) -> None:
     backend = InvariantBackend()
     with pytest.raises(UnsupportedAttentionError, match=message):
         backend.builder(group, key, dtype)

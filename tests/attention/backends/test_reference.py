@@ -12,17 +12,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, bytes_per_token, gather, write
 from attention.errors import UnsupportedAttentionError
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
 Layout = Literal["NHD", "HND"]
-PLAIN = PlanKey(4, 2, 8, 8, scale=8**-0.5)
+PLAIN = AttentionSpec(4, 2, 8, 8, scale=8**-0.5)
 VARIANTS = {
     "grouped": PLAIN,
     "one kv head": replace(PLAIN, num_kv_heads=1),
@@ -40,7 +40,7 @@ VARIANTS = {
 
 
 def dense(
-    key: PlanKey, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, sinks: torch.Tensor | None
+    key: AttentionSpec, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, first: int, sinks: torch.Tensor | None
 ) -> torch.Tensor:
     """One row: q [Q, Hq, Dk] at positions first…, k, v [S, Hkv, D] from position 0 on -> [Q, Hq, Dv], float64."""
     q, k, v = q.double(), k.double(), v.double()
@@ -63,7 +63,7 @@ def dense(
 class Rig:
     """A runner over one layer whose pages are all NaN but the null page: touching a foreign page shows."""
 
-    def __init__(self, key: PlanKey, page_size: int, rows: int, longest: int, layout: Layout, seed: int) -> None:
+    def __init__(self, key: AttentionSpec, page_size: int, rows: int, longest: int, layout: Layout, seed: int) -> None:
         self.key, self.page_size = key, page_size
         width = -(-longest // page_size)
         pages = np.random.default_rng(seed).permutation(np.arange(1, 2 * rows * width + 1))[: rows * width]

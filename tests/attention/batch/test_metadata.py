@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend
 from attention.batch.metadata import BATCH_FIELDS, batch_arrays, batch_fields, batch_sizes, single_batch_arena, stage
 from attention.batch.staging import StagingArena, bucket_of
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
@@ -53,7 +53,9 @@ def test_staging_validates_the_batch() -> None:
 
 
 def test_attending_with_stale_metadata_raises() -> None:
-    runner = GroupRunner(TorchBackend(CPU), CacheGroup("g", (PlanKey(1, 1, 4, 4, 0.5),), 8, 8), torch.float32, CPU)
+    runner = GroupRunner(
+        TorchBackend(CPU), CacheGroup("g", (AttentionSpec(1, 1, 4, 4, 0.5),), 8, 8), torch.float32, CPU
+    )
     arena, bucket = single_batch_arena(4, 16, 2, CPU)
     planned = runner.plan(stage(BATCH, arena, bucket))
     states = torch.ones(12, 1, 4)

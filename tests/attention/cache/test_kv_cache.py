@@ -12,21 +12,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend, attend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
-KEY = PlanKey(4, 2, 16, 16, scale=0.25)
+KEY = AttentionSpec(4, 2, 16, 16, scale=0.25)
 SCALES = ((0.02, 0.05), (0.5, 2.0))
 LAYERS = (KEY, replace(KEY, window=7))
 
 
-def group(format: KVFormat, keys: tuple[PlanKey, ...] = LAYERS, layout: Literal["NHD", "HND"] = "NHD") -> CacheGroup:
+def group(
+    format: KVFormat, keys: tuple[AttentionSpec, ...] = LAYERS, layout: Literal["NHD", "HND"] = "NHD"
+) -> CacheGroup:
     return CacheGroup("target", keys, 9, 4, layout, format)
 
 
@@ -138,4 +140,4 @@ def test_latents_in_8_bits_are_refused() -> None:
     with pytest.raises(
         UnsupportedAttentionError, match=r"latent attention has no cache in 8 bits.*kv_cache_dtype='auto'"
     ):
-        group(KVFormat(FP8), (PlanKey(4, 1, 24, 16, 0.2, value_in_key=True),))
+        group(KVFormat(FP8), (AttentionSpec(4, 1, 24, 16, 0.2, value_in_key=True),))

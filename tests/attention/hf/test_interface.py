@@ -28,7 +28,7 @@ def test_the_probe_finds_every_layer_in_order() -> None:
     calls, vocab = found.calls, found.vocab_size
     assert vocab == 64
     assert [c.module for c in calls] == [layer.self_attn for layer in model.model.layers]
-    key = calls[0].plan_key
+    key = calls[0].attention_spec
     assert (key.num_q_heads, key.num_kv_heads, key.head_dim_k, key.head_dim_v) == (4, 2, 16, 16)
     assert (key.scale, key.window, key.softcap, key.has_sinks) == (0.25, None, None, False)
 
@@ -38,13 +38,13 @@ def test_the_probe_reads_windows_softcap_and_sinks() -> None:
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 6, "pad_token_id": None}
     mixed = ["sliding_attention", "full_attention"]
     gemma = AutoConfig.for_model("gemma2", **sizes, **heads, layer_types=mixed, attn_logit_softcapping=30.0)
-    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gemma).eval()).calls]
+    keys = [c.attention_spec for c in probe(AutoModelForCausalLM.from_config(gemma).eval()).calls]
     assert [k.window for k in keys] == [6, None]
     assert [k.softcap for k in keys] == [30.0, 30.0]
     gpt = AutoConfig.for_model(
         "gpt_oss", **sizes, **heads, layer_types=mixed, num_local_experts=2, num_experts_per_tok=1
     )
-    keys = [c.plan_key for c in probe(AutoModelForCausalLM.from_config(gpt).eval()).calls]
+    keys = [c.attention_spec for c in probe(AutoModelForCausalLM.from_config(gpt).eval()).calls]
     assert [k.window for k in keys] == [6, None]
     assert all(k.has_sinks for k in keys)
 

@@ -19,13 +19,13 @@ from transformers import (
     YoutuConfig,
 )
 
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, allocate, bytes_per_token
 from attention.hf.interface import attention_implementation, probe
 from attention.hf.mla import LatentAttention, latent_attention, unexpanded
 from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 from specdec.target.selftest import self_test
 from specdec.target.target import Target, probe_target
@@ -85,7 +85,7 @@ def model_of(config: PreTrainedConfig) -> Any:
 
 def target_of(model: Any, page_size: int = 4) -> Target:
     probed = probe_target(model)
-    group = CacheGroup("target", tuple(c.plan_key for c in probed.calls), 40, page_size)
+    group = CacheGroup("target", tuple(c.attention_spec for c in probed.calls), 40, page_size)
     return Target(probed, GroupRunner(TorchBackend(CPU), group, torch.float32, CPU), (), 64)
 
 
@@ -114,7 +114,7 @@ def test_absorbed_logits_equal_the_expanded_forward(name: str) -> None:
     """Prompts of 19, 5 and 31 tokens, in chunks of 4 to 6 tokens a row, over pages of 4."""
     model = model_of(CONFIGS[name])
     target = target_of(model)
-    assert all(k.value_in_key and k.head_dim_k == LATENT + ROPE for k in target.runner.group.plan_keys)
+    assert all(k.value_in_key and k.head_dim_k == LATENT + ROPE for k in target.runner.group.attention_specs)
     rows = [torch.randint(64, (n,), generator=torch.Generator().manual_seed(n)) for n in (19, 5, 31)]
     ours = paged_logits(target, rows, chunk=4)
     with attention_implementation((model.config,), "eager"):
@@ -157,7 +157,7 @@ def test_expand_kv_comes_back_after_an_error() -> None:
 
 
 def test_the_cache_keeps_one_latent_a_token() -> None:
-    key = PlanKey(4, 1, 576, 512, scale=0.07, value_in_key=True)
+    key = AttentionSpec(4, 1, 576, 512, scale=0.07, value_in_key=True)
     (layer,) = allocate(CacheGroup("g", (key,), 3, 4), torch.float32, CPU)
     assert layer.values.data_ptr() == layer.keys.data_ptr()
     assert layer.keys.shape == (3, 4, 1, 576)

@@ -59,7 +59,7 @@ def make_head(spec: Eagle3Spec, seed: int = 0) -> Eagle3Head:
 
 def causal_attend(head: Eagle3Head) -> Callable[..., torch.Tensor]:
     """Attention of one sequence given as a whole."""
-    key = head.plan_keys[0]
+    key = head.attention_specs[0]
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         rows = (x.transpose(0, 1) for x in (q, k, v))

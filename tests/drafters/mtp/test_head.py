@@ -36,7 +36,7 @@ def full_attend(head: MtpHead, rows: int) -> Any:
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
-        return dense_attend(q, k, v, mask[None, None], head.plan_keys[layer])[0].transpose(0, 1)
+        return dense_attend(q, k, v, mask[None, None], head.attention_specs[layer])[0].transpose(0, 1)
 
     return attend
 
@@ -199,7 +199,7 @@ def test_it_is_a_head_on_the_last_state(tmp_path: Path, tiny_case: Callable[...,
     assert isinstance(head, Head)
     assert head.taps == (FINAL_NORM,)
     assert head.draft_vocab_size == VOCAB
-    assert [(k.head_dim_k, k.head_dim_v, k.value_in_key) for k in head.plan_keys] == [(48, 40, True)]
+    assert [(k.head_dim_k, k.head_dim_v, k.value_in_key) for k in head.attention_specs] == [(48, 40, True)]
     tapped = torch.randn(2, 32)
     assert head.fuse(tapped) is tapped
 

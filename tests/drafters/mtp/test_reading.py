@@ -24,7 +24,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.reading import check_reading, compare_readings
 from drafters.mtp.spec import MtpReading, MtpSpec, mtp_target
 from drafters.mtp.stack import MtpStack
-from drafters.training.ttt import unroll
+from drafters.unroll import unroll
 from evals.data import arithmetic
 from specdec.cli.generate import generate
 from specdec.loading.builtin import builtin_path

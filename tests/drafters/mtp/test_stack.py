@@ -48,7 +48,7 @@ class Rows:
         self.ids = random_prompts([34, 34], seed=9)
         with torch.no_grad():
             self.states = case.model.get_decoder()(torch.tensor(self.ids), use_cache=False).last_hidden_state
-        group = CacheGroup("head", stack.plan_keys, 25, PAGE_SIZE)
+        group = CacheGroup("head", stack.attention_specs, 25, PAGE_SIZE)
         self.runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
         self.carried = torch.full((stack.num_modules, 2, 32), 99.0)  # unread: requests start
 

@@ -28,11 +28,11 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import specdec.execution.capture
 import specdec.execution.graphs
-from attention.backends.base import PlanKey
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.checking import check_mode
+from attention.spec import AttentionSpec
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
@@ -55,7 +55,7 @@ class FixedPlaceBackend(TorchBackend):
     """The torch reference, with plans that stay where they are."""
 
     def fixed_builder(
-        self, group: Any, key: PlanKey, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
+        self, group: Any, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
     ) -> Any:
         return FixedPlaceBuilder(self.builder(group, key, dtype), rows, query_len)
 

@@ -8,21 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.backend import check_supported, kernel_name, routes, split_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 
-KEY = PlanKey(32, 8, 128, 128, scale=128**-0.5)
+KEY = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)
 
 
-def group(key: PlanKey, page_size: int = 16) -> CacheGroup:
+def group(key: AttentionSpec, page_size: int = 16) -> CacheGroup:
     return CacheGroup("target", (key,), 8, page_size)
 
 
-def refusal(key: PlanKey = KEY, dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> str:
+def refusal(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> str:
     with pytest.raises(UnsupportedAttentionError) as error:
         check_supported(group(key, page_size), key, dtype)
     return str(error.value)
@@ -32,7 +32,7 @@ def refusal(key: PlanKey = KEY, dtype: torch.dtype = torch.bfloat16, page_size: 
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 def test_what_is_offered(dtype: torch.dtype, dim: int, page_size: int) -> None:
-    key = PlanKey(8, 2, dim, dim, scale=1.0, window=100, softcap=30.0)
+    key = AttentionSpec(8, 2, dim, dim, scale=1.0, window=100, softcap=30.0)
     check_supported(group(key, page_size), key, dtype)
 
 
@@ -51,7 +51,7 @@ def test_which_kernels_serve_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """fa3 serves what it was measured on: Hopper, bfloat16, head dim 128, plain full attention."""
     fp8 = CacheGroup("target", (KEY,), 8, 16, format=KVFormat(FP8))
 
-    def served(key: PlanKey = KEY, dtype: torch.dtype = torch.bfloat16, cache: CacheGroup | None = None) -> int:
+    def served(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, cache: CacheGroup | None = None) -> int:
         return len(routes(cache or group(key), key, dtype, torch.device("cuda")))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))

@@ -7,15 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.backend import check_supported
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
 
-KEY = PlanKey(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
+KEY = AttentionSpec(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
 
 
-def refusal(key: PlanKey = KEY, dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> str:
+def refusal(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, page_size: int = 16) -> str:
     with pytest.raises(UnsupportedAttentionError) as error:
         check_supported(CacheGroup("target", (key,), 8, page_size), key, dtype)
     return str(error.value)

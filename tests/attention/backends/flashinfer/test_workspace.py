@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from attention.backends.base import PlanKey
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
+from attention.spec import AttentionSpec
 
 SMS = 132
 
@@ -29,7 +29,7 @@ def tile_of(queries: int, dim: int) -> int:
     return 64 if queries > 16 else 16
 
 
-def plan(key: PlanKey, query_lens: np.ndarray, pages: np.ndarray, page_size: int, graph: bool) -> Planned:
+def plan(key: AttentionSpec, query_lens: np.ndarray, pages: np.ndarray, page_size: int, graph: bool) -> Planned:
     """PrefillSplitQOKVIndptr and PrefillPlanImpl (flashinfer-ai/flashinfer 0.7.2, scheduler.cuh), without a window."""
     group, dim = key.num_q_heads // key.num_kv_heads, key.head_dim_v
     queries, most = query_lens * group, 2 * SMS // key.num_kv_heads
@@ -55,7 +55,7 @@ def plan(key: PlanKey, query_lens: np.ndarray, pages: np.ndarray, page_size: int
 @pytest.mark.parametrize("heads", [(32, 8), (16, 1), (48, 1), (71, 1), (128, 1), (28, 4), (8, 8), (64, 32)])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_every_plan_fits(heads: tuple[int, int], dim: int) -> None:
-    key, rng = PlanKey(*heads, dim, dim, scale=1.0), np.random.default_rng(0)
+    key, rng = AttentionSpec(*heads, dim, dim, scale=1.0), np.random.default_rng(0)
     for rows in (1, 2, 5, 16, 64, 128, 250):
         for query_len in (1, 2, 6, 17, 64):
             pages = rng.integers(1, 1 + int(rng.choice([2, 40, 600, 4000])), rows)
@@ -69,12 +69,12 @@ def test_every_plan_fits(heads: tuple[int, int], dim: int) -> None:
 
 def test_the_constant_of_old_was_not_enough_for_every_batch() -> None:
     """More than 256 MiB: one KV head, 128 query heads, 31 drafts, 200 rows."""
-    key = PlanKey(128, 1, 128, 128, scale=1.0)
+    key = AttentionSpec(128, 1, 128, 128, scale=1.0)
     needed = plan(key, np.full(200, 32), np.full(200, 512), 16, graph=True).nbytes
     assert LEAST_BYTES < needed == split_bytes(key, SMS, 200, 32)
 
 
 def test_batches_outside_graphs_never_need_more() -> None:
     """Divided tiles are at most two a multiprocessor, so that the least is enough for any model on 300 of them."""
-    keys = (PlanKey(q, kv, d, d, 1.0) for q, kv in ((1, 1), (71, 1), (128, 1), (128, 8)) for d in (64, 128, 256))
+    keys = (AttentionSpec(q, kv, d, d, 1.0) for q, kv in ((1, 1), (71, 1), (128, 1), (128, 8)) for d in (64, 128, 256))
     assert max(split_bytes(key, 300) for key in keys) < LEAST_BYTES

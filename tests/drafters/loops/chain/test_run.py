@@ -41,7 +41,7 @@ class Rows:
         with torch.no_grad():
             states = model(torch.tensor(self.ids), output_hidden_states=True).hidden_states
         self.tapped = torch.cat([states[tap] for tap in head.taps], -1)  # [2, L, A·Ht]
-        group = CacheGroup("head", tuple(head.plan_keys), 21, PAGE_SIZE)
+        group = CacheGroup("head", tuple(head.attention_specs), 21, PAGE_SIZE)
         self.runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
 
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:

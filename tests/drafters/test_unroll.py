@@ -9,15 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError
+from attention.spec import AttentionSpec
 from drafters.base import Attend
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.oracle import oracle_drafts
 from drafters.training.batches import Batch
 from drafters.training.objective import chain_mask, draft_targets, evaluate_batch
-from drafters.training.ttt import TttAttend, shift_left, unroll
+from drafters.unroll import TttAttend, shift_left, unroll
 from drafters.vocab import most_frequent
 
 SPEC = Eagle3Spec(
@@ -125,7 +125,7 @@ def test_rows_never_see_what_comes_after_their_chain() -> None:
 
 def test_windows_are_refused() -> None:
     with pytest.raises(InvalidInputError, match="windows"):
-        TttAttend((PlanKey(2, 1, 4, 4, 0.5, window=3),), 1, 4)
+        TttAttend((AttentionSpec(2, 1, 4, 4, 0.5, window=3),), 1, 4)
 
 
 @given(st.integers(1, 6), st.integers(0, 8))

@@ -17,8 +17,8 @@ from collections import defaultdict
 
 import torch
 
-from attention.backends.base import PlanKey
 from attention.errors import InvalidInputError
+from attention.spec import AttentionSpec
 from drafters.base import Head
 
 
@@ -36,17 +36,17 @@ class TttAttend:
     Remembers per layer the keys and values of all steps so far: each call is the next step of its layer.
     """
 
-    def __init__(self, plan_keys: tuple[PlanKey, ...], batch_size: int, length: int) -> None:
+    def __init__(self, attention_specs: tuple[AttentionSpec, ...], batch_size: int, length: int) -> None:
         """Raises InvalidInputError for attention variants that no trained head has (window, softcap, sinks)."""
-        if any(key.window is not None or key.softcap is not None or key.has_sinks for key in plan_keys):
+        if any(key.window is not None or key.softcap is not None or key.has_sinks for key in attention_specs):
             raise InvalidInputError("the training-time test has no windows, softcaps or sinks")
-        self._plan_keys = plan_keys
+        self._attention_specs = attention_specs
         self._shape = (batch_size, length)
         self._past: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
 
     def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """query [B·S, Hq, D], key and value [B·S, Hkv, D] of the layer's next step -> [B·S, Hq, D]."""
-        plan = self._plan_keys[layer]
+        plan = self._attention_specs[layer]
         past = self._past[layer]
         past.append((self._by_head(key), self._by_head(value)))
         grouped = self._by_head(query).unflatten(1, (plan.num_kv_heads, -1))  # [B, Hkv, G, S, D]
@@ -85,7 +85,7 @@ def unroll(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, steps: int
         Block outputs of each step, [B·S, H]. Rows whose token lies past the end hold nothing of meaning.
     """
     batch_size, length = token_ids.shape
-    attend = TttAttend(head.plan_keys, batch_size, length)
+    attend = TttAttend(head.attention_specs, batch_size, length)
     positions = torch.arange(length, device=token_ids.device).repeat(batch_size)  # [B·S]
     hidden = head.fuse(tapped.flatten(0, 1))
     outputs = []

@@ -1,0 +1,37 @@
+"""LiveBatch: a batch over buffers that are written anew every round."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from attention.batch.host import HostBatch
+
+
+def _fresh(name: str) -> Any:
+    """A property of HostBatch that is computed at every use."""
+    return property(vars(HostBatch)[name].func)
+
+
+class LiveBatch(HostBatch):
+    """A batch whose arrays are views of staging buffers: whoever owns the buffers writes the next round into them.
+
+    So nothing derived from them is remembered, except page_indptr, which is a buffer itself.
+    """
+
+    def __init__(self, page_indptr: np.ndarray, **arrays: Any) -> None:
+        """page_indptr: [B+1] int32. arrays: the fields of HostBatch."""
+        super().__init__(**arrays)
+        self.__dict__["page_indptr"] = page_indptr
+
+    def over(self, block_table: np.ndarray) -> LiveBatch:
+        """The same buffers with the rows' pages of block_table [B, P] int32."""
+        arrays = {field.name: getattr(self, field.name) for field in fields(HostBatch)}
+        return LiveBatch(self.page_indptr, **arrays | {"block_table": block_table})
+
+    query_lens = _fresh("query_lens")
+    page_counts = _fresh("page_counts")
+    page_indices = _fresh("page_indices")
+    last_page_len = _fresh("last_page_len")

@@ -1,0 +1,32 @@
+"""Schedule: the rows of the next target forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The rows of the next target forward; rows with drafts first.
+
+    Attributes:
+        rows: [B] int64 RowTable rows.
+        num_new: [B] committed tokens each row reads (1 for a verification, the chunk length for a prompt).
+        num_drafts: [B] n_i; rows 0 … num_drafting-1 have n_i >= 1.
+    """
+
+    rows: np.ndarray
+    num_new: np.ndarray
+    num_drafts: np.ndarray
+
+    @property
+    def num_drafting(self) -> int:
+        """R."""
+        return int((self.num_drafts > 0).sum())
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return int(self.num_new.sum() + self.num_drafts.sum())
