@@ -97,6 +97,8 @@ ROOMS = [
     "drafters/oracle.py",
     "drafters/training",
     "specdec/errors.py",
+    "specdec/values.py",
+    "specdec/arguments.py",
     "specdec/config.py",
     "specdec/ops",
     "specdec/requests",

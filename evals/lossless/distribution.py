@@ -16,7 +16,7 @@ import numpy as np
 from evals.data.datasets import Question
 from evals.data.prompts import opening, render
 from evals.errors import require
-from evals.lossless.places import LEAST_EXPECTED, WINDOW, Place, Search, search
+from evals.lossless.places import LEAST_EXPECTED, WINDOW, Place, Sampling, Search, search
 from evals.runs.runner import Arm, Asking, Model, question_seed
 from evals.runs.verdict import Verdict
 from evals.runs.worker import Worker
@@ -34,20 +34,6 @@ DEFINITION = (
 
 Tokens = tuple[int, ...]
 NextProbabilities = Callable[[Sequence[int]], Mapping[int, float]]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How the test samples.
-
-    Attributes:
-        samples: a prompt and arm. tokens: how many first tokens make a cell. top_k, temperature: of the sampling.
-    """
-
-    samples: int = 1000
-    tokens: int = 3
-    top_k: int = 3
-    temperature: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 
 from evals.data.datasets import Question
-
-if TYPE_CHECKING:
-    from evals.lossless.distribution import Sampling
 
 LEAST_EXPECTED = 5.0
 TEMPERATURES = (1.0, 2.0, 4.0)
@@ -31,6 +28,20 @@ class ScoresText(Protocol):
 
     def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits after every one of `token_ids`: [T, V]."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the test samples.
+
+    Attributes:
+        samples: a prompt and arm. tokens: how many first tokens make a cell. top_k, temperature: of the sampling.
+    """
+
+    samples: int = 1000
+    tokens: int = 3
+    top_k: int = 3
+    temperature: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,28 @@ from specdec.values import short
 
 if TYPE_CHECKING:
     from specdec.execution.graphs import GraphReport
-    from specdec.model import SpeculativeModel
+
+
+class Loaded(Protocol):
+    """The part of a SpeculativeModel that facts are read from."""
+
+    hf_model: Any
+    head: Any
+    runners: Any
+    checkpoint: Any
+    target: Any
+    backend_name: str
+    self_test_error: float
+    twin: Any
+    config: Any
+    executor: Any
+    generation_config_use: Any
+
+    @property
+    def dtype(self) -> Any: ...
+
+    @property
+    def device(self) -> Any: ...
 
 
 @runtime_checkable
@@ -21,7 +42,7 @@ class _Captured(Protocol):
     report: GraphReport
 
 
-def facts_of(model: SpeculativeModel) -> dict[str, Any]:
+def facts_of(model: Loaded) -> dict[str, Any]:
     """Resolved facts of model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint = model.head, model.runners, model.checkpoint
     return {
@@ -49,7 +70,7 @@ def facts_of(model: SpeculativeModel) -> dict[str, Any]:
     }
 
 
-def _own_config(model: SpeculativeModel) -> str:
+def _own_config(model: Loaded) -> str:
     """What of the model's own generation_config applies, and what is switched off or will be refused."""
     odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
     if model.generation_config_use == "ignore":

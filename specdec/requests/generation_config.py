@@ -11,14 +11,13 @@ Source: huggingface/transformers, generation/utils.py: `_prepare_generation_conf
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Literal
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
 from specdec.requests.generation_values import check_values
-from specdec.requests.sampling import SamplingParams
 from specdec.values import short, whole
 
 Use = Literal["model", "ignore"]
@@ -66,10 +65,10 @@ def check_use(use: Any) -> Use:
     )
 
 
-def from_generation_config(
+def sampling_fields(
     config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use = "model"
-) -> SamplingParams:
-    """The sampling parameters that transformers' own `generate` would use for this config and model.
+) -> dict[str, Any]:
+    """Fields of SamplingParams for what transformers' own `generate` would use for this config and model.
 
     Unset fields come from the model's generation config, then from transformers' defaults (top_k=50 when sampling).
 
@@ -87,7 +86,7 @@ def from_generation_config(
     _refuse_unsupported(config, whole_config)
     given_length = config.max_length is not None or own.max_length is not None
     own_eos = eos_ids(whole_config) == eos_ids(own)
-    return SamplingParams(
+    return dict(
         max_new_tokens=_max_new_tokens(whole_config, prompt_len if given_length else 0),
         stop=_stop_strings(whole_config),
         stop_token_ids=() if own_eos else eos_ids(whole_config),
@@ -115,7 +114,7 @@ def sampling_of_model(model: Any) -> dict[str, Any]:
     return found
 
 
-def check_own_config(model: PreTrainedModel, params: SamplingParams, use: Use) -> None:
+def check_own_config(model: PreTrainedModel, stop: Collection[str], use: Use) -> None:
     """Refuse what transformers' greedy `generate` would do because of the model's own generation_config, and we do not.
 
     Raises:
@@ -124,7 +123,7 @@ def check_own_config(model: PreTrainedModel, params: SamplingParams, use: Use) -
     if use == "ignore":
         return
     odd = unsupported(model.generation_config)
-    if set(_stop_strings(model.generation_config)) <= set(params.stop):
+    if set(_stop_strings(model.generation_config)) <= set(stop):
         odd.pop("stop_strings", None)
     if odd:
         raise InvalidInputError(

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import Use, check_own_config, eos_ids, from_generation_config
+from specdec.requests.generation_config import Use, check_own_config, eos_ids, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -46,6 +46,17 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     return found
 
 
+def from_generation_config(
+    config: GenerationConfig, model: PreTrainedModel, prompt_len: int, use: Use = "model"
+) -> SamplingParams:
+    """The sampling parameters that transformers' own `generate` would use, see `sampling_fields`.
+
+    Raises:
+        InvalidInputError: the config asks for something that is not supported, or has values of a wrong type.
+    """
+    return SamplingParams(**sampling_fields(config, model, prompt_len, use))
+
+
 def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | GenerationConfig]:
     if params is None:
         return [SamplingParams()] * num_prompts
@@ -70,5 +81,5 @@ def _resolved(
         return from_generation_config(given, model, prompt_len, use)
     if type(given) is not SamplingParams:  # a subclass may have skipped the checks
         given = SamplingParams(**{f.name: getattr(given, f.name) for f in fields(SamplingParams)})
-    check_own_config(model, given, use)
+    check_own_config(model, given.stop, use)
     return given

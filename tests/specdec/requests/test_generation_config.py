@@ -10,8 +10,9 @@ from fakes import EOS, LETTERS, hf_greedy, random_prompts, table_head, tiny_llam
 from transformers import GenerationConfig
 
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import from_generation_config, merged, refused_fields
+from specdec.requests.generation_config import merged, refused_fields
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.submission import from_generation_config
 
 PROMPT = random_prompts([9])[0]
 
