@@ -16,13 +16,12 @@ from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.spec import Concat, Feedback, MtpReading
-from drafters.mtp.stack import MtpStack
 from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
 from specdec.errors import InvalidInputError, SpecdecError
-from specdec.execution.eager import Drafter, EagerExecutor, Executor
-from specdec.execution.modules import MtpExecutor
+from specdec.execution.base import Drafter, Executor
+from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import check_graphs, kv_format, make_backend
 from specdec.loading.facts import facts_of
 from specdec.loading.memory import memory_named
@@ -34,6 +33,7 @@ from specdec.requests.generation_config import eos_ids, from_generation_config
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.request import Completion, Update
 from specdec.requests.sampling import SamplingParams
+from specdec.rounds.buckets import loop_limits
 from specdec.target.selftest import self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
 
@@ -87,7 +87,8 @@ class SpeculativeModel:
             UnsupportedModelError: the target would come out wrong.
             UnsupportedAttentionError: the backend lacks a variant.
         """
-        check_graphs(backend, head, cuda_graphs)
+        loop = None if head is None else head.draft_loop(loop_limits(config))
+        check_graphs(backend, loop, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -102,9 +103,9 @@ class SpeculativeModel:
         log.info("self-test")
         self.self_test_error = self_test(self.target)
         drafter = None
-        if head is not None:
+        if head is not None and loop is not None:
             group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
-            drafter = Drafter(head, GroupRunner(backend, group, dtype, device))
+            drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
         self.runners = (runner,) if drafter is None else (runner, drafter.runner)
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
@@ -294,8 +295,6 @@ class SpeculativeModel:
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
-    if drafter is not None and isinstance(drafter.head, MtpStack):
-        return MtpExecutor(target, drafter, drafter.head, config)
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)
     from specdec.execution.graphs import GraphExecutor

@@ -106,8 +106,27 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, p
     >>> slots_of(np.array([[5, 9, 2, 7]]), np.zeros(3, int), np.array([47, 48, 49]), 16).tolist()
     [47, 112, 113]
     """
-    pages = block_table[rows, positions // page_size].astype(np.int64)
-    return pages * page_size + positions % page_size
+    return slots_at(block_table, rows, positions // page_size, positions % page_size, page_size)
+
+
+def slots_at(
+    block_table: np.ndarray,
+    rows: np.ndarray,
+    pages: np.ndarray,
+    offsets: np.ndarray,
+    page_size: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """`slots_of` for positions that are split already: the pages-th page of each row, and the place on it.
+
+    Args:
+        rows, pages, offsets: any shapes that broadcast. out: int64, where the slots are written; default a new array.
+
+    >>> slots_at(np.array([[5, 9, 2, 7]]), np.array([[0]]), np.array([2, 3]), np.array([[15], [0]]), 16).tolist()
+    [[47, 127], [32, 112]]
+    """
+    first = np.multiply(block_table[rows, pages], page_size, dtype=np.int64)
+    return np.add(first, offsets, out=out)
 
 
 def offsets_within(counts: np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from torch.nn import functional as F
 from attention.hf.interface import AttentionCall, AttentionPort, recorded_calls
 from drafters.base import FINAL_NORM, Attend
 from drafters.errors import HeadLoadError
+from drafters.loops.base import LoopSize
+from drafters.loops.chain.passes import MtpPasses
+from drafters.loops.chain.run import ChainLoop
+from drafters.mtp.reading import check_reading
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 
 
@@ -133,3 +138,16 @@ class MtpHead(nn.Module):
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids are target ids."""
         return draft_ids
+
+    @property
+    def mtp_modules(self) -> tuple[MtpHead, ...]:
+        """This one; see `MtpStack.mtp_modules`."""
+        return (self,)
+
+    def draft_loop(self, limits: LoopSize) -> ChainLoop:
+        """A chain: the module is fed its own output."""
+        return ChainLoop(self, partial(MtpPasses, self))
+
+    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.InputConvention`."""
+        check_reading(self, token_ids, states, num_drafts)

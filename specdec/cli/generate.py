@@ -143,12 +143,10 @@ def inspect(**options: Any) -> None:
     """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
     from rich.console import Console
 
-    from drafters.eagle3.head import Eagle3Head
+    from drafters.checkpoints.config_fields import Reported
     from specdec.cli.tables import facts_table, report_table
-    from specdec.loading.targets import head_report
-    from specdec.target.target import probe_target
 
     model, console = load_model(**options), Console()
     console.print(facts_table(model.describe()))
-    if isinstance(model.head, Eagle3Head):
-        console.print(report_table(head_report(options["draft"], options["model"], probe_target(model.hf_model))))
+    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
+        console.print(report_table(model.head.checkpoint_report))

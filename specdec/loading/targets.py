@@ -20,8 +20,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
-from drafters.checkpoints.config_fields import HeadReport
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3
+from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
 from drafters.mtp.checkpoint import has_mtp, load_mtp, module_names
 from drafters.mtp.spec import MtpReading, mtp_target
 from drafters.mtp.stack import MtpStack
@@ -238,18 +237,6 @@ def load_head(
         return _load_mtp_head(path, probed, how)
     _check_no_reading(how, f"{path} has no multi-token-prediction module")
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
-
-
-def head_report(draft: str | Path, target_name: str, probed: TargetProbe) -> HeadReport:
-    """Every resolved field of an EAGLE-3 head and where it came from; nothing is loaded.
-
-    Args:
-        draft: folder or hub name of the head, or "auto".
-
-    Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.describe_eagle3`.
-    """
-    return describe_eagle3(resolve_head(draft, target_name), target_facts(probed))
 
 
 def _check_no_reading(reading: MtpReading, reason: str) -> None:

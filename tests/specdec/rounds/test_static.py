@@ -8,9 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
+from drafters.loops.base import DraftingRows
+from drafters.loops.chain.static import FixedSteps
 from specdec.config import EngineConfig
-from specdec.rounds.static import FixedSteps, FixedTarget, fixed_shape
-from specdec.rounds.verification import StepArrays, TargetArrays
+from specdec.rounds.buckets import static_shape
+from specdec.rounds.static import FixedTarget
+from specdec.rounds.verification import TargetArrays
 
 CPU = torch.device("cpu")
 ROWS, DRAFTS, LONGEST = 4, 3, 44
@@ -64,7 +67,7 @@ rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one."""
-    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(page_size), ROWS), True, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         batch, head, staged = fixed.send(target)
@@ -84,7 +87,7 @@ def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page
 
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
-    shape = fixed_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
+    shape = static_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
     target.block_table[0, :2] = [7, 9]
     batch, _, _ = FixedTarget(shape, False, CPU).send(target)
@@ -94,7 +97,7 @@ def test_worked_example() -> None:
 
 def test_drafts_may_stand_in_other_rows() -> None:
     """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
-    fixed = FixedTarget(fixed_shape(config(16), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(16), ROWS), True, CPU)
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
@@ -103,11 +106,11 @@ def test_drafts_may_stand_in_other_rows() -> None:
 
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
-    fixed = FixedSteps(fixed_shape(config(page_size), ROWS), CPU)
+    fixed = FixedSteps(static_shape(config(page_size), ROWS), CPU)
     for rows in rounds:
         lens, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
         pages = table(len(rows), page_size, 1)
-        draft = StepArrays(lens, drafts, DRAFTS - 1, pages, page_size)
+        draft = DraftingRows(lens, drafts, pages, page_size)
         batches, staged = fixed.send(draft)
         for step, batch in enumerate(batches):
             batch.validate()
@@ -128,9 +131,9 @@ def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_s
 
 
 def test_worked_example_of_draft_steps() -> None:
-    fixed = FixedSteps(fixed_shape(config(16), ROWS), CPU)
+    fixed = FixedSteps(static_shape(config(16), ROWS), CPU)
     pages = np.array([[7, 9], [3, 4]], np.int32)
-    batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, pages, 16))
+    batches, staged = fixed.send(DraftingRows(np.array([18, 20]), np.array([3, 1]), pages, 16))
     assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
     assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
 
@@ -138,8 +141,8 @@ def test_worked_example_of_draft_steps() -> None:
 def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     """Their room follows from the pool, not from the longest row there could be."""
     small = EngineConfig(DRAFTS, 4000, ROWS, ROWS * (DRAFTS + 1), 4, 12)  # 11 pages of 4 tokens
-    shape = fixed_shape(small, ROWS)
-    assert dict(shape.bucket)["target.rows_times_pages"] < 40
+    shape = static_shape(small, ROWS)
+    assert shape.page_entries < 40
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
     batch, head, _ = FixedTarget(shape, True, CPU).send(target_of(rows, 4))
     assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None
