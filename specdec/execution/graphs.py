@@ -139,7 +139,8 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._eager.transfers + sum(each.transfers for each in (*self._fixed.values(), *self._steps.values()))
+        own = sum(each.transfers for each in self._fixed.values()) + sum(each.transfers for each in self._steps.values())
+        return self._eager.transfers + own
 
     @property
     def reads(self) -> HostReads:

@@ -54,7 +54,7 @@ class DeviceRound:
     logit_index: torch.Tensor
     num_drafts: torch.Tensor
     sources: torch.Tensor | None
-    sampling: DeviceSampling | None = None
+    sampling: DeviceSampling | None
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class VerificationSection:
         """What arrived; greedy."""
         own = {name: staged[f"target.{name}"] for name in cls._names}
         sources = None if target.sources is None else staged["target.sources"]
-        return DeviceRound(from_staged("target", target.batch, staged), **own, sources=sources)
+        return DeviceRound(from_staged("target", target.batch, staged), **own, sources=sources, sampling=None)
 
     @classmethod
     def static_views(cls, batch: HostBatch, staged: Staged, num_drafts: int) -> DeviceRound:
@@ -119,7 +119,8 @@ class VerificationSection:
         own = {name: staged[f"target.{name}"] for name in cls._names}
         for name in ("draft_places", "draft_sources"):
             own[name] = own[name][:num_drafts]
-        return DeviceRound(from_staged("target", batch, staged), **own, sources=staged["target.sources"])
+        metadata = from_staged("target", batch, staged)
+        return DeviceRound(metadata, **own, sources=staged["target.sources"], sampling=None)
 
     @staticmethod
     def buffers(host: Mapping[str, np.ndarray]) -> tuple[BatchBuffers, VerificationBuffers]:
