@@ -139,8 +139,8 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        own = sum(each.transfers for each in self._fixed.values()) + sum(each.transfers for each in self._steps.values())
-        return self._eager.transfers + own
+        verifications = sum(each.transfers for each in self._fixed.values())
+        return self._eager.transfers + verifications + sum(each.transfers for each in self._steps.values())
 
     @property
     def reads(self) -> HostReads:

@@ -226,6 +226,7 @@ def load_head(
     how = reading or MtpReading()
     if not isinstance(draft, (str, Path)):
         _check_no_reading(how, "the head is loaded already")
+        _check_is_head(draft)
         _check_fits(draft, probed)
         return draft
     if str(draft) == MTP_HEAD:
@@ -251,6 +252,16 @@ def _load_mtp_head(path: str, probed: TargetProbe, reading: MtpReading) -> Head:
     model = probed.model
     modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
     return modules[0] if len(modules) == 1 else MtpStack(modules)
+
+
+def _check_is_head(head: Head) -> None:
+    """Name what a loaded object lacks."""
+    members = (*Head.__annotations__, *(name for name in vars(Head) if not name.startswith("_")))
+    missing = [name for name in dict.fromkeys(members) if not hasattr(head, name)]
+    if missing:
+        raise HeadLoadError(
+            f"{type(head).__name__} is no draft head: it has no {', '.join(missing)}; see drafters.base.Head"
+        )
 
 
 def _check_fits(head: Head, probed: TargetProbe) -> None:

@@ -90,6 +90,7 @@ def test_tokens_and_drafts(
     accepted = [r.accepted for c in completions for r in c.stats.rounds]
     assert 0 in accepted and max(accepted) >= 2, "the modules must be right and wrong often enough to test something"
     assert (wrapped.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
+    assert wrapped.engine_stats.host_to_device == wrapped.engine_stats.rounds, "verification and loop in one copy"
     assert free_everywhere(wrapped)
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
 from drafters.loops.base import DraftingRows
+from drafters.loops.chain.arrays import StepArrays
 from drafters.loops.chain.static import FixedSteps
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_shape
@@ -125,6 +126,9 @@ def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_s
             assert not batch.slot_mapping[len(rows) :].any()
             flat = staged["step.page_indices"][step, : len(batch.page_indices)]
             assert flat.tolist() == batch.page_indices.tolist()
+            ragged = StepArrays(draft).batches[step] if step < draft.num_steps else None
+            for name in ("positions", "seq_lens", "slot_mapping") if ragged is not None else ():
+                assert getattr(batch, name)[: len(rows)].tolist() == getattr(ragged, name).tolist(), name
             plain = HostBatch(*(getattr(batch, name) for name in HostBatch.__dataclass_fields__))
             assert staged["step.page_indptr"][step].tolist() == plain.page_indptr.tolist()
             assert staged["step.last_page_len"][step].tolist() == plain.last_page_len.tolist()
