@@ -2,7 +2,7 @@
 
     x = block(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))      logits = lm_head(norm(x)) predict t_{p+2}
 
-h_p is the target's state after its final norm in the first pass, and the module's own fed-back state later. The block
+h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The block
 is a decoder layer of the target's own class, run by transformers' code with our attention.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of

@@ -27,6 +27,7 @@ from drafters.loops.base import Choose, Draft, DraftInput, DraftLoop, GraphLoop,
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.backends import check_graphs
 from specdec.requests.sampling import SamplingParams
+from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
@@ -230,6 +231,11 @@ def test_graphs_are_refused_in_the_loops_own_words() -> None:
     check_graphs(TorchBackend(torch.device("cpu")), loop, False)
     with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs"):
         check_graphs(InvariantBackend(), loop, True)
+
+
+def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs; use cuda_graphs=False"):
+        with_graphs(ToyHead(tiny_llama()), num_speculative_tokens=3)
 
 
 def test_what_is_no_head_is_named_before_anything_is_built() -> None:

@@ -1,4 +1,5 @@
-"""Rounds in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py.)"""
+"""Verifications in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py; draft steps:
+tests/drafters/loops/chain/test_static.py.)"""
 
 from __future__ import annotations
 
@@ -8,9 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
-from drafters.loops.base import DraftingRows
-from drafters.loops.chain.arrays import StepArrays
-from drafters.loops.chain.static import FixedSteps
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_shape
 from specdec.rounds.static import FixedTarget
@@ -103,43 +101,6 @@ def test_drafts_may_stand_in_other_rows() -> None:
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
     assert staged["target.sources"].tolist() == [0, 1, 2, 3]
-
-
-@given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
-def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
-    fixed = FixedSteps(static_shape(config(page_size), ROWS), CPU)
-    for rows in rounds:
-        lens, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
-        pages = table(len(rows), page_size, 1)
-        draft = DraftingRows(lens, drafts, pages, page_size)
-        batches, staged = fixed.send(draft)
-        for step, batch in enumerate(batches):
-            batch.validate()
-            active = [n >= step + 2 for n in drafts]
-            expected = [n + step if a else 0 for n, a in zip(lens, active, strict=True)] + [0] * (ROWS - len(rows))
-            assert batch.positions.tolist() == expected
-            assert batch.seq_lens.tolist() == [n + 1 for n in expected]
-            own = [
-                slots_of(pages, np.array([i]), np.array([p]), page_size)[0] for i, p in enumerate(expected[: len(rows)])
-            ]
-            assert batch.slot_mapping[: len(rows)].tolist() == [s if a else 0 for s, a in zip(own, active, strict=True)]
-            assert not batch.slot_mapping[len(rows) :].any()
-            flat = staged["step.page_indices"][step, : len(batch.page_indices)]
-            assert flat.tolist() == batch.page_indices.tolist()
-            ragged = StepArrays(draft).batches[step] if step < draft.num_steps else None
-            for name in ("positions", "seq_lens", "slot_mapping") if ragged is not None else ():
-                assert getattr(batch, name)[: len(rows)].tolist() == getattr(ragged, name).tolist(), name
-            plain = HostBatch(*(getattr(batch, name) for name in HostBatch.__dataclass_fields__))
-            assert staged["step.page_indptr"][step].tolist() == plain.page_indptr.tolist()
-            assert staged["step.last_page_len"][step].tolist() == plain.last_page_len.tolist()
-
-
-def test_worked_example_of_draft_steps() -> None:
-    fixed = FixedSteps(static_shape(config(16), ROWS), CPU)
-    pages = np.array([[7, 9], [3, 4]], np.int32)
-    batches, staged = fixed.send(DraftingRows(np.array([18, 20]), np.array([3, 1]), pages, 16))
-    assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
-    assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
 
 
 def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:

@@ -39,7 +39,7 @@ def test_the_examples_in_the_docstrings() -> None:
     assert [outcome.attempted for outcome in outcomes] >= [9, 5, 5]
 
 
-def test_worked_example_first_pass() -> None:
+def test_worked_example_draft_prefill() -> None:
     kept = kept_rows(QSL, DRAFTS, ACCEPTED)
     assert kept.query_start_loc.tolist() == [0, 2, 6, 7]
     assert kept.token_indices.tolist() == [0, 1, 4, 5, 6, 7, 8]
