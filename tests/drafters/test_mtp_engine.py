@@ -98,12 +98,15 @@ def test_tokens_and_drafts(
 def test_a_request_must_not_carry_anothers_vector(
     make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: what is carried from round to round is lost."""
+    """Where attention decides, drafts are the oracle's; planted: what is carried from round to round is lost."""
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
     loop: Any = wrapped._engine._drafter.loop  # type: ignore[union-attr]
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+    completions = wrapped.generate(PROMPTS, GREEDY)
+    compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert len(compared) > 60 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]
     engine, step = wrapped._engine, wrapped._engine.step
 
     def forgetful() -> Any:
