@@ -53,7 +53,7 @@ class HostBatch:
     @cached_property
     def page_counts(self) -> np.ndarray:
         """[B] int32, pages that hold the row's seq_len keys."""
-        return (self.seq_lens + (self.page_size - 1)) // self.page_size
+        return page_counts_of(self.seq_lens, self.page_size)
 
     @cached_property
     def page_indices(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class HostBatch:
     @cached_property
     def last_page_len(self) -> np.ndarray:
         """[B] int32, keys on each row's last page, 1 … page_size."""
-        return (self.seq_lens - 1) % self.page_size + 1
+        return last_page_lens(self.seq_lens, self.page_size)
 
     def validate(self) -> None:
         """Check the arrays against each other.
@@ -127,6 +127,24 @@ def slots_at(
     """
     first = np.multiply(block_table[rows, pages], page_size, dtype=np.int64)
     return np.add(first, offsets, out=out)
+
+
+def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+    """Pages that hold so many keys, of any shape.
+
+    >>> page_counts_of(np.array([1, 16, 17]), 16).tolist()
+    [1, 1, 2]
+    """
+    return (seq_lens + (page_size - 1)) // page_size
+
+
+def last_page_lens(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+    """Keys on the last page of each row, 1 … page_size, of any shape.
+
+    >>> last_page_lens(np.array([1, 16, 17]), 16).tolist()
+    [1, 16, 1]
+    """
+    return (seq_lens - 1) % page_size + 1
 
 
 def offsets_within(counts: np.ndarray) -> np.ndarray:

@@ -190,6 +190,16 @@ class GraphExecutor:
         after = replace(round_, target=target, sent=None)
         return after, self.verify(after, None)
 
+    def logits_of(self, round_: Round) -> torch.Tensor | None:
+        """[J, K+1, V] logits that the graph of a launched greedy round wrote, valid until the next one is launched.
+
+        None of a round that was judged outside of a graph.
+        """
+        if round_.bucket is None or round_.sampled:
+            return None
+        bucket = self._buckets[round_.bucket]
+        return bucket.logits[bucket.logit_index[: round_.num_rows]]
+
     def _judge(self, bucket: Bucket, round_: Round, draft: Draft | None) -> PackedVerdict:
         assert round_.sent is not None
         index = bucket.logit_index[: round_.num_rows, : round_.target.max_drafts + 1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, flat_pages
+from attention.batch.host import HostBatch, flat_pages, last_page_lens, page_counts_of
 from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
 from attention.batch.staging import Field, Staged
 from attention.checking import checking
@@ -135,7 +135,7 @@ class StepSection:
         if not rows.num_steps:
             return {}
         steps, page_size = arrays.steps, rows.page_size
-        counts = (steps.seq_lens + (page_size - 1)) // page_size  # [K-1, R]
+        counts = page_counts_of(steps.seq_lens, page_size)  # [K-1, R]
         indptr = np.zeros((len(counts), counts.shape[1] + 1), np.int32)
         np.cumsum(counts, axis=1, out=indptr[:, 1:])
         return {
@@ -143,7 +143,7 @@ class StepSection:
             "step.block_table": rows.block_table,
             "step.page_indices": _step_pages(steps.active, rows.block_table, counts, int(indptr[:, -1].max())),
             "step.page_indptr": indptr,
-            "step.last_page_len": (steps.seq_lens - 1) % page_size + 1,
+            "step.last_page_len": last_page_lens(steps.seq_lens, page_size),
             "step.seq_lens": steps.seq_lens,
             "step.slot_mapping": steps.slots,
             "step.positions": steps.positions,
