@@ -198,7 +198,7 @@ class StaticShape:
 
 @dataclass(frozen=True)
 class StaticPrefill:
-    """What the static draft prefill reads behind a verification of fixed shape, all on the device.
+    """What the static draft prefill reads after a verification of fixed shape, all on the device.
 
     token_ids: [rows·(K+1)] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token
     rows of the last accepted ones.

@@ -1,6 +1,6 @@
 """How long a row is after a verification, and how many drafts it may have then. numpy only; doctests run in the tests.
 
-The root (bonus token) is a row's last committed token; its position is the number of tokens before it, which is also
+The bonus token is a row's last committed token; its position is the number of tokens before it, which is also
 the row's KV length in the target's cache.
 """
 
@@ -23,20 +23,20 @@ def tokens_kept(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray:
     return num_new + num_accepted
 
 
-def draft_room(max_model_len: int, root_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
-    """Drafts that the limits leave room for, K apart: min(max_model_len - 1 - root, tokens_left - 1); may be negative.
+def draft_room(max_model_len: int, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
+    """Drafts that the limits leave room for, K apart: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
 
     Every further committed token takes one from it, so after a verification it is known without the limits.
 
     Args:
-        root_positions: [B] position of the next root (seq'); tokens_left: [B] new tokens the row may still emit.
+        bonus_positions: [B] position of the next bonus token (seq'); tokens_left: [B] tokens the row may still emit.
 
     >>> draft_room(64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
     [1, 0, 1]
     >>> draft_room(64, np.array([57]), np.array([12])).tolist(), draft_room(64, np.array([60]), np.array([9])).tolist()
     ([6], [3])
     """
-    return np.minimum(max_model_len - 1 - root_positions, tokens_left - 1)
+    return np.minimum(max_model_len - 1 - bonus_positions, tokens_left - 1)
 
 
 def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.ndarray:
@@ -52,13 +52,13 @@ def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.nd
 
 
 def num_drafts_allowed(
-    num_speculative_tokens: np.ndarray, max_model_len: int, root_positions: np.ndarray, tokens_left: np.ndarray
+    num_speculative_tokens: np.ndarray, max_model_len: int, bonus_positions: np.ndarray, tokens_left: np.ndarray
 ) -> np.ndarray:
-    """Drafts each row may have: max(0, min(K_i, max_model_len - 1 - root_i, tokens_left_i - 1)).
+    """Drafts each row may have: max(0, min(K_i, max_model_len - 1 - bonus_i, tokens_left_i - 1)).
 
     Args: see `drafts_within` and `draft_room`.
 
     >>> num_drafts_allowed(np.array([3, 3, 3]), 64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
     [1, 0, 1]
     """
-    return drafts_within(num_speculative_tokens, draft_room(max_model_len, root_positions, tokens_left))
+    return drafts_within(num_speculative_tokens, draft_room(max_model_len, bonus_positions, tokens_left))

@@ -1,4 +1,4 @@
-"""Verification on the device: filling in drafts, the verdict, and its packing for the host."""
+"""Verification on the device: filling in drafts, deciding what is accepted, and packing that for the host."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
 
 
 def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Drafts [J, n] int64; rows behind those that draft have zeros."""
+    """Drafts [J, n] int64; rows after those that draft have zeros."""
     if draft is not None and draft.token_ids.shape == (num_rows, width):
         return draft.token_ids
     drafts = torch.zeros(num_rows, width, dtype=torch.long, device=device)

@@ -182,7 +182,7 @@ class GraphExecutor:
         return Verification(read, tapped, partial(self._draft_on, round_))
 
     def follow(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
-        """Launch a round without drafts behind another one, see `Verification.follow`."""
+        """Launch a round without drafts after another one, see `Verification.follow`."""
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
         self._send_verification(round_.bucket, target)
@@ -231,7 +231,7 @@ class GraphExecutor:
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
-        if not target.only_roots:
+        if not target.only_bonus_tokens:
             return None
         return min((rows for rows in self._buckets if rows >= len(target.start)), default=None)
 

@@ -34,7 +34,7 @@ class Verified:
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """What one target forward and its verdict read.
+    """What one target forward and the judgement of its logits read.
 
     Attributes:
         batch: its attention. token_ids: [T] int64, 0 where a draft comes.
@@ -92,7 +92,7 @@ class TargetArrays:
         return int(self.lens.sum())
 
     @property
-    def only_roots(self) -> bool:
+    def only_bonus_tokens(self) -> bool:
         """Whether every row reads one committed token and is judged."""
         return len(self.judged) == len(self.start) and bool((self.num_new == 1).all())
 
@@ -136,9 +136,9 @@ class TargetArrays:
         """judged_rows and logit_index, see TargetInputs."""
         counts = self.num_drafts + 1
         ends = np.cumsum(counts)
-        roots = self.query_start_loc[self.judged] + self.num_new[self.judged] - 1
+        bonus = self.query_start_loc[self.judged] + self.num_new[self.judged] - 1
         logit_index = (ends - counts)[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
-        judged_rows = np.repeat(roots, counts) + offsets_within(counts)
+        judged_rows = np.repeat(bonus, counts) + offsets_within(counts)
         return judged_rows.astype(np.int64), logit_index.astype(np.int64)
 
 
@@ -157,7 +157,7 @@ def target_arrays(
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
-    roots = start + schedule.num_new
+    bonus = start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
     return TargetArrays(
@@ -170,7 +170,7 @@ def target_arrays(
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
         wanted=table.drafts[rows],
-        room=draft_room(table.max_model_len, roots, table.limit[rows] - roots - 1),
+        room=draft_room(table.max_model_len, bonus, table.limit[rows] - bonus - 1),
         page_size=page_size,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
     )
@@ -179,15 +179,16 @@ def target_arrays(
 def target_after(
     target: TargetArrays,
     num_accepted: np.ndarray,
-    roots: np.ndarray,
+    bonus_tokens: np.ndarray,
     drafts: np.ndarray,
     block_table: np.ndarray,
     head_table: np.ndarray | None,
 ) -> TargetArrays:
-    """The verification behind one of roots, of the same rows in their order.
+    """The verification after one of bonus tokens, of the same rows in their order.
 
     Args:
-        num_accepted: [B] what that one accepts; roots: [B] its next tokens, anything where only the device has them.
+        num_accepted: [B] what that one accepts; bonus_tokens: [B] its next tokens, anything where only the device has
+            them.
         drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
     """
     read = tokens_kept(target.num_new, num_accepted)
@@ -196,7 +197,7 @@ def target_after(
         start=target.start + read,
         drafts=drafts,
         num_drafting=int((drafts > 0).sum()),
-        tokens=roots[:, None].astype(np.int32),
+        tokens=bonus_tokens[:, None].astype(np.int32),
         block_table=block_table,
         head_table=head_table,
         room=target.room - read,

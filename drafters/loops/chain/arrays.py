@@ -75,7 +75,7 @@ class ChainArrays:
 def prefill_arrays(draft: DraftInput) -> PrefillArrays:
     """The draft prefill of a round.
 
-    One prompt row of which 3 tokens were read, and a verification of a root and 3 drafts of which 1 was accepted:
+    A prompt row of which 3 tokens were read, and a verification of 3 drafts of which 1 was accepted:
 
     >>> tokens = np.array([[10, 11, 12, 13, 0, 0], [20, 21, 22, 23, 24, 0]])
     >>> table, n = np.array([[5, 0], [7, 9]], np.int32), np.array([2])

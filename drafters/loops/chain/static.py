@@ -1,8 +1,8 @@
 """A chain in rounds of one fixed shape: what CUDA graphs hold of it, and the buffers that they read.
 
-The draft prefill is launched right behind the verification, before the host knows what was accepted: it reads every
+The draft prefill is launched right after the verification, before the host knows what was accepted: it reads every
 token row of the verification with the verification's own tokens, on the device, and takes its output at the last
-accepted one. What it writes for rejected rows lies behind the row's end and is overwritten. The steps' arrays are
+accepted one. What it writes for rejected rows lies past the row's end and is overwritten. The steps' arrays are
 written in place into the pinned buffers that they are sent from.
 """
 
