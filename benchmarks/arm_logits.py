@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.acceptance.packed import Outcome
+from specdec.acceptance.packed import Outcome, PackedVerdict
 from specdec.execution.eager import EagerExecutor
+from specdec.execution.graphs import GraphExecutor
 
 Logits = dict[tuple[int, int], torch.Tensor]
 """(request id, position of the token that is decided) -> [V] on the CPU, in the model's dtype."""
@@ -27,14 +28,15 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     judged: dict[str, Any] = {}
     judge, read = EagerExecutor.judge, engine._read
 
-    def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> torch.Tensor:
+    def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedVerdict:
         judged["logits"] = logits[round_.logit_index]  # [J, n+1, V]
         return judge(self, logits, round_, draft)
 
     def reading(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
         outcome = read(packed, num_drafts)
         inflight = engine._inflight
-        logits = _of_graph(model.executor, inflight.device, len(num_drafts))
+        executor, round_ = model.executor, inflight.device
+        logits = executor.logits_of(round_) if isinstance(executor, GraphExecutor) else None
         logits = judged["logits"] if logits is None else logits
         target = inflight.target
         first = (target.start + target.num_new)[target.judged]
@@ -52,11 +54,3 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
         patch.object(engine, "_foresees", False),
     ):
         yield found
-
-
-def _of_graph(executor: Any, round_: Any, count: int) -> torch.Tensor | None:
-    """[J, K+1, V] of a greedy round that ran from a graph; None of any other."""
-    if getattr(round_, "rows", None) is None or round_.sampled:
-        return None
-    bucket = executor._buckets[round_.rows]
-    return bucket.logits[bucket.logit_index[:count]]

@@ -16,15 +16,16 @@ import numpy as np
 import torch
 from document import publish
 
-from attention.batch.staging import StagingArena
 from attention.cache.pages import BlockTables
+from drafters.loops.chain.run import ChainLoop
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
+from specdec.rounds.drafting import draft_input
+from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
-from specdec.rounds.transfer import send_round
-from specdec.rounds.verification import Verified, draft_arrays, sampling_round, target_arrays
+from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.verification import Verified, target_arrays
 
 PAGE_SIZE = 16
 CONTEXT = 1024
@@ -39,7 +40,7 @@ class State:
     table: RowTable
     target_pages: BlockTables
     head_pages: BlockTables
-    arena: StagingArena
+    transfer: RoundTransfer
 
 
 def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
@@ -61,18 +62,19 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
     full = np.full(rows, num_drafts)
     verified = Verified(np.arange(rows + 1) * (num_drafts + 1), order, full, accepted)
     schedule = Schedule(order, np.ones(rows, np.int64), full)
-    arena = StagingArena(round_fields(), largest_bucket(config), torch.device("cpu"))
-    return State(schedule, verified, table, pages[0], pages[1], arena)
+    loop = ChainLoop(None)  # type: ignore[arg-type]  # arrays and packing ask nothing of a head
+    transfer = RoundTransfer(loop, config, torch.device("cpu"))
+    return State(schedule, verified, table, pages[0], pages[1], transfer)
 
 
 def prepare(state: State) -> None:
     """One round's preparation, as `Engine._launch` does it."""
     width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
-    draft = draft_arrays(state.verified, state.schedule, state.table, head, PAGE_SIZE)
+    draft = draft_input(state.verified, state.schedule, state.table, head, PAGE_SIZE)
     target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
     sampling = sampling_round(target, state.schedule, state.table)
-    send_round(draft, target, sampling, state.arena, round_bucket(draft, target))
+    state.transfer.send(draft, target, sampling)
 
 
 def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:

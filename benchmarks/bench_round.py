@@ -31,7 +31,7 @@ from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
-from specdec.acceptance.packed import Outcome, unpack_outcome
+from specdec.acceptance.packed import Outcome, PackedVerdict, unpack_outcome
 from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
@@ -97,16 +97,13 @@ class SyntheticRead:
 
 def draw_on_device(model: SpeculativeModel, vocab: int, rng: np.random.Generator) -> None:
     """Replace the token that a round without drafts decides by a drawn one before anybody reads it."""
-    reads: Any = model.executor._eager.reads  # type: ignore[attr-defined]
-    start = reads.start
     pool = torch.from_numpy(rng.integers(0, vocab, (512, 256))).to(model.device)
     rounds = itertools.count()
 
-    def drawn(packed: torch.Tensor) -> Any:
-        packed[:, 1] = pool[next(rounds) % len(pool), : len(packed)]
-        return start(packed)
+    def drawn(verdict: PackedVerdict) -> None:
+        verdict.first_token.copy_(pool[next(rounds) % len(pool), : verdict.num_rows])
 
-    reads.start = drawn
+    model.executor.reads.before_read = drawn
 
 
 class Tokenizer:

@@ -99,7 +99,7 @@ class Pair:
         return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
 
     def experts(self, sequences: list[list[int]], drafts: int, new_tokens: int) -> tuple[ExpertWork, ...]:
-        """Experts at work in a round: in the verification, in the head's first pass, and in a further step.
+        """Experts at work in a round: in the verification, in the draft prefill, and in a further step.
 
         Counted on the last `new_tokens` of every sequence, see `expert_work`. The head's router was not asked:
         its layer is taken to choose as the target's layers do on average.

@@ -1,27 +1,20 @@
-"""What every draft head offers, and what a round of drafting gives back."""
+"""What every draft head offers. What it may offer besides are protocols of their own: a head has them or not."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from drafters.attend import Attend as Attend
 
 if TYPE_CHECKING:
     import torch
 
     from attention.spec import AttentionSpec
+    from drafters.loops.base import DraftLoop, LoopSize
 
 FINAL_NORM = -1
 """Tap id of the target's state after its final norm (what feeds lm_head). Other tap ids are boundaries b >= 0:
 the residual stream after b decoder layers (0 = embeddings)."""
-
-
-class Attend(Protocol):
-    """Attention as a head sees it; whoever made the callable remembers K and V (paged cache, trainer, oracle)."""
-
-    def __call__(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        """query [T, Hq, Dk], key [T, Hkv, Dk] (both after RoPE), value [T, Hkv, Dv] -> [T, Hq, Dv].
-
-        `layer` indexes the head's `attention_specs`; scale and window come from there.
-        """
 
 
 @runtime_checkable
@@ -54,3 +47,26 @@ class Head(Protocol):
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
+
+    def draft_loop(self, limits: LoopSize) -> DraftLoop[Any, Any]:
+        """The loop that drafts with this head, for one engine with at most these sizes.
+
+        `drafters.loops.chain.run.ChainLoop(self)` suits every head that is fed its own output. Rounds run from CUDA
+        graphs only with a loop that has a static form (`drafters.loops.base.GraphLoop`).
+        """
+
+
+@runtime_checkable
+class InputConvention(Protocol):
+    """A head whose checkpoint does not say how it was trained to be read, but which can tell from a text."""
+
+    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """Refuse a head that is plainly read the wrong way.
+
+        Args:
+            token_ids: [T] int64, a text; states: [T, H] the target's states on it after its final norm.
+            num_drafts: K, at least 1.
+
+        Raises:
+            HeadLoadError: another convention predicts the target's tokens far better; the message names the option.
+        """

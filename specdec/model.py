@@ -15,14 +15,13 @@ from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.spec import Concat, Feedback
-from drafters.mtp.stack import MtpStack
 from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
 from specdec.engine.sharing import SharedEngine, Stream
 from specdec.errors import InvalidInputError, NotCopyableError
-from specdec.execution.eager import Drafter, EagerExecutor, Executor
-from specdec.execution.modules import MtpExecutor
+from specdec.execution.base import Drafter, Executor
+from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import check_graphs, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
@@ -38,6 +37,8 @@ from specdec.requests.generation_config import Use, eos_ids
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, submissions
+from specdec.rounds.buckets import loop_limits
+from specdec.rounds.transfer import staging_bytes
 from specdec.target.live import LiveModel
 from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
@@ -95,7 +96,8 @@ class SpeculativeModel:
             UnsupportedModelError: the target would come out wrong.
             UnsupportedAttentionError: the backend lacks a variant.
         """
-        check_graphs(backend, head, cuda_graphs)
+        loop = None if head is None else head.draft_loop(loop_limits(config))
+        check_graphs(backend, loop, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -112,9 +114,9 @@ class SpeculativeModel:
         log.info("self-test")
         self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
         drafter = None
-        if head is not None:
+        if head is not None and loop is not None:
             group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
-            drafter = Drafter(head, GroupRunner(backend, group, dtype, device))
+            drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
         self.runners = (runner,) if drafter is None else (runner, drafter.runner)
         eos = eos_ids(probed.model.generation_config)
         self.executor = _executor(self.target, drafter, config, cuda_graphs)
@@ -250,7 +252,8 @@ class SpeculativeModel:
             num_pages=-(-tokens // options.page_size) + 1,
             seed=options.seed,
         )
-        check_sizes_fit(config, place, per_token)
+        loop = None if head is None else head.draft_loop(loop_limits(config))
+        check_sizes_fit(config, place, per_token, staging_bytes(loop, config))
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
         with memory_named(place, tokens, per_token):
@@ -363,8 +366,6 @@ class SpeculativeModel:
 
 
 def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
-    if drafter is not None and isinstance(drafter.head, MtpStack):
-        return MtpExecutor(target, drafter, drafter.head, config)
     if not cuda_graphs:
         return EagerExecutor(target, drafter, config)
     from specdec.execution.graphs import GraphExecutor

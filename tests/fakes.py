@@ -17,6 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from attention.backends.flashinfer import mla_plan as latent_work
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
+from drafters.loops.base import LoopSize
+from drafters.loops.chain.run import ChainLoop
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 VOCAB = len(LETTERS)
@@ -128,6 +130,9 @@ class TableHead(torch.nn.Module):
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return self.target_ids[draft_ids]
+
+    def draft_loop(self, limits: LoopSize) -> ChainLoop:
+        return ChainLoop(self)
 
 
 def table_head(

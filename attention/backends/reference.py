@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, slots_at
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.checking import checking
@@ -105,8 +105,9 @@ def _padded_tokens(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
 def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarray:
     """[b, S] int64 slots of each row's keys; past its end slot 0 of the null page."""
     num_keys, page_size = int(seqs.max()), host.page_size
-    pages = host.block_table[rows, : -(-num_keys // page_size)].astype(np.int64)
-    slots = (pages[:, :, None] * page_size + np.arange(page_size)).reshape(len(rows), -1)[:, :num_keys]
+    pages = np.arange(-(-num_keys // page_size))[:, None]
+    slots = slots_at(host.block_table, rows[:, None, None], pages, np.arange(page_size), page_size)  # [b, P, ps]
+    slots = slots.reshape(len(rows), -1)[:, :num_keys]
     if int(seqs.min()) == num_keys:
         return slots
     return np.where(np.arange(num_keys) < seqs[:, None], slots, 0)

@@ -53,7 +53,7 @@ class HostBatch:
     @cached_property
     def page_counts(self) -> np.ndarray:
         """[B] int32, pages that hold the row's seq_len keys."""
-        return (self.seq_lens + (self.page_size - 1)) // self.page_size
+        return page_counts_of(self.seq_lens, self.page_size)
 
     @cached_property
     def page_indices(self) -> np.ndarray:
@@ -68,7 +68,7 @@ class HostBatch:
     @cached_property
     def last_page_len(self) -> np.ndarray:
         """[B] int32, keys on each row's last page, 1 … page_size."""
-        return (self.seq_lens - 1) % self.page_size + 1
+        return last_page_lens(self.seq_lens, self.page_size)
 
     def validate(self) -> None:
         """Check the arrays against each other.
@@ -106,8 +106,45 @@ def slots_of(block_table: np.ndarray, rows: np.ndarray, positions: np.ndarray, p
     >>> slots_of(np.array([[5, 9, 2, 7]]), np.zeros(3, int), np.array([47, 48, 49]), 16).tolist()
     [47, 112, 113]
     """
-    pages = block_table[rows, positions // page_size].astype(np.int64)
-    return pages * page_size + positions % page_size
+    return slots_at(block_table, rows, positions // page_size, positions % page_size, page_size)
+
+
+def slots_at(
+    block_table: np.ndarray,
+    rows: np.ndarray,
+    pages: np.ndarray,
+    offsets: np.ndarray,
+    page_size: int,
+    out: np.ndarray | None = None,
+) -> np.ndarray:
+    """`slots_of` for positions that are split already: the pages-th page of each row, and the place on it.
+
+    Args:
+        rows, pages, offsets: any shapes that broadcast. out: int64, where the slots are written; default a new array.
+
+    >>> slots_at(np.array([[5, 9, 2, 7]]), np.array([[0]]), np.array([2, 3]), np.array([[15], [0]]), 16).tolist()
+    [[47, 127], [32, 112]]
+    """
+    first = np.multiply(block_table[rows, pages], page_size, dtype=np.int64)
+    return np.add(first, offsets, out=out)
+
+
+def page_counts_of(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+    """Pages that hold so many keys, of any shape.
+
+    >>> page_counts_of(np.array([1, 16, 17]), 16).tolist()
+    [1, 1, 2]
+    """
+    return (seq_lens + (page_size - 1)) // page_size
+
+
+def last_page_lens(seq_lens: np.ndarray, page_size: int) -> np.ndarray:
+    """Keys on the last page of each row, 1 … page_size, of any shape.
+
+    >>> last_page_lens(np.array([1, 16, 17]), 16).tolist()
+    [1, 16, 1]
+    """
+    return (seq_lens - 1) % page_size + 1
 
 
 def offsets_within(counts: np.ndarray) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
@@ -89,6 +90,24 @@ def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, in
 def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
     """The arrays of a HostBatch under their arena names."""
     return {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+
+
+@dataclass(frozen=True)
+class BatchBuffers:
+    """One host buffer of an arena as the arrays of a HostBatch, whole, for rounds that are written in place."""
+
+    query_start_loc: np.ndarray
+    seq_lens: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+    page_indices: np.ndarray
+    page_indptr: np.ndarray
+    last_page_len: np.ndarray
+
+    @classmethod
+    def of(cls, prefix: str, host: Mapping[str, np.ndarray]) -> BatchBuffers:
+        """The fields of `batch_fields(prefix)` in `host`, see `StagingArena.hosts`."""
+        return cls(**{field.name: host[f"{prefix}.{field.name}"] for field in fields(cls)})
 
 
 def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from drafters.errors import HeadLoadError
 
@@ -41,6 +41,13 @@ class HeadReport:
         lines = [f"{self.path}: {self.layout}, {self.num_parameters / 1e6:.2f} M parameters"]
         wide = max(len(field.name) for field in self.fields)
         return "\n".join(lines + [f"  {f.name:<{wide}}  {f.value!s:<24}  {f.source}" for f in self.fields])
+
+
+@runtime_checkable
+class Reported(Protocol):
+    """A head that describes the checkpoint it was loaded from; None where it was made in memory."""
+
+    checkpoint_report: HeadReport | None
 
 
 def lookup(config: Config, key: str) -> Any:

@@ -86,7 +86,8 @@ def load_eagle3(
     cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
     _check_finite(cast)
     head.load_state_dict(cast, assign=True)
-    log.info("%s", _report(opened))
+    head.checkpoint_report = _report(opened)
+    log.info("%s", head.checkpoint_report)
     return head.eval().requires_grad_(False)
 
 

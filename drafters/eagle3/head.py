@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from attention.errors import InvalidInputError
 from drafters.base import Attend
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadMismatchError
+from drafters.loops.base import LoopSize
+from drafters.loops.chain.passes import EaglePasses
+from drafters.loops.chain.run import ChainLoop
 from drafters.rope import Rotary, rotate
 from drafters.vocab import check_offsets, identity_offsets, ids_of
 
@@ -107,7 +113,7 @@ class PlainLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """An EAGLE-3 head; satisfies `drafters.base.Head`.
+    """An EAGLE-3 head; satisfies `drafters.base.Head` and `drafters.checkpoints.config_fields.Reported`.
 
     Parameters carry the checkpoint's names. The target's embedding (and lm_head) are shared tensors: they are no
     parameters, are not copied and do not appear in the state dict.
@@ -145,6 +151,7 @@ class Eagle3Head(nn.Module):
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
         self.attention_specs = (spec.attention_spec,) * spec.num_layers
+        self.checkpoint_report: HeadReport | None = None
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
@@ -244,6 +251,10 @@ class Eagle3Head(nn.Module):
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft-vocabulary ids (any shape, int64) -> target-vocabulary ids."""
         return draft_ids if self.draft_vocab_size == self.spec.vocab_size else self.target_ids[draft_ids]
+
+    def draft_loop(self, limits: LoopSize) -> ChainLoop:
+        """A chain."""
+        return ChainLoop(self, partial(EaglePasses, self))
 
 
 def _only(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:

@@ -1,1 +1,1 @@
-"""loops."""
+"""Draft loops: which rows a head reads after a verification, and which steps follow. Each kind is one room."""

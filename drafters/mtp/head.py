@@ -2,7 +2,7 @@
 
     x = block(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))      logits = lm_head(norm(x)) predict t_{p+2}
 
-h_p is the target's state after its final norm in the first pass, and the module's own fed-back state later. The block
+h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The block
 is a decoder layer of the target's own class, run by transformers' code with our attention.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,12 @@ from torch.nn import functional as F
 
 from attention.hf.interface import AttentionCall, AttentionPort, recorded_calls
 from drafters.base import FINAL_NORM, Attend
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
+from drafters.loops.base import LoopSize
+from drafters.loops.chain.passes import MtpPasses
+from drafters.loops.chain.run import ChainLoop
+from drafters.mtp.reading import check_reading
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 
 
@@ -43,6 +49,7 @@ class MtpHead(nn.Module):
         """
         super().__init__()
         self.spec = spec
+        self.checkpoint_report: HeadReport | None = None
         self.taps: tuple[int, ...] = (FINAL_NORM,)
         self.hidden_size = target.embedding.shape[1]
         self.draft_vocab_size = target.lm_head.shape[0]
@@ -133,3 +140,16 @@ class MtpHead(nn.Module):
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Draft ids are target ids."""
         return draft_ids
+
+    @property
+    def mtp_modules(self) -> tuple[MtpHead, ...]:
+        """This one; see `MtpStack.mtp_modules`."""
+        return (self,)
+
+    def draft_loop(self, limits: LoopSize) -> ChainLoop:
+        """A chain: the module is fed its own output."""
+        return ChainLoop(self, partial(MtpPasses, self))
+
+    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.InputConvention`."""
+        check_reading(self, token_ids, states, num_drafts)

@@ -13,13 +13,14 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
+from attention.spec import AttentionSpec
+from drafters.base import Head
 from drafters.errors import HeadLoadError
-from drafters.mtp.head import MtpHead
-from drafters.mtp.stack import MtpStack
+from drafters.mtp.spec import MtpSpec
 from drafters.unroll import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
@@ -30,6 +31,25 @@ _KNOWS = 0.7
 """A reading that needs more than this share of log V nats a token knows too little of the target to be believed."""
 _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 """The drafts on which the projection's order is judged, and what is fed back: its effect grows with each step."""
+
+
+class ReadModule(Head, Protocol):
+    """One module, as far as its reading matters; copies of it are read another way."""
+
+    spec: MtpSpec
+
+    def target_choice(self, states: torch.Tensor) -> torch.Tensor:
+        """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
+
+
+class ReadHead(Protocol):
+    """A head of one module or several that are read in one way."""
+
+    attention_specs: tuple[AttentionSpec, ...]
+
+    @property
+    def mtp_modules(self) -> tuple[ReadModule, ...]:
+        """Modules 0 … M-1."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +81,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_readings(
-    head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
+    head: ReadHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
     """Judge the order of the projection, and where K is two or more, what is fed back.
 
@@ -75,7 +95,7 @@ def compare_readings(
         One comparison each; none where both readings are one (no final norm), where drafts are never fed back, or
         where the attention is of a kind that the comparison cannot run.
     """
-    modules = tuple(head.module(m) for m in range(head.num_modules)) if isinstance(head, MtpStack) else (head,)
+    modules = head.mtp_modules
     if len(token_ids) < _LEAST or any(k.window or k.softcap or k.has_sinks for k in head.attention_specs):
         return ()
     spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
@@ -89,7 +109,7 @@ def compare_readings(
     return tuple(found)
 
 
-def check_reading(head: MtpHead | MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+def check_reading(head: ReadHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
     """Refuse modules that are plainly read the wrong way; arguments as for `compare_readings`.
 
     Raises:
@@ -113,7 +133,7 @@ class _Text:
     wanted: torch.Tensor
 
 
-def _read_as(modules: tuple[MtpHead, ...], **changes: Any) -> tuple[MtpHead, ...]:
+def _read_as(modules: tuple[ReadModule, ...], **changes: Any) -> tuple[ReadModule, ...]:
     """The same weights under another reading."""
     others = tuple(copy.copy(module) for module in modules)
     for other in others:
@@ -122,7 +142,7 @@ def _read_as(modules: tuple[MtpHead, ...], **changes: Any) -> tuple[MtpHead, ...
 
 
 def _compare(
-    option: str, value: str, chosen: tuple[MtpHead, ...], other: tuple[MtpHead, ...], text: _Text, drafts: range
+    option: str, value: str, chosen: tuple[ReadModule, ...], other: tuple[ReadModule, ...], text: _Text, drafts: range
 ) -> Comparison:
     chosen_nats, other_nats = (_nats(each, text, drafts) for each in (chosen, other))
     gain = chosen_nats - other_nats
@@ -137,7 +157,7 @@ def _compare(
     )
 
 
-def _nats(modules: tuple[MtpHead, ...], text: _Text, drafts: range) -> torch.Tensor:
+def _nats(modules: tuple[ReadModule, ...], text: _Text, drafts: range) -> torch.Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
     rows, last = len(text.token_ids) - drafts[-1], drafts[-1]
     outputs = _chain(modules, text, last) if len(modules) > 1 else unroll(modules[0], *_batch(text), last)
@@ -153,7 +173,7 @@ def _batch(text: _Text) -> tuple[torch.Tensor, torch.Tensor]:
     return text.token_ids[None], text.states[None]
 
 
-def _chain(modules: tuple[MtpHead, ...], text: _Text, count: int) -> list[torch.Tensor]:
+def _chain(modules: tuple[ReadModule, ...], text: _Text, count: int) -> list[torch.Tensor]:
     """Outputs [T, H] of modules 0 … count-1, each over the whole text and the output of the one before."""
     (ids, states), outputs = _batch(text), list[torch.Tensor]()
     hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)

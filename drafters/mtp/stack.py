@@ -7,17 +7,17 @@ Which rows each module runs, and why one vector a request and module is carried 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from attention.batch.metadata import CommonAttentionMetadata
-from attention.runner import GroupRunner
 from drafters.base import Attend
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
-from drafters.loops.chain.run import Choose, Draft
+from drafters.loops.base import LoopSize
+from drafters.loops.modules.run import ModuleLoop
 from drafters.mtp.head import MtpHead
+from drafters.mtp.reading import check_reading
 
 
 class MtpStack(nn.Module):
@@ -32,6 +32,7 @@ class MtpStack(nn.Module):
         if len(modules) < 2:
             raise HeadLoadError(f"{len(modules)} module: a stack has two or more")
         self.heads = nn.ModuleList(modules)
+        self.checkpoint_report: HeadReport | None = None
         self.attention_specs = tuple(key for module in modules for key in module.attention_specs)
         self.taps = modules[0].taps
         self.hidden_size = modules[0].hidden_size
@@ -68,95 +69,15 @@ class MtpStack(nn.Module):
         """Draft ids are target ids."""
         return draft_ids
 
+    @property
+    def mtp_modules(self) -> tuple[MtpHead, ...]:
+        """Modules 0 … M-1."""
+        return tuple(self.heads)  # type: ignore[arg-type]
 
-@dataclass(frozen=True)
-class ModulePass:
-    """One module's part of a first pass over B' requests.
+    def draft_loop(self, limits: LoopSize) -> ModuleLoop:
+        """All modules in turn."""
+        return ModuleLoop(self, limits)
 
-    Attributes:
-        token_ids: [T_m] int64.
-        sources: [T_m] int64; for module 0 rows of the target's tapped states, for others see `ModuleRows.sources`.
-        last_row: [B'] int64, each request's last row.
-        metadata: attention of the pass; requests without rows are not in it.
-    """
-
-    token_ids: torch.Tensor
-    sources: torch.Tensor
-    last_row: torch.Tensor
-    metadata: CommonAttentionMetadata
-
-
-def first_passes(
-    stack: MtpStack, runner: GroupRunner, tapped: torch.Tensor, passes: Sequence[ModulePass], carried: torch.Tensor
-) -> torch.Tensor:
-    """Every module's pass over the rows that have become true; rewrites what earlier steps wrote there.
-
-    Args:
-        tapped: [T, H] states of the target's last forward after its final norm.
-        passes: of modules 0 … M-1.
-        carried: [M, B', H], what the requests' last first pass returned; finite, and unread where a request starts.
-
-    Returns:
-        [M, B', H] each module's output at each request's last true row: what the steps start from, and what the
-        next round carries. Without meaning where a request has no such row yet.
-    """
-    states, last = tapped, []
-    for m, each in enumerate(passes):
-        module = stack.module(m)
-        if m > 0:
-            states = stack.module(m - 1).feedback(torch.cat([carried[m - 1], states]))
-        hidden = states.index_select(0, each.sources)  # [T_m, H]
-        if not len(hidden):  # every request is too short yet
-            states = hidden
-            last.append(carried[m])
-            continue
-        attend = _module_attend(runner, each.metadata, m)
-        states = module.forward(each.token_ids, hidden, each.metadata.positions, attend)
-        last.append(states.index_select(0, each.last_row))
-    return torch.stack(last)
-
-
-def draft_modules(
-    stack: MtpStack,
-    runner: GroupRunner,
-    last: torch.Tensor,
-    steps: Sequence[CommonAttentionMetadata],
-    choose: Choose,
-) -> Draft:
-    """Drafts 1 … n of R requests.
-
-    Args:
-        last: [M, R, H] what `first_passes` returned of the drafting requests.
-        steps: attention of drafts 2 … n, see `drafters.loops.modules.index.module_step`.
-        choose: picks the draft token from logits.
-
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.2 (the recursion); vllm-project/vllm, module index = step mod M.
-    """
-    count, hidden_size = last.shape[1:]
-    ids, probs = choose(0, stack.module(0).logits(last[0]))
-    chosen, token_ids = [probs], [ids]
-    block = last.new_empty(count, 0, hidden_size)
-    for step, metadata in enumerate(steps, 1):
-        module, before = stack.module(step), stack.module(step - 1)
-        if step <= stack.num_modules:
-            block = torch.cat([last[step - 1][:, None], block], 1)
-        width = block.shape[1]
-        tokens = torch.stack(token_ids[step - width :], 1)  # [R, width]
-        attend = _module_attend(runner, metadata, step % stack.num_modules)
-        hidden = before.feedback(block.flatten(0, 1))
-        block = module.forward(tokens.flatten(), hidden, metadata.positions, attend).view(count, width, -1)
-        ids, probs = choose(step, module.logits(block[:, -1]))
-        chosen.append(probs)
-        token_ids.append(ids)
-    sampled = [p for p in chosen if p is not None]
-    return Draft(torch.stack(token_ids, 1), torch.stack(sampled, 1) if sampled else None)
-
-
-def _module_attend(runner: GroupRunner, metadata: CommonAttentionMetadata, module: int) -> Attend:
-    """Attention of one module over its own layer."""
-    planned = runner.plan(metadata)
-
-    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return runner.attend(planned, module + layer, query, key, value)
-
-    return attend
+    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.InputConvention`."""
+        check_reading(self, token_ids, states, num_drafts)

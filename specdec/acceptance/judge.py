@@ -1,4 +1,4 @@
-"""Verification on the device: filling in drafts, the verdict, and its packing for the host."""
+"""Verification on the device: filling in drafts, deciding what is accepted, and packing that for the host."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 import torch
 
-from drafters.loops.chain.run import Choose, Draft
+from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
+from specdec.acceptance.packed import PackedVerdict
 from specdec.ops.argmax import greedy_ids
 from specdec.requests.sampling import draw, target_probs
-from specdec.rounds.transfer import DeviceRound, DeviceSampling
+from specdec.rounds.fields import DeviceRound, DeviceSampling
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,11 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
 
 
-def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> torch.Tensor:
+def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedVerdict:
     """Decide what is accepted, and pack it for the host.
 
     Args:
         logits: [R', V] of the judged rows.
-
-    Returns:
-        [J, 2n+2] int64: num_accepted, the n+1 tokens (valid up to num_accepted), the n drafts.
     """
     num_rows, width = round_.logit_index.shape
     drafts = _every_row(draft, num_rows, width - 1, logits.device)
@@ -75,13 +73,11 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
         verdict = accept_greedy(drafts, round_.num_drafts, target_ids)
     else:
         verdict = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
-    tokens = torch.cat([drafts, drafts.new_zeros(num_rows, 1)], 1)
-    tokens.scatter_(1, verdict.num_accepted[:, None], verdict.next_token[:, None])
-    return torch.cat([verdict.num_accepted[:, None], tokens, drafts], 1)
+    return PackedVerdict.pack(verdict.num_accepted, verdict.next_token, drafts)
 
 
 def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
-    """Drafts [J, n] int64; rows behind those that draft have zeros."""
+    """Drafts [J, n] int64; rows after those that draft have zeros."""
     if draft is not None and draft.token_ids.shape == (num_rows, width):
         return draft.token_ids
     drafts = torch.zeros(num_rows, width, dtype=torch.long, device=device)

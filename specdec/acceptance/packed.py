@@ -1,10 +1,72 @@
-"""The verification result: packed on the device, read on the host."""
+"""The verification result: packed on the device into one tensor, read on the host. Nobody else knows its columns.
+
+[J, 2n+2] int64: num_accepted | n+1 tokens, valid up to num_accepted | n drafts
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class PackedVerdict:
+    """The device's side: `packed` in the layout above, of J rows with up to n drafts; accessors are views."""
+
+    packed: torch.Tensor
+
+    @classmethod
+    def pack(cls, num_accepted: torch.Tensor, next_token: torch.Tensor, drafts: torch.Tensor) -> PackedVerdict:
+        """num_accepted, next_token [J]; drafts [J, n], all int64. Accepted drafts and next_token become the tokens.
+
+        >>> verdict = PackedVerdict.pack(torch.tensor([1]), torch.tensor([9]), torch.tensor([[5, 6]]))
+        >>> verdict.packed.tolist(), verdict.tokens.tolist(), verdict.drafts.tolist()
+        ([[1, 5, 9, 0, 5, 6]], [[5, 9, 0]], [[5, 6]])
+        """
+        tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
+        tokens.scatter_(1, num_accepted[:, None], next_token[:, None])
+        return cls(torch.cat([num_accepted[:, None], tokens, drafts], 1))
+
+    @classmethod
+    def zeros(cls, rows: int, num_drafts: int, device: torch.device) -> PackedVerdict:
+        """A result in which nothing is accepted."""
+        return cls(torch.zeros(rows, _columns(num_drafts), dtype=torch.int64, device=device))
+
+    @staticmethod
+    def numel(rows: int, num_drafts: int) -> int:
+        """Elements of a result of `rows` rows with up to num_drafts drafts."""
+        return rows * _columns(num_drafts)
+
+    @property
+    def num_rows(self) -> int:
+        """J."""
+        return len(self.packed)
+
+    @property
+    def num_accepted(self) -> torch.Tensor:
+        """[J]."""
+        return self.packed[:, 0]
+
+    @property
+    def tokens(self) -> torch.Tensor:
+        """[J, n+1], valid up to num_accepted: the last valid one is the next bonus token."""
+        return self.packed[:, _tokens(self.packed.shape[1])]
+
+    @property
+    def first_token(self) -> torch.Tensor:
+        """[J], all that a row without drafts commits."""
+        return self.packed[:, 1]
+
+    @property
+    def drafts(self) -> torch.Tensor:
+        """[J, n]."""
+        return self.packed[:, _drafts(self.packed.shape[1])]
+
+    def rows(self, count: int) -> PackedVerdict:
+        """The first `count` rows."""
+        return PackedVerdict(self.packed[:count])
 
 
 @dataclass(frozen=True)
@@ -20,6 +82,18 @@ class Outcome:
 
 
 def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-    """packed [J, 2n+2] as `judge` made it, on the host, of rows with num_drafts [J] drafts."""
-    width = packed.shape[1] // 2
-    return Outcome(packed[:, 0], packed[:, 1 : 1 + width], packed[:, 1 + width :])
+    """packed [J, 2n+2] as `PackedVerdict` has it, on the host, of rows with num_drafts [J] drafts."""
+    columns = packed.shape[1]
+    return Outcome(packed[:, 0], packed[:, _tokens(columns)], packed[:, _drafts(columns)])
+
+
+def _columns(num_drafts: int) -> int:
+    return 2 * num_drafts + 2
+
+
+def _tokens(columns: int) -> slice:
+    return slice(1, 1 + columns // 2)
+
+
+def _drafts(columns: int) -> slice:
+    return slice(1 + columns // 2, columns)

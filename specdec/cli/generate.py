@@ -182,10 +182,8 @@ def inspect(as_json: bool, **options: Any) -> None:
     """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
     from rich.console import Console
 
-    from drafters.mtp.spec import MtpReading
+    from drafters.checkpoints.config_fields import Reported
     from specdec.cli.tables import facts_table, fit_lines, report_table
-    from specdec.loading.targets import head_report
-    from specdec.target.target import probe_target
 
     model = load_model(**options)
     facts = model.describe()
@@ -194,9 +192,7 @@ def inspect(as_json: bool, **options: Any) -> None:
         return
     console = Console()
     console.print(facts_table(facts))
-    if model.head is not None:
-        reading = MtpReading(options["mtp_concat"], options["mtp_feedback"])
-        report = head_report(options["draft"], options["model"], probe_target(model.hf_model), reading)
-        console.print(report_table(report))
+    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
+        console.print(report_table(model.head.checkpoint_report))
     for line in fit_lines(facts):
         console.print(line, style="green", highlight=False)

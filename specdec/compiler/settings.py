@@ -8,7 +8,7 @@ sibling stays a module of its own: in compiled code it asks for the whole fused 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,13 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental import _config as size_config
 
-from attention.hf.custom_op import Channel, opaque_attend
-from drafters.base import Attend, Head
-from drafters.eagle3.head import Eagle3Head
-from drafters.mtp.head import MtpHead
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
-from specdec.ops.argmax import greedy_ids
 
 
 class SiblingLinear(nn.Linear):
@@ -177,69 +172,9 @@ def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled_model(model: nn.Module) -> Callable[..., Any]:
     """The model as one compiled graph for any number of tokens >= 2. Call it first inside `compiler_settings`."""
-    return torch.compile(model, fullgraph=True, dynamic=True)
+    return compiled(model)
 
 
-class HeadPasses:
-    """The greedy passes of a head as plain functions of tensors; attention goes through `channel`."""
-
-    def __init__(self, head: Head) -> None:
-        self.head = head
-        self.channel = Channel()
-
-    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the passes' attention with `attend`, for a while."""
-        return self.channel.carrying(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
-
-    def first(
-        self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """tapped [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
-        x = self._forward(token_ids, self.head.fuse(tapped), positions)
-        return self._choose(x.index_select(0, last_row))
-
-    def step(
-        self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
-        return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
-
-    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self.head.forward(token_ids, hidden, positions, self._attend)
-
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, self.head.to_target_ids(greedy_ids(self.head.logits(x)))
-
-    def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        return opaque_attend(query, key, value, None, self.channel.number, layer)
-
-
-class EaglePasses(HeadPasses):
-    """The same for a head that can leave out what nobody reads."""
-
-    def __init__(self, head: Eagle3Head) -> None:
-        super().__init__(head)
-        self._eagle = head
-
-    def first(
-        self, tapped: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `HeadPasses.first`. Only the keys and values of the other rows are needed."""
-        return self._choose(
-            self._eagle.forward(token_ids, self._eagle.fuse(tapped), positions, self._attend, rows=last_row)
-        )
-
-
-class MtpPasses(HeadPasses):
-    """The same for a module whose block is a transformers layer, with the attention port that such layers call."""
-
-    def __init__(self, head: MtpHead) -> None:
-        super().__init__(head)
-        self._module = head
-
-    def carrying(self, attend: Attend) -> AbstractContextManager[None]:
-        """See `HeadPasses.carrying`."""
-        return self._module.attending(attend)
-
-    def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return self._module.run_block(token_ids, hidden, positions)
+def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors as one compiled graph for any number of rows. Call it first inside `compiler_settings`."""
+    return torch.compile(function, fullgraph=True, dynamic=True)

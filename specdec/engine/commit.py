@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from drafters.loops.lengths import tokens_kept
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
 from specdec.rounds.rows import RowTable
@@ -69,7 +70,7 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.judged] = outcome.num_accepted
-    table.computed[schedule.rows] += schedule.num_new + accepted
+    table.computed[schedule.rows] += tokens_kept(schedule.num_new, accepted)
     committed = Committed(
         rows=rows,
         tokens=outcome.tokens,

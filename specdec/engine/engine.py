@@ -5,36 +5,30 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
 
 from attention.cache.pages import BlockTables
-from drafters.loops.chain.run import Draft
+from drafters.loops.base import Draft
 from specdec.acceptance.packed import Outcome, unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, commit, ending_tokens
 from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.scheduler import Scheduler
 from specdec.errors import CacheTooSmallError, InvalidInputError
-from specdec.execution.eager import Drafter, EagerExecutor, Executor, Verification
+from specdec.execution.base import Drafter, Executor, Round, Verification
+from specdec.execution.eager import EagerExecutor
 from specdec.requests.request import Request, Times, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
-from specdec.rounds.fields import power_of_two
+from specdec.rounds.buckets import power_of_two
+from specdec.rounds.drafting import draft_input, drafts_after
+from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.uniforms import request_key
-from specdec.rounds.verification import (
-    TargetArrays,
-    Verified,
-    draft_arrays,
-    drafts_after,
-    sampling_round,
-    target_after,
-    target_arrays,
-)
+from specdec.rounds.verification import TargetArrays, Verified, target_after, target_arrays
 from specdec.target.target import Target
 
 ReadOutcome = Callable[[np.ndarray, np.ndarray], Outcome]
@@ -57,7 +51,7 @@ class _Inflight:
 
     schedule: Schedule
     target: TargetArrays
-    device: Any
+    device: Round
     draft: Draft | None
     verification: Verification | None
 
@@ -115,7 +109,7 @@ class Engine:
         config = self.config
         self._table = RowTable(config.max_num_seqs, config.max_model_len)
         head_pages = None if self._drafter is None else self._pages(config.num_head_pages)
-        num_modules = 1 if self._drafter is None else self._drafter.num_modules
+        num_modules = 1 if self._drafter is None else self._drafter.loop.num_modules
         self._scheduler = Scheduler(config, self._table, self._pages(config.num_pages), head_pages, num_modules)
         self._scheduler.waiting.extend(waiting)
         self._inflight: _Inflight | None = None
@@ -282,7 +276,7 @@ class Engine:
         page_size, ahead = self.config.page_size, drafted is not None
         draft = None
         if verified is not None and tables.head is not None:
-            draft = draft_arrays(verified, schedule, self._table, tables.head, page_size)
+            draft = draft_input(verified, schedule, self._table, tables.head, page_size)
         target = target_arrays(schedule, self._table, tables.target, page_size, tables.head, ahead)
         sampling = sampling_round(target, schedule, self._table)
         device = self._executor.send(draft, target, sampling)
@@ -324,7 +318,7 @@ class Engine:
         device = self._executor.send(None, target, None)
         return self._launched(Schedule(rows, inflight.schedule.num_new, drafts), target, device, drafted)
 
-    def _launched(self, schedule: Schedule, target: TargetArrays, device: Any, drafted: Draft | None) -> _Inflight:
+    def _launched(self, schedule: Schedule, target: TargetArrays, device: Round, drafted: Draft | None) -> _Inflight:
         """A sent round; on a GPU its verification is queued behind the draft loop, on a CPU it would only delay what
         follows."""
         verification = self._executor.verify(device, drafted) if self._launch_ahead else None

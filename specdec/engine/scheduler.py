@@ -9,7 +9,7 @@ import numpy as np
 
 from attention.cache.pages import BlockTables
 from attention.errors import OutOfPagesError
-from drafters.loops.chain.index import num_drafts_allowed
+from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig
 from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
@@ -81,7 +81,9 @@ class Scheduler:
         left = table.limit[rows] - table.length[rows] - most
         if (left <= 0).any():
             return False
-        return self._reserved(Schedule(rows, most + 1, np.minimum(table.drafts[rows], left - 1)))
+        roots = table.computed[rows] + most
+        drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, roots, left)
+        return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Twice is once.

@@ -3,80 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
-import numpy as np
 import torch
 
-from attention.batch.staging import StagingArena
-from attention.runner import GroupRunner
-from drafters.base import Head
-from drafters.loops.chain.run import Draft, draft_chain
-from drafters.mtp.stack import MtpStack
+from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
+from specdec.acceptance.packed import PackedVerdict
 from specdec.config import EngineConfig
-from specdec.execution.readback import HostReads, Readback
-from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
-from specdec.rounds.transfer import DeviceRound, send_round
-from specdec.rounds.verification import DraftArrays, SamplingRound, TargetArrays, Verified
+from specdec.execution.base import Drafter, Round, Verification
+from specdec.execution.readback import HostReads
+from specdec.rounds.fields import DeviceRound
+from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.verification import TargetArrays, Verified
 from specdec.target.target import Target
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """A head and the cache group it drafts on."""
-
-    head: Head
-    runner: GroupRunner
-
-    @property
-    def num_modules(self) -> int:
-        """M: modules that take turns, see `drafters.mtp.stack`; 1 for any other head."""
-        return self.head.num_modules if isinstance(self.head, MtpStack) else 1
-
-
-@dataclass(frozen=True)
-class Verification:
-    """What a target forward decided.
-
-    Attributes:
-        packed: [J, 2n+2] int64 on its way to the host, see `specdec.acceptance.judge.judge`.
-        tapped: [T, A·Ht] on the device, valid until the next forward.
-        draft_on: where the head's first pass runs behind the verification already: launches the further draft steps
-            of all its rows, given num_accepted [J]. None where the draft loop starts from `tapped`.
-        follow: where a round can be launched behind this one before it is read: launches a verification whose roots are
-            the tokens that this one decides, and returns the executor's round and the verification. Else None.
-    """
-
-    packed: Readback
-    tapped: torch.Tensor
-    draft_on: Callable[[np.ndarray], Draft] | None = None
-    follow: Callable[[TargetArrays], tuple[Any, Verification]] | None = None
-
-
-class Executor(Protocol):
-    """The device's part of a round. `round_` is whatever `send` returned; only the executor looks inside."""
-
-    @property
-    def transfers(self) -> int:
-        """Host-to-device copies of ours so far."""
-
-    def verified(self, verified: Verified, round_: Any) -> Verified:
-        """A verification after its commit, with the token rows where the executor put them."""
-
-    def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> Any:
-        """Lay out a round and send it; `draft` is None when no draft loop starts from tapped states."""
-
-    def draft(self, round_: Any, tapped: torch.Tensor) -> Draft | None:
-        """Launch the draft loop that was sent; None when the round has none."""
-
-    def verify(self, round_: Any, draft: Draft | None) -> Verification:
-        """Launch the target forward and the verdict, and start reading it."""
-
-
 class EagerExecutor:
-    """Launches one operator after the other."""
+    """Launches one operator after the other, with any draft loop."""
 
     def __init__(
         self,
@@ -89,41 +34,45 @@ class EagerExecutor:
         self.target = target
         self.model = model
         self.drafter = drafter
-        self.arena = StagingArena(round_fields(), largest_bucket(config), target.hf_model.device)
-        self.reads = HostReads(config.max_num_seqs * 2 * (config.num_speculative_tokens + 1), target.hf_model.device)
+        device = target.hf_model.device
+        self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
+        self.reads = HostReads(PackedVerdict.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._vocab = self._draft_vocab()
 
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self.arena.generation
+        return self._transfer.transfers
 
-    def verified(self, verified: Verified, round_: DeviceRound) -> Verified:
+    def verified(self, verified: Verified, round_: Round) -> Verified:
         """As it is."""
         return verified
 
-    def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> DeviceRound:
+    def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Everything of a round in one host-to-device copy."""
-        return send_round(draft, target, sampling, self.arena, round_bucket(draft, target))
+        return Round(target, self._transfer.send(draft, target, sampling), None, sampling is not None)
 
-    def draft(self, round_: DeviceRound, tapped: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
-        if round_.first is None or self.drafter is None:
+        sent, drafter = round_.sent, self.drafter
+        if sent is None or sent.draft is None or drafter is None:
             return None
-        sampling = round_.sampling
+        sampling = sent.verification.sampling
         choose = choose_greedy if sampling is None else choose_sampled(sampling, len(sampling.draft_uniform))
-        return draft_chain(self.drafter.head, self.drafter.runner, tapped, round_.first, round_.steps, choose)
+        return drafter.loop.run(sent.draft, drafter.runner, tapped, choose)
 
-    def verify(self, round_: DeviceRound, draft: Draft | None) -> Verification:
+    def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""
-        planned = self.target.runner.plan(round_.metadata)
-        draft = in_order(draft, round_)
-        output = self.target.forward(fill_drafts(round_, draft), planned, round_.judged_rows, self.model)
-        return Verification(self.reads.start(self.judge(output.logits, round_, draft)), output.tapped)
+        assert round_.sent is not None
+        device = round_.sent.verification
+        planned = self.target.runner.plan(device.metadata)
+        draft = in_order(draft, device)
+        output = self.target.forward(fill_drafts(device, draft), planned, device.judged_rows, self.model)
+        return Verification(self.reads.start(self.judge(output.logits, device, draft)), output.tapped)
 
-    def judge(self, logits: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
-        """logits [R', V] of the judged rows -> the packed verdict."""
-        return judge(logits, round_, draft, self._vocab)
+    def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedVerdict:
+        """logits [R', V] of the judged rows -> the verification result."""
+        return judge(logits, device, draft, self._vocab)
 
     def _draft_vocab(self) -> DraftVocab | None:
         if self.drafter is None:

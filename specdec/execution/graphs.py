@@ -1,10 +1,9 @@
-"""Rounds from CUDA graphs in fixed shapes: the verification, the head's first pass, and each further draft step.
+"""Rounds from CUDA graphs in fixed shapes: the verification, the draft prefill, and each further draft step.
 
-The first pass is launched right behind the verification, before the host knows what was accepted: it reads every token
-row of the verification with the verdict's own tokens, on the device, and takes its output at the last accepted one.
-What it writes for rejected rows lies behind the row's end and is overwritten. So while the host reads the verdict and
-lays out the draft steps, the device is at work; each step is planned while the one before runs; commit, schedule and
-the next verification follow while the steps run. That makes two transfers a round instead of one.
+The draft prefill is launched right after the verification, before the host knows what was accepted (see
+`drafters/loops/chain/static.py`). So while the host reads the verification result and lays out the draft steps, the
+device is at work; each step is planned while the one before runs; commit, schedule and the next verification follow
+while the steps run. That makes two transfers per round instead of one.
 """
 
 from __future__ import annotations
@@ -17,9 +16,11 @@ from functools import partial
 import numpy as np
 import torch
 
-from drafters.loops.chain.run import Draft
+from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
 from specdec.acceptance.judge import in_order
+from specdec.acceptance.packed import PackedVerdict
 from specdec.compiler.settings import (
+    compiled,
     compiled_model,
     compiler_settings,
     for_any_batch,
@@ -28,13 +29,19 @@ from specdec.compiler.settings import (
     unwrapped,
 )
 from specdec.config import EngineConfig
-from specdec.errors import UnsupportedModelError
-from specdec.execution.capture import Bucket, DraftBuffers, DraftCapture, EmptyRound, capture_bucket, head_metadata
-from specdec.execution.eager import Drafter, EagerExecutor, Verification
+from specdec.errors import InvalidInputError, UnsupportedModelError
+from specdec.execution.base import Drafter, Round, Verification
+from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
+from specdec.execution.eager import EagerExecutor
+from specdec.execution.readback import HostReads
+from specdec.ops.argmax import greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
-from specdec.rounds.static import FixedRound, empty_round, fixed_shape, uniform_verified
-from specdec.rounds.transfer import DeviceRound, fixed_views, step_views
-from specdec.rounds.verification import DraftArrays, SamplingRound, TargetArrays, Verified, steps_after
+from specdec.rounds.buckets import loop_limits, static_shape
+from specdec.rounds.drafting import rows_after
+from specdec.rounds.fields import HeadPagesSection, VerificationSection
+from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.static import FixedTarget, uniform_verified
+from specdec.rounds.verification import TargetArrays, Verified, empty_target
 from specdec.target.selftest import invariance_test, products_test
 from specdec.target.target import Target
 
@@ -55,28 +62,6 @@ class GraphReport:
     seconds: float
     bytes: int
     fused_groups: int
-
-
-@dataclass(frozen=True)
-class GraphRound:
-    """A sent round, and what of it runs from graphs.
-
-    Attributes:
-        rows: the bucket, None when the round runs eagerly.
-        target: the round's host arrays. device: the round in its own shape, where something of it runs eagerly (it
-            fits no bucket, drafts from tapped states, or has sampled rows).
-        sampled: whether rows are sampled: the graph gives the logits, and the verdict is made apart.
-    """
-
-    rows: int | None
-    target: TargetArrays
-    device: DeviceRound | None
-    sampled: bool
-
-    @property
-    def num_rows(self) -> int:
-        """J."""
-        return len(self.target.judged)
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
@@ -106,6 +91,7 @@ class GraphExecutor:
         Raises:
             UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
             UnsupportedModelError: the backend is batch-invariant and the model is not.
+            InvalidInputError: the head's draft loop has no static form.
         """
         started, before = time.perf_counter(), torch.cuda.memory_reserved()
         invariant = target.runner.batch_invariant
@@ -121,16 +107,19 @@ class GraphExecutor:
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         drafting = drafter is not None and self._query_len > 1
-        self._fixed = {n: FixedRound(fixed_shape(config, n), drafting, target.hf_model.device) for n in rows}
+        device = target.hf_model.device
+        self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
+        self._loop: StaticLoop | None = None
+        self._steps: dict[int, StaticSteps] = {}
         head = None if drafter is None else drafter.head
         modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
         with torch.no_grad(), compiler_settings(invariant), using_capturable_experts(*modules):
             pool = torch.cuda.graph_pool_handle()
             drafts = None
             if drafter is not None and drafting:
-                tapped = target.tapped(config.max_num_batched_tokens)
-                drafts = DraftCapture(drafter, tapped, rows[0], self._query_len - 1, pool)
-            self._drafts: DraftBuffers | None = None if drafts is None else drafts.buffers
+                self._loop = _static_form(target, drafter, config)
+                self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
+                drafts = DraftCapture(self._loop, drafter.runner, pool)
             fused = self._fuse(rows[-1], drafter, drafts)
             store_angles(target.hf_model)
             if self._eager.model is not None:
@@ -150,98 +139,113 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._eager.transfers + sum(fixed.transfers for fixed in self._fixed.values())
+        verifications = sum(each.transfers for each in self._fixed.values())
+        return self._eager.transfers + verifications + sum(each.transfers for each in self._steps.values())
 
-    def verified(self, verified: Verified, round_: GraphRound) -> Verified:
+    @property
+    def reads(self) -> HostReads:
+        """See `Executor.reads`."""
+        return self._eager.reads
+
+    def verified(self, verified: Verified, round_: Round) -> Verified:
         """Token rows of a graph's batch stand K+1 apart."""
-        return verified if round_.rows is None else uniform_verified(verified, self._query_len)
+        return verified if round_.bucket is None else uniform_verified(verified, self._query_len)
 
-    def send(self, draft: DraftArrays | None, target: TargetArrays, sampling: SamplingRound | None) -> GraphRound:
+    def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """See `Executor.send`."""
         rows = self._bucket_of(target)
         eager = rows is None or draft is not None or sampling is not None
-        device = self._eager.send(draft, target, sampling) if eager else None
+        sent = self._eager.send(draft, target, sampling).sent if eager else None
         if rows is not None:
             self._send_verification(rows, target)
-        return GraphRound(rows, target, device, sampling is not None)
+        return Round(target, sent, rows, sampling is not None)
 
-    def draft(self, round_: GraphRound, tapped: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, tapped: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
-        return None if round_.device is None else self._eager.draft(round_.device, tapped)
+        return self._eager.draft(round_, tapped)
 
-    def verify(self, round_: GraphRound, draft: Draft | None) -> Verification:
-        """See `Executor.verify`. Without sampled rows the head's first pass is launched behind it."""
-        if round_.rows is None:
-            assert round_.device is not None
-            return self._eager.verify(round_.device, draft)
-        bucket = self._buckets[round_.rows]
-        if self._drafts is not None and draft is not None and round_.device is not None:
-            self._drafts.drafts[: len(draft.token_ids), : draft.token_ids.shape[1]].copy_(draft.token_ids)
+    def verify(self, round_: Round, draft: Draft | None) -> Verification:
+        """See `Executor.verify`. Without sampled rows the draft prefill is launched after it."""
+        if round_.bucket is None:
+            return self._eager.verify(round_, draft)
+        bucket = self._buckets[round_.bucket]
+        if self._loop is not None and draft is not None and round_.sent is not None:
+            self._loop.drafts[: len(draft.token_ids), : draft.token_ids.shape[1]].copy_(draft.token_ids)
         bucket.verify.replay()
-        tapped = self._target.tapped(round_.rows * self._query_len)
+        tapped = self._target.tapped(round_.bucket * self._query_len)
         if round_.sampled:
             return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), tapped)
-        read = self._eager.reads.start(bucket.packed[: round_.num_rows])
+        read = self._eager.reads.start(bucket.verdict.rows(round_.num_rows))
         if bucket.draft is None:
             return Verification(read, tapped, follow=lambda target: self.follow(round_, target))
-        bucket.draft.first.replay()
+        bucket.draft.prefill.replay()
         return Verification(read, tapped, partial(self._draft_on, round_))
 
-    def follow(self, round_: GraphRound, target: TargetArrays) -> tuple[GraphRound, Verification]:
-        """Launch a round without drafts behind another one, see `Verification.follow`."""
-        assert round_.rows is not None
-        bucket = self._buckets[round_.rows]
-        self._send_verification(round_.rows, target)
-        bucket.token_ids.copy_(bucket.packed[:, 1])
-        after = replace(round_, target=target, device=None)
+    def follow(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
+        """Launch a round without drafts after another one, see `Verification.follow`."""
+        assert round_.bucket is not None
+        bucket = self._buckets[round_.bucket]
+        self._send_verification(round_.bucket, target)
+        bucket.token_ids.copy_(bucket.verdict.first_token)
+        after = replace(round_, target=target, sent=None)
         return after, self.verify(after, None)
 
-    def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
-        assert round_.device is not None
+    def logits_of(self, round_: Round) -> torch.Tensor | None:
+        """[J, K+1, V] logits that the graph of a launched greedy round wrote, valid until the next one is launched.
+
+        None of a round that was judged outside of a graph.
+        """
+        if round_.bucket is None or round_.sampled:
+            return None
+        bucket = self._buckets[round_.bucket]
+        return bucket.logits[bucket.logit_index[: round_.num_rows]]
+
+    def _judge(self, bucket: Bucket, round_: Round, draft: Draft | None) -> PackedVerdict:
+        assert round_.sent is not None
         index = bucket.logit_index[: round_.num_rows, : round_.target.max_drafts + 1]
-        device = replace(round_.device, logit_index=index)
+        device = replace(round_.sent.verification, logit_index=index)
         return self._eager.judge(bucket.logits, device, in_order(draft, device))
 
-    def _draft_on(self, round_: GraphRound, num_accepted: np.ndarray) -> Draft:
-        """Launch the steps behind a first pass; each is planned while the one before runs."""
-        assert round_.rows is not None and self._drafts is not None
-        graphs = self._buckets[round_.rows].draft
+    def _draft_on(self, round_: Round, num_accepted: np.ndarray) -> Draft:
+        """Launch the steps after a draft prefill; each is planned while the one before runs."""
+        assert round_.bucket is not None and self._loop is not None
+        graphs = self._buckets[round_.bucket].draft
         assert graphs is not None
         num_steps = 0
         if graphs.steps:
-            draft = steps_after(round_.target, num_accepted)
-            batches, _ = self._fixed[round_.rows].steps.send(draft)
+            rows = rows_after(round_.target, num_accepted)
+            batches, _ = self._steps[round_.bucket].send(rows)
             for step, host in zip(graphs.steps, batches, strict=True):
                 step.planner.replan(host)
                 step.graph.replay()
-            num_steps = draft.num_steps
-        return Draft(self._drafts.drafts[: round_.num_rows, : num_steps + 1], None)
+            num_steps = rows.num_steps
+        return Draft(self._loop.drafts[: round_.num_rows, : num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
-        """Send and plan a verification and the first pass behind it."""
+        """Send and plan a verification and the draft prefill after it."""
         bucket = self._buckets[rows]
-        batch, head, _ = self._fixed[rows].target.send(target)
+        batch, head, _ = self._fixed[rows].send(target)
         bucket.planner.replan(batch)
         if bucket.draft is not None and head is not None:
-            bucket.draft.first_planner.replan(head)
+            bucket.draft.prefill_planner.replan(head)
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
-        if not target.only_roots:
+        if not target.only_bonus_tokens:
             return None
         return min((rows for rows in self._buckets if rows >= len(target.start)), default=None)
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
-        draft, target = empty_round(self._page_size)
-        fixed = self._fixed[rows]
-        batch, head, staged = fixed.target.send(target)
-        device = fixed_views(batch, staged, rows * (self._query_len - 1))
+        target = empty_target(self._page_size)
+        batch, head, staged = self._fixed[rows].send(target)
+        device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
         if head is None:
             return EmptyRound(device, None, ())
-        batches, step_staged = fixed.steps.send(draft)
-        first = head_metadata(device.metadata, staged, head)
-        return EmptyRound(device, first, step_views(batches, step_staged))
+        steps = self._steps[rows]
+        batches, step_staged = steps.send(rows_after(target, target.start))
+        prefill = HeadPagesSection.metadata(device.metadata, staged, head)
+        return EmptyRound(device, prefill, steps.views(batches, step_staged))
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")
@@ -250,7 +254,17 @@ class GraphExecutor:
         count = fuse_siblings(
             target.hf_model, lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows)
         )
-        if drafts is None or drafter is None or round_.first is None or not isinstance(drafter.head, torch.nn.Module):
+        if drafts is None or drafter is None or round_.prefill is None or not isinstance(drafter.head, torch.nn.Module):
             return count
-        packed = torch.zeros(rows, 2 * self._query_len, dtype=torch.int64, device=target.hf_model.device)
-        return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, packed, round_.first))
+        verdict = PackedVerdict.zeros(rows, self._query_len - 1, target.hf_model.device)
+        return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, verdict, round_.prefill))
+
+
+def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> StaticLoop:
+    """The static form of the head's loop, over the target's buffer of aux hidden states."""
+    loop = drafter.loop
+    if not isinstance(loop, GraphLoop):
+        raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
+    aux, limits = target.tapped(config.max_num_batched_tokens), loop_limits(config)
+    limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
+    return loop.static_form(drafter.runner, aux, limits, greedy_ids, compiled)

@@ -1,11 +1,14 @@
-"""The round's device-to-host read: started behind the verdict, waited for when the host has nothing else to do."""
+"""The round's device-to-host read: started after the verification, waited for when the host has nothing else to do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from specdec.acceptance.packed import PackedVerdict
 
 _RING = 2
 
@@ -18,7 +21,7 @@ class Readback:
     copied: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """A copy of the tensor. What was launched after the verdict goes on meanwhile."""
+        """A copy of the tensor. What was launched after the verification goes on meanwhile."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host.numpy().copy()
@@ -34,9 +37,14 @@ class HostReads:
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
+        self.before_read: Callable[[PackedVerdict], None] | None = None
+        """Called with every verification result before its copy is queued; may write into it on the device."""
 
-    def start(self, packed: torch.Tensor) -> Readback:
-        """packed: int64, any shape. Queues the copy behind what was launched so far."""
+    def start(self, verdict: PackedVerdict) -> Readback:
+        """Queues the copy after what was launched so far."""
+        if self.before_read is not None:
+            self.before_read(verdict)
+        packed = verdict.packed
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING

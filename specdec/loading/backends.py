@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, KVFormat
-from drafters.base import Head
-from drafters.mtp.stack import MtpStack
+from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
@@ -34,18 +34,21 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(KV_CACHE_DTYPES[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
-def check_graphs(backend: AttentionBackend, head: Head | None, cuda_graphs: bool) -> None:
+def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
+    Args:
+        loop: the head's draft loop; None without a head.
+
     Raises:
-        InvalidInputError: a backend or a head that has no graphs, or a backend that needs them.
+        InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
     """
     if cuda_graphs and not isinstance(backend, GraphBackend):
         raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
-    if isinstance(head, MtpStack) and (cuda_graphs or backend.batch_invariant):
+    if loop is not None and not isinstance(loop, GraphLoop) and (cuda_graphs or backend.batch_invariant):
         raise InvalidInputError(
-            "several multi-token-prediction modules run without CUDA graphs, and so not with "
-            "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
+            f"{loop.name} run without CUDA graphs, and so not with backend='batch_invariant'; use "
+            "backend='flashinfer', cuda_graphs=False"
         )
     if backend.batch_invariant and not cuda_graphs:
         raise InvalidInputError(f"backend={backend.name!r} needs cuda_graphs=True: its model is a compiled one")

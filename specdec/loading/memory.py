@@ -9,7 +9,6 @@ from itertools import chain
 
 import torch
 
-from attention.batch.staging import layout_of
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 
@@ -41,22 +40,20 @@ def check_tables_fit(rows: int, length: int) -> None:
         )
 
 
-def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int) -> None:
+def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int, staging_bytes: int) -> None:
     """Refuse sizes that memory could never hold, before the first of them is allocated.
 
     Args:
-        token_bytes: of the KV caches of target and head.
+        token_bytes: of the KV caches of target and head. staging_bytes: of one buffer for the largest round.
 
     Raises:
         CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
         InvalidInputError: the engine's tables and staging buffers are larger than the machine's memory.
     """
-    from specdec.rounds.fields import largest_bucket, round_fields
-
     check_tables_fit(config.max_num_seqs, config.max_model_len)
     pages, page = config.num_pages, config.page_size
     check_cache_fits(device, pages * page, token_bytes, f"a KV cache of {pages} pages of page_size={page} tokens")
-    needed, total = _ARENA_COPIES * layout_of(round_fields(), largest_bucket(config)).nbytes, host_bytes()
+    needed, total = _ARENA_COPIES * staging_bytes, host_bytes()
     if total is not None and needed > total:
         raise InvalidInputError(
             f"max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}, "

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from drafters.base import Head
 from specdec.arguments import shown
-from specdec.errors import HeadMismatchError, InvalidInputError, UnsupportedModelError
+from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, UnsupportedModelError
 from specdec.target.live import part_in_training
 
 _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
@@ -75,10 +75,17 @@ def check_head_type(draft: Any) -> None:
     """Refuse what is neither a name nor a loaded head.
 
     Raises:
-        InvalidInputError: it says what the object is.
+        HeadLoadError: it has some of a head's members, but not all; the message names those that it lacks.
+        InvalidInputError: it is something else; the message says what.
     """
     if isinstance(draft, (str, Path)) or (isinstance(draft, Head) and not isinstance(draft, type)):
         return
+    members = dict.fromkeys((*Head.__annotations__, *(name for name in vars(Head) if not name.startswith("_"))))
+    missing = [name for name in members if not hasattr(draft, name)]
+    if hasattr(draft, "fuse") and missing and not isinstance(draft, type):
+        raise HeadLoadError(
+            f"{type(draft).__name__} is no draft head: it has no {', '.join(missing)}; see drafters.base.Head"
+        )
     raise InvalidInputError(
         f"draft={shown(draft)} (of type {type(draft).__name__}) is no draft head; give the "
         "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"

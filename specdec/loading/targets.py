@@ -19,9 +19,8 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from drafters.base import Head
-from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3
+from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp, module_names
 from drafters.mtp.spec import MtpReading, mtp_target
 from drafters.mtp.stack import MtpStack
@@ -242,23 +241,6 @@ def load_head(
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
 
 
-def head_report(
-    draft: str | Path, target_name: str, probed: TargetProbe, reading: MtpReading | None = None
-) -> HeadReport:
-    """Every resolved field of a head and where it came from.
-
-    Args:
-        draft: folder or hub name of the head, "auto" or "mtp", as for `load_head`; reading: likewise.
-
-    Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.describe_eagle3`.
-    """
-    path = resolve(target_name) if str(draft) == MTP_HEAD else resolve_head(draft, target_name)
-    if str(draft) == MTP_HEAD or has_mtp(path):
-        return describe_mtp(path, mtp_target(probed.model), reading)
-    return describe_eagle3(path, target_facts(probed))
-
-
 def _check_no_reading(reading: MtpReading, reason: str) -> None:
     if reading != MtpReading():
         raise InvalidInputError(
@@ -270,7 +252,9 @@ def _check_no_reading(reading: MtpReading, reason: str) -> None:
 def _load_mtp_head(path: str | Path, probed: TargetProbe, reading: MtpReading) -> Head:
     model = probed.model
     modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
-    return modules[0] if len(modules) == 1 else MtpStack(modules)
+    head = modules[0] if len(modules) == 1 else MtpStack(modules)
+    head.checkpoint_report = describe_mtp(path, mtp_target(model), reading)
+    return head
 
 
 def _check_fits(head: Head, probed: TargetProbe) -> None:

@@ -1,111 +1,202 @@
-"""The fields of the round's staging arena and their buckets."""
+"""The sections of the round's staging arena: each holds its fields, what is sent, and the views of what arrived.
+
+(A draft loop's section is the loop's own: `drafters/loops/chain/staged.py`, `drafters/loops/modules/staged.py`.)
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
+import torch
 
-from attention.batch.metadata import batch_fields, batch_sizes
-from attention.batch.staging import Bucket, Field, bucket_of
-from specdec.config import EngineConfig
-
-if TYPE_CHECKING:
-    from specdec.rounds.verification import DraftArrays, TargetArrays
-
-
-def draft_fields() -> list[Field]:
-    """The arrays of a draft loop."""
-    return [
-        *batch_fields("first"),
-        *(Field(f"first.{name}", np.int64, ("first.tokens",)) for name in ("token_ids", "token_indices")),
-        Field("first.last_row", np.int64, ("first.rows",)),
-        Field("step.block_table", np.int32, ("first.rows", "first.pages")),
-        *step_fields(),
-    ]
+from attention.batch.host import HostBatch
+from attention.batch.metadata import (
+    BatchBuffers,
+    CommonAttentionMetadata,
+    batch_arrays,
+    batch_fields,
+    batch_sizes,
+    from_staged,
+)
+from attention.batch.staging import Field, Staged
+from specdec.requests.sampling import SamplingTensors
+from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.verification import TargetInputs
 
 
-def step_fields() -> list[Field]:
-    """The arrays of the draft steps after the first pass."""
-    return [
-        Field("step.query_start_loc", np.int32, ("first.rows_plus_1",)),
-        Field("step.page_indices", np.int32, ("steps", "first.rows_times_pages")),
-        Field("step.page_indptr", np.int32, ("steps", "first.rows_plus_1")),
-        Field("step.last_page_len", np.int32, ("steps", "first.rows")),
-        Field("step.seq_lens", np.int32, ("steps", "first.rows")),
-        Field("step.slot_mapping", np.int64, ("steps", "first.rows")),
-        Field("step.positions", np.int64, ("steps", "first.rows")),
-    ]
+@dataclass(frozen=True)
+class DeviceSampling:
+    """SamplingRound on the device."""
+
+    tensors: SamplingTensors
+    draft_uniform: torch.Tensor
+    accept_uniform: torch.Tensor
+    next_uniform: torch.Tensor
 
 
-def target_fields() -> list[Field]:
-    """The arrays of a verification."""
-    per_token = ("token_ids", "draft_places", "draft_sources", "judged_rows")
-    return [
-        *batch_fields("target"),
-        *(Field(f"target.{name}", np.int64, ("target.tokens",)) for name in per_token),
-        Field("target.logit_index", np.int64, ("target.rows", "drafts_plus_1")),
+@dataclass(frozen=True)
+class DeviceRound:
+    """One verification on the device.
+
+    Attributes:
+        metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetInputs.
+        sources: [R] int64 rows of the drafts, see TargetArrays; None where they are in order.
+        sampling: None when all rows are greedy.
+    """
+
+    metadata: CommonAttentionMetadata
+    token_ids: torch.Tensor
+    draft_places: torch.Tensor
+    draft_sources: torch.Tensor
+    judged_rows: torch.Tensor
+    logit_index: torch.Tensor
+    num_drafts: torch.Tensor
+    sources: torch.Tensor | None
+    sampling: DeviceSampling | None
+
+
+@dataclass(frozen=True)
+class VerificationBuffers:
+    """One host buffer of a verification beside its batch, whole; see TargetInputs."""
+
+    token_ids: np.ndarray
+    draft_places: np.ndarray
+    draft_sources: np.ndarray
+    judged_rows: np.ndarray
+    logit_index: np.ndarray
+    num_drafts: np.ndarray
+    sources: np.ndarray
+
+
+class VerificationSection:
+    """A verification in the arena."""
+
+    _batch = tuple(batch_fields("target"))
+    _own = (
+        Field("target.token_ids", np.int64, ("target.tokens",)),
+        Field("target.draft_places", np.int64, ("target.tokens",)),
+        Field("target.draft_sources", np.int64, ("target.tokens",)),
+        Field("target.judged_rows", np.int64, ("target.tokens",)),
+        Field("target.logit_index", np.int64, ("target.rows", "target.drafts_plus_1")),
         Field("target.num_drafts", np.int64, ("target.rows",)),
         Field("target.sources", np.int64, ("target.rows",)),
-    ]
+    )
+    _names = ("token_ids", "draft_places", "draft_sources", "judged_rows", "logit_index", "num_drafts")
+    fields = (*_batch, *_own)
+    static_fields = (*(field for field in _batch if field.name != "target.block_table"), *_own)
+    """Without the block table: what a fixed shape sends."""
+
+    @staticmethod
+    def dimensions(rows: int, tokens: int, pages: int, drafts: int) -> dict[str, int]:
+        """Sizes for at most so many rows, tokens, pages a row and drafts a row."""
+        return batch_sizes("target", rows, tokens, pages) | {"target.drafts_plus_1": drafts + 1}
+
+    @staticmethod
+    def static_dimensions(rows: int, query_len: int, page_entries: int) -> dict[str, int]:
+        """Sizes of `static_fields`."""
+        sizes = VerificationSection.dimensions(rows, rows * query_len, 0, query_len - 1)
+        return sizes | {"target.rows_times_pages": page_entries}
+
+    @classmethod
+    def values(cls, target: TargetInputs) -> dict[str, np.ndarray]:
+        """What is sent."""
+        arrays = batch_arrays("target", target.batch)
+        arrays |= {f"target.{name}": getattr(target, name) for name in cls._names}
+        return arrays if target.sources is None else arrays | {"target.sources": target.sources}
+
+    @classmethod
+    def views(cls, target: TargetInputs, staged: Staged) -> DeviceRound:
+        """What arrived; greedy."""
+        own = {name: staged[f"target.{name}"] for name in cls._names}
+        sources = None if target.sources is None else staged["target.sources"]
+        return DeviceRound(from_staged("target", target.batch, staged), **own, sources=sources, sampling=None)
+
+    @classmethod
+    def static_views(cls, batch: HostBatch, staged: Staged, num_drafts: int) -> DeviceRound:
+        """What arrived where the fields have the very shape; num_drafts: places for drafts in all rows."""
+        own = {name: staged[f"target.{name}"] for name in cls._names}
+        for name in ("draft_places", "draft_sources"):
+            own[name] = own[name][:num_drafts]
+        metadata = from_staged("target", batch, staged)
+        return DeviceRound(metadata, **own, sources=staged["target.sources"], sampling=None)
+
+    @staticmethod
+    def buffers(host: Mapping[str, np.ndarray]) -> tuple[BatchBuffers, VerificationBuffers]:
+        """The fields in one of the arena's host buffers."""
+        own = VerificationBuffers(**{f.name: host[f"target.{f.name}"] for f in fields(VerificationBuffers)})
+        return BatchBuffers.of("target", host), own
 
 
-def head_fields() -> list[Field]:
-    """What a verification needs of the head's pages, so that the first pass can run right behind it."""
-    return [
+class HeadPagesSection:
+    """What a verification needs of the head's pages, so that the draft prefill can run right after it."""
+
+    fields = (
         Field("head.slot_mapping", np.int64, ("target.tokens",)),
         Field("head.page_indices", np.int32, ("target.rows_times_pages",)),
-    ]
+    )
+
+    @staticmethod
+    def buffers(host: Mapping[str, np.ndarray], target: BatchBuffers) -> BatchBuffers:
+        """The verification's buffers with the head's slots and pages."""
+        return replace(target, slot_mapping=host["head.slot_mapping"], page_indices=host["head.page_indices"])
+
+    @staticmethod
+    def metadata(target: CommonAttentionMetadata, staged: Staged, host: HostBatch) -> CommonAttentionMetadata:
+        """A verification's attention on the head's pages: same rows and lengths, other slots."""
+        return replace(
+            target,
+            host=host,
+            block_table=None,
+            slot_mapping=staged["head.slot_mapping"],
+            page_indices=staged["head.page_indices"],
+        )
 
 
-def round_fields() -> list[Field]:
-    """Every array that a round may send in one transfer."""
-    return [
-        *target_fields(),
-        *draft_fields(),
-        *(Field(f"sampling.{name}", np.float32, ("target.rows",)) for name in ("temperature", "top_p", "min_p")),
+class SamplingSection:
+    """The sampling parameters and uniforms of a round in the arena."""
+
+    fields = (
+        Field("sampling.temperature", np.float32, ("target.rows",)),
         Field("sampling.top_k", np.int32, ("target.rows",)),
-        Field("sampling.draft_uniform", np.float32, ("target.rows", "drafts")),
-        Field("sampling.accept_uniform", np.float32, ("target.rows", "drafts")),
-        Field("sampling.next_uniform", np.float32, ("target.rows", "drafts_plus_1")),
-    ]
+        Field("sampling.top_p", np.float32, ("target.rows",)),
+        Field("sampling.min_p", np.float32, ("target.rows",)),
+        Field("sampling.draft_uniform", np.float32, ("target.rows", "sampling.drafts")),
+        Field("sampling.accept_uniform", np.float32, ("target.rows", "sampling.drafts")),
+        Field("sampling.next_uniform", np.float32, ("target.rows", "target.drafts_plus_1")),
+    )
 
+    @staticmethod
+    def dimensions(drafts: int) -> dict[str, int]:
+        """Sizes beside those of the verification."""
+        return {"sampling.drafts": drafts}
 
-def round_bucket(draft: DraftArrays | None, target: TargetArrays) -> Bucket:
-    """The bucket of a round: rows and tokens rounded up to powers of two."""
-    pages = target.block_table.shape[1]
-    first = (0, 0) if draft is None else (draft.first.num_reqs, draft.first.num_tokens)
-    return _bucket((len(target.start), target.num_tokens), first, pages, target.max_drafts)
+    @staticmethod
+    def values(sampling: SamplingRound) -> dict[str, np.ndarray]:
+        """What is sent."""
+        return {
+            "sampling.temperature": sampling.arrays.temperature,
+            "sampling.top_k": sampling.arrays.top_k,
+            "sampling.top_p": sampling.arrays.top_p,
+            "sampling.min_p": sampling.arrays.min_p,
+            "sampling.draft_uniform": sampling.draft_uniform,
+            "sampling.accept_uniform": sampling.accept_uniform,
+            "sampling.next_uniform": sampling.next_uniform,
+        }
 
-
-def graph_bucket(config: EngineConfig, rows: int) -> Bucket:
-    """The bucket of every round that a CUDA graph of `rows` rows reads: fixed addresses, whatever the lengths."""
-    drafts, pages = config.num_speculative_tokens, most_pages(config)
-    sizes: dict[str, int] = {}
-    for name in ("target", "first"):
-        sizes |= batch_sizes(name, rows, rows * (drafts + 1), pages)
-        padding = rows * (1 - (-(drafts + 1) // config.page_size))  # of the null page, behind every row
-        sizes[f"{name}.rows_times_pages"] = min(rows * pages, config.num_head_pages + padding)
-    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **sizes)
-
-
-def largest_bucket(config: EngineConfig) -> Bucket:
-    """A bucket that every round fits in."""
-    size = (config.max_num_seqs, config.max_num_batched_tokens)
-    return _bucket(size, size, most_pages(config), config.num_speculative_tokens)
-
-
-def most_pages(config: EngineConfig) -> int:
-    """Pages of the longest row, padding tokens behind its own included."""
-    return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
-
-
-def _bucket(target: tuple[int, int], first: tuple[int, int], pages: int, drafts: int) -> Bucket:
-    sizes = batch_sizes("target", power_of_two(target[0]), power_of_two(target[1]), pages)
-    sizes |= batch_sizes("first", power_of_two(first[0]), power_of_two(first[1]), pages)
-    return bucket_of(drafts=drafts, drafts_plus_1=drafts + 1, steps=max(drafts - 1, 0), **sizes)
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two >= n; 0 for 0."""
-    return 1 << max(n - 1, 0).bit_length() if n else 0
+    @staticmethod
+    def views(sampling: SamplingRound, staged: Staged) -> DeviceSampling:
+        """What arrived."""
+        return DeviceSampling(
+            tensors=SamplingTensors(
+                sampling.arrays.filters,
+                staged["sampling.temperature"],
+                staged["sampling.top_k"],
+                staged["sampling.top_p"],
+                staged["sampling.min_p"],
+            ),
+            draft_uniform=staged["sampling.draft_uniform"],
+            accept_uniform=staged["sampling.accept_uniform"],
+            next_uniform=staged["sampling.next_uniform"],
+        )

@@ -1,7 +1,7 @@
 """The load-time self-tests, before anybody relies on what was loaded.
 
-The paged target is compared with the model's own eager forward; a multi-token-prediction module is asked whether it is
-read as it was trained.
+The paged target is compared with the model's own eager forward; a head whose checkpoint does not say how it was trained
+to be read is checked on a text.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.limits import HALF
-from drafters.base import Head
-from drafters.mtp.head import MtpHead
-from drafters.mtp.reading import check_reading
-from drafters.mtp.stack import MtpStack
+from drafters.base import Head, InputConvention
 from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
@@ -201,16 +198,16 @@ def products_test(model: PreTrainedModel) -> None:
 
 @torch.inference_mode()
 def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, num_drafts: int) -> None:
-    """Read a short text with the target and judge multi-token-prediction modules on it; other heads pass.
+    """Read a short text with the target and check on it how the head is read; heads without such a check pass.
 
     Args:
         num_drafts: K; with 0 nothing is judged.
 
     Raises:
-        HeadLoadError: see `drafters.mtp.reading.check_reading`.
+        HeadLoadError: see `drafters.base.InputConvention`.
     """
-    if isinstance(head, (MtpHead, MtpStack)) and num_drafts:
-        check_reading(head, *read_text(model, tokenizer), num_drafts)
+    if isinstance(head, InputConvention) and num_drafts:
+        head.check_reading(*read_text(model, tokenizer), num_drafts)
 
 
 def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import random_prompts, tiny_llama, wrap
 
-from benchmarks.bench_round import SyntheticRead, full_rounds, geometric
+from benchmarks.bench_round import SyntheticRead, draw_on_device, full_rounds, geometric
+from specdec.requests.sampling import SamplingParams
 
 
 def test_acceptance_has_its_distribution_in_every_run() -> None:
@@ -73,3 +75,12 @@ def test_too_few_tokens_for_full_rounds_are_refused() -> None:
     made = full_rounds(Rows(read), read, [[1], [1]], 40)  # type: ignore[arg-type]
     with made as go_on, pytest.raises(ValueError, match="40 new tokens leave 4 rounds of 2 decoding rows"):
         go_on(30)
+
+
+def test_tokens_drawn_on_the_device_are_what_rounds_without_drafts_commit() -> None:
+    """Through the executor's public seam: the token is replaced before anybody reads it."""
+    wrapped = wrap(tiny_llama(), None)
+    draw_on_device(wrapped, 60, np.random.default_rng(5))
+    drawn = np.random.default_rng(5).integers(0, 60, (512, 256))
+    (completion,) = wrapped.generate(random_prompts((5,)), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert completion.token_ids == drawn[:12, 0].tolist()

@@ -90,6 +90,7 @@ def test_tokens_and_drafts(
     accepted = [r.accepted for c in completions for r in c.stats.rounds]
     assert 0 in accepted and max(accepted) >= 2, "the modules must be right and wrong often enough to test something"
     assert (wrapped.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
+    assert wrapped.engine_stats.host_to_device == wrapped.engine_stats.rounds, "verification and loop in one copy"
     assert free_everywhere(wrapped)
 
 
@@ -97,17 +98,21 @@ def test_tokens_and_drafts(
 def test_a_request_must_not_carry_anothers_vector(
     make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Planted: what is carried from round to round is lost."""
+    """Where attention decides, drafts are the oracle's; planted: what is carried from round to round is lost."""
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
-    carried: torch.Tensor = wrapped.executor._carried  # type: ignore[attr-defined]
+    loop: Any = wrapped._engine._drafter.loop  # type: ignore[union-attr]
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+    completions = wrapped.generate(PROMPTS, GREEDY)
+    compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert len(compared) > 60 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]
     engine, step = wrapped._engine, wrapped._engine.step
 
     def forgetful() -> Any:
         updates = step()
-        carried.zero_()
+        if loop._carried is not None:
+            loop._carried.zero_()
         return updates
 
     monkeypatch.setattr(engine, "step", forgetful)
@@ -145,6 +150,7 @@ def test_neighbours_and_preemption_change_no_round(
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
+    loop = wrapped._engine._drafter.loop  # type: ignore[union-attr]
     with pytest.raises(InvalidInputError, match="without CUDA graphs, and so not with backend='batch_invariant'"):
-        check_graphs(InvariantBackend(), wrapped.head, cuda_graphs)
-    check_graphs(TorchBackend(torch.device("cpu")), wrapped.head, False)
+        check_graphs(InvariantBackend(), loop, cuda_graphs)
+    check_graphs(TorchBackend(torch.device("cpu")), loop, False)

@@ -196,7 +196,7 @@ def test_graph_replays_with_other_lengths_equal_eager(pair: Pair, rows: int, que
 
 
 def test_two_groups_of_pages_share_a_plan(pair: Pair) -> None:
-    """Same lengths on other pages, as the head's first pass has them: planned once, attended twice."""
+    """Same lengths on other pages, as the draft prefill has them: planned once, attended twice."""
     first = pair.flashinfer.fixed_planner(4, 4)
     second = pair.flashinfer.fixed_planner(4, 4, first)
     arenas = [single_batch_arena(4, 16, 64, CUDA) for _ in range(2)]

@@ -221,4 +221,4 @@ def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits() -> No
     assert reads == 1.0
     assert not any("HtoD" in name and "Pageable" in name for name in found["copies"])
     assert not any("DtoH" in name and "Pageable" in name for name in found["copies"])
-    assert found["graph_replays"] == 6.0  # verification, first pass, four steps
+    assert found["graph_replays"] == 6.0  # verification, draft prefill, four steps

@@ -106,17 +106,17 @@ def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
 
 
 def test_reading_the_neighbours_true_states_fails_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Planted defect: the first pass reads the target's states one row too late."""
-    import specdec.rounds.verification
+    """Planted defect: the draft prefill reads the target's states one row too late."""
+    import drafters.loops.chain.arrays
 
-    real = specdec.rounds.verification.kept_rows
+    real = drafters.loops.chain.arrays.kept_rows
 
     def one_late(qsl: Any, drafts: Any, accepted: Any, rows: Any) -> Any:
         kept = real(qsl, drafts, accepted, rows)
         kept.token_indices[:-1] = kept.token_indices[1:]
         return kept
 
-    monkeypatch.setattr(specdec.rounds.verification, "kept_rows", one_late)
+    monkeypatch.setattr(drafters.loops.chain.arrays, "kept_rows", one_late)
     head = head_of("table")
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=3)
     assert any(wrong_rounds(head, c) for c in wrapped.generate(PROMPTS, PARAMS))

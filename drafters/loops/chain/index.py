@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.batch.host import HostBatch, slots_of
+from drafters.loops.lengths import tokens_kept
 
 
 @dataclass(frozen=True)
 class KeptRows:
-    """The rows of a verified batch that the head's first pass reads again with the target's true hidden states.
+    """The rows of a verified batch that the draft prefill reads again with the target's true hidden states.
 
     Attributes:
         query_start_loc: [B'+1] int32.
         token_indices: [T'] int64, rows of the verified batch.
-        last_row: [B'] int64, rows of the first pass whose output gives draft 1.
+        last_row: [B'] int64, rows of the draft prefill whose output gives draft 1.
     """
 
     query_start_loc: np.ndarray
@@ -52,7 +53,7 @@ class DraftSteps:
 def kept_rows(
     query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
 ) -> KeptRows:
-    """Drop the rejected rows of a verified batch: rej = n - accepted, len = q - rej.
+    """Drop the rejected rows of a verified batch: q - n committed tokens and the accepted drafts of each row stay.
 
     Args:
         query_start_loc: [B+1] of the verified batch.
@@ -65,8 +66,7 @@ def kept_rows(
     >>> kept.query_start_loc.tolist(), kept.token_indices.tolist(), kept.last_row.tolist()
     ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
     """
-    rejected = num_drafts - num_accepted
-    lens = np.diff(query_start_loc) - rejected
+    lens = tokens_kept(np.diff(query_start_loc) - num_drafts, num_accepted)
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
@@ -95,22 +95,6 @@ def shifted_token_ids(token_table: np.ndarray, rows: np.ndarray, positions: np.n
     return token_table[rows, positions + 1].astype(np.int64)
 
 
-def num_drafts_allowed(
-    num_speculative_tokens: np.ndarray, max_model_len: int, root_positions: np.ndarray, tokens_left: np.ndarray
-) -> np.ndarray:
-    """Drafts each row may have: max(0, min(K_i, max_model_len - 1 - root_i, tokens_left_i - 1)).
-
-    Args:
-        num_speculative_tokens: [B] K of each row; max_model_len: positions the cache may hold.
-        root_positions: [B] position of the next root (seq'); tokens_left: [B] new tokens the row may still emit.
-
-    >>> num_drafts_allowed(np.array([3, 3, 3]), 64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
-    [1, 0, 1]
-    """
-    limit = np.minimum(max_model_len - 1 - root_positions, tokens_left - 1)
-    return np.maximum(0, np.minimum(num_speculative_tokens, limit))
-
-
 def draft_steps(
     committed_lens: np.ndarray,
     num_drafts: np.ndarray,
@@ -121,7 +105,7 @@ def draft_steps(
     """All draft steps at once: step j (2 … K) feeds draft j-1 at position seq' + j - 2.
 
     Args:
-        committed_lens: [B] seq' after the first pass; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
+        committed_lens: [B] seq' after the draft prefill; num_drafts: [B] n_i; block_table: [B, P] of the head's group.
         num_steps: how many steps; default as many as the longest row takes (max n_i - 1).
 
     >>> table = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]])

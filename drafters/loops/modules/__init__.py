@@ -1,1 +1,1 @@
-"""modules."""
+"""Several multi-token-prediction modules that draft in turn, each over a cache layer of its own."""

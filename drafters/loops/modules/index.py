@@ -23,7 +23,7 @@ from drafters.loops.chain.index import rows_batch
 
 @dataclass(frozen=True)
 class ModuleRows:
-    """Rows of module m >= 1 in a first pass over B' requests whose module 0 reads T' rows.
+    """Rows of module m >= 1 in a draft prefill over B' requests whose module 0 reads T' rows.
 
     Attributes:
         lens, first_positions: [B'] rows of each request, 0 where it has none yet, and where they begin.
@@ -78,7 +78,7 @@ def module_rows(first_positions: np.ndarray, lens: np.ndarray, num_modules: int)
 
 
 def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> HostBatch:
-    """The attention of a module's first pass; requests without rows are left out. block_table: [B', P]."""
+    """A module's attention in the draft prefill, without requests that have no rows. block_table: [B', P]."""
     some = rows.lens > 0
     query_start_loc = np.concatenate([[0], np.cumsum(rows.lens[some])])
     return rows_batch(query_start_loc, rows.first_positions[some], block_table[some], page_size)

@@ -16,12 +16,14 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
+from drafters.loops.base import Draft
 from drafters.loops.chain.index import rows_batch
-from drafters.loops.chain.run import Draft
 from drafters.loops.modules.index import module_batch, module_rows, module_step
+from drafters.loops.modules.run import draft_modules, module_prefill
+from drafters.loops.modules.staged import ModulePass
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.spec import mtp_target
-from drafters.mtp.stack import ModulePass, MtpStack, draft_modules, first_passes
+from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_drafts, oracle_module_drafts
 
 CPU = torch.device("cpu")
@@ -54,7 +56,7 @@ class Rows:
 
     @torch.no_grad()
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:
-        """The first passes read positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
+        """The draft prefill reads positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
         first, lens = np.array(start), np.array(stop) - np.array(start)
         tokens = torch.tensor([self.ids[i][p + 1] for i in range(2) for p in range(start[i], stop[i])])
         tapped = torch.cat([self.states[i, start[i] : stop[i]] for i in range(2)])
@@ -66,7 +68,7 @@ class Rows:
         for rows in module_rows(first, lens, self.stack.num_modules):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
             passes.append(ModulePass(tokens[own], sources, last, staged(module_batch(rows, TABLE, PAGE_SIZE))))
-        self.carried = first_passes(self.stack, self.runner, tapped[shuffled], passes, self.carried)
+        self.carried = module_prefill(self.stack, self.runner, tapped[shuffled], passes, self.carried)
         steps = [
             staged(module_step(s, np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE, self.stack.num_modules))
             for s in range(1, max(num_drafts))

@@ -1,4 +1,5 @@
-"""Rounds in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py.)"""
+"""Verifications in a fixed shape: what CUDA graphs read. (Rounds from them: test_graphs.py; draft steps:
+tests/drafters/loops/chain/test_static.py.)"""
 
 from __future__ import annotations
 
@@ -9,8 +10,9 @@ from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
 from specdec.config import EngineConfig
-from specdec.rounds.static import FixedSteps, FixedTarget, fixed_shape
-from specdec.rounds.verification import StepArrays, TargetArrays
+from specdec.rounds.buckets import static_shape
+from specdec.rounds.static import FixedTarget
+from specdec.rounds.verification import TargetArrays
 
 CPU = torch.device("cpu")
 ROWS, DRAFTS, LONGEST = 4, 3, 44
@@ -64,7 +66,7 @@ rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one."""
-    fixed = FixedTarget(fixed_shape(config(page_size), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(page_size), ROWS), True, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
         batch, head, staged = fixed.send(target)
@@ -84,7 +86,7 @@ def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page
 
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
-    shape = fixed_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
+    shape = static_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
     target.block_table[0, :2] = [7, 9]
     batch, _, _ = FixedTarget(shape, False, CPU).send(target)
@@ -94,52 +96,18 @@ def test_worked_example() -> None:
 
 def test_drafts_may_stand_in_other_rows() -> None:
     """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
-    fixed = FixedTarget(fixed_shape(config(16), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(16), ROWS), True, CPU)
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
     assert staged["target.sources"].tolist() == [0, 1, 2, 3]
 
 
-@given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
-def test_draft_steps_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
-    fixed = FixedSteps(fixed_shape(config(page_size), ROWS), CPU)
-    for rows in rounds:
-        lens, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
-        pages = table(len(rows), page_size, 1)
-        draft = StepArrays(lens, drafts, DRAFTS - 1, pages, page_size)
-        batches, staged = fixed.send(draft)
-        for step, batch in enumerate(batches):
-            batch.validate()
-            active = [n >= step + 2 for n in drafts]
-            expected = [n + step if a else 0 for n, a in zip(lens, active, strict=True)] + [0] * (ROWS - len(rows))
-            assert batch.positions.tolist() == expected
-            assert batch.seq_lens.tolist() == [n + 1 for n in expected]
-            own = [
-                slots_of(pages, np.array([i]), np.array([p]), page_size)[0] for i, p in enumerate(expected[: len(rows)])
-            ]
-            assert batch.slot_mapping[: len(rows)].tolist() == [s if a else 0 for s, a in zip(own, active, strict=True)]
-            assert not batch.slot_mapping[len(rows) :].any()
-            flat = staged["step.page_indices"][step, : len(batch.page_indices)]
-            assert flat.tolist() == batch.page_indices.tolist()
-            plain = HostBatch(*(getattr(batch, name) for name in HostBatch.__dataclass_fields__))
-            assert staged["step.page_indptr"][step].tolist() == plain.page_indptr.tolist()
-            assert staged["step.last_page_len"][step].tolist() == plain.last_page_len.tolist()
-
-
-def test_worked_example_of_draft_steps() -> None:
-    fixed = FixedSteps(fixed_shape(config(16), ROWS), CPU)
-    pages = np.array([[7, 9], [3, 4]], np.int32)
-    batches, staged = fixed.send(StepArrays(np.array([18, 20]), np.array([3, 1]), 2, pages, 16))
-    assert staged["step.slot_mapping"].tolist() == [[146, 0, 0, 0], [147, 0, 0, 0]]
-    assert [b.seq_lens.tolist() for b in batches] == [[19, 1, 1, 1], [20, 1, 1, 1]]
-
-
 def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     """Their room follows from the pool, not from the longest row there could be."""
     small = EngineConfig(DRAFTS, 4000, ROWS, ROWS * (DRAFTS + 1), 4, 12)  # 11 pages of 4 tokens
-    shape = fixed_shape(small, ROWS)
-    assert dict(shape.bucket)["target.rows_times_pages"] < 40
+    shape = static_shape(small, ROWS)
+    assert shape.page_entries < 40
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
     batch, head, _ = FixedTarget(shape, True, CPU).send(target_of(rows, 4))
     assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None

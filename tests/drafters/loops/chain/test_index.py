@@ -11,17 +11,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import drafters.loops.chain.arrays
 import drafters.loops.chain.index
+import drafters.loops.lengths
 from attention.batch.host import slots_of
 from attention.errors import InvariantError
 from drafters.loops.chain.index import (
     draft_steps,
     kept_rows,
-    num_drafts_allowed,
     rows_batch,
     shifted_token_ids,
     step_batch,
 )
+from drafters.loops.lengths import num_drafts_allowed
 
 QSL = np.array([0, 4, 8, 12])
 SEQ = np.array([20, 33, 48])
@@ -31,11 +33,13 @@ TABLE = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]], np.int32)
 
 
 def test_the_examples_in_the_docstrings() -> None:
-    outcome = doctest.testmod(drafters.loops.chain.index)
-    assert outcome.failed == 0 and outcome.attempted >= 9
+    modules = (drafters.loops.chain.index, drafters.loops.chain.arrays, drafters.loops.lengths)
+    outcomes = [doctest.testmod(module) for module in modules]
+    assert [outcome.failed for outcome in outcomes] == [0, 0, 0]
+    assert [outcome.attempted for outcome in outcomes] >= [9, 5, 5]
 
 
-def test_worked_example_first_pass() -> None:
+def test_worked_example_draft_prefill() -> None:
     kept = kept_rows(QSL, DRAFTS, ACCEPTED)
     assert kept.query_start_loc.tolist() == [0, 2, 6, 7]
     assert kept.token_indices.tolist() == [0, 1, 4, 5, 6, 7, 8]

@@ -12,8 +12,10 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
+from drafters.loops.base import Draft
 from drafters.loops.chain.index import draft_steps, rows_batch, step_batch
-from drafters.loops.chain.run import Draft, FirstPass, draft_chain
+from drafters.loops.chain.run import draft_chain
+from drafters.loops.chain.staged import DraftPrefill
 from drafters.oracle import oracle_drafts
 
 CPU = torch.device("cpu")
@@ -45,7 +47,7 @@ class Rows:
         self.runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
 
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:
-        """The first pass reads positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
+        """The draft prefill reads positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
         lens = np.array(stop) - np.array(start)
         first = rows_batch(np.concatenate([[0], np.cumsum(lens)]), np.array(start), TABLE, PAGE_SIZE)
         steps = draft_steps(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
@@ -58,7 +60,7 @@ class Rows:
                 self.head,
                 self.runner,
                 tapped[shuffled],
-                FirstPass(
+                DraftPrefill(
                     token_ids=torch.tensor(tokens),
                     token_indices=shuffled.argsort(),
                     last_row=torch.from_numpy(np.cumsum(lens) - 1),
@@ -86,7 +88,7 @@ def head_of(kind: str) -> Head:
 
 @pytest.mark.parametrize("kind", ["eagle3", "table"])
 def test_rounds_over_the_cache_equal_the_oracle(kind: str) -> None:
-    """What earlier steps wrote is scratch; the first pass writes the true states over it."""
+    """What earlier steps wrote is scratch; the draft prefill writes the true states over it."""
     rows = Rows(head_of(kind))
     for start, stop, num in ROUNDS:
         draft = rows.round(start, stop, num)
@@ -108,7 +110,7 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     rows = Rows(head_of("table"))
     first = rows_batch(np.array([0, 5]), np.array([0]), TABLE[:1], PAGE_SIZE)
     empty = torch.empty(0, dtype=torch.long)
-    pass_ = FirstPass(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, staged(first))
+    pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, staged(first))
     with torch.no_grad():
         draft = draft_chain(rows.head, rows.runner, rows.tapped[0, :5], pass_, [], greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None

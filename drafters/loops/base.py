@@ -1,0 +1,262 @@
+"""What every draft loop shares: what it starts from, what it gives back, and the protocols that executors run it by.
+
+A draft loop is one kind of drafting after a verification: which rows the head reads again with the target's true aux
+hidden states (the draft prefill), and which steps follow. A head offers its loop (`drafters.base.Head.draft_loop`);
+an executor only sends what the loop asks for and runs it. Bucket sizes, token choice and the compiler come in as
+arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import numpy as np
+import torch
+
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.batch.staging import Field, Staged
+from attention.runner import GroupRunner, PlannedBatch
+from drafters.attend import Attend
+
+Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
+"""(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or
+None for a one-hot q). How to choose is the caller's business: acceptance must know q."""
+
+Greedy = Callable[[torch.Tensor], torch.Tensor]
+"""Arg max: draft logits [R, Vd] -> draft ids [R] int64; compiled code may call it."""
+
+Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""A function of tensors -> the same, compiled for any number of rows."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a round of drafting gives back; stays on the device.
+
+    Attributes:
+        token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
+        probs: [R, n, Vd] draft distributions, or None when every draft is greedy (one-hot q).
+    """
+
+    token_ids: torch.Tensor
+    probs: torch.Tensor | None
+
+    @classmethod
+    def of(cls, token_ids: Sequence[torch.Tensor], probs: Sequence[torch.Tensor | None]) -> Draft:
+        """Join the steps' ids [R] and probabilities [R, Vd]."""
+        sampled = [p for p in probs if p is not None]
+        return cls(torch.stack(list(token_ids), 1), torch.stack(sampled, 1) if sampled else None)
+
+
+def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 0) -> Attend:
+    """The head's attention over its paged cache for one planned batch; its layer 0 is the group's `first_layer`."""
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return runner.attend(planned, first_layer + layer, query, key, value)
+
+    return attend
+
+
+@dataclass(frozen=True)
+class DraftingRows:
+    """The R rows that draft, after the draft prefill: all that the steps after it need.
+
+    Attributes:
+        committed_lens: [R] seq', positions that hold true states. num_drafts: [R] n_i.
+        block_table: [R, P] of the head's pages.
+    """
+
+    committed_lens: np.ndarray
+    num_drafts: np.ndarray
+    block_table: np.ndarray
+    page_size: int
+
+    @cached_property
+    def num_steps(self) -> int:
+        """Steps after the draft prefill: max n_i - 1, at least 0."""
+        return int(self.num_drafts.max(initial=1)) - 1
+
+
+@dataclass(frozen=True)
+class DraftInput:
+    """What a draft loop starts from: the last verification after its commit, and the rows that the head reads of it.
+
+    Attributes:
+        query_start_loc: [B+1] int of the verification; num_drafts, num_accepted: [B].
+        order: [B'] its rows that the head reads, the R drafting rows first, then prompts not read to their end.
+        request_rows: [B'] int64, where each of them stands in `tokens`: fixed while its request runs.
+        committed_lens: [B'] the target's KV lengths after the commit (seq').
+        tokens: [N, L] int32 committed tokens by position; the bonus token stands at seq'.
+        num_drafts_next: [R] n_i, drafts to make for the drafting rows, at least 1.
+        block_table: [B', P] int32 of the head's pages.
+    """
+
+    query_start_loc: np.ndarray
+    num_drafts: np.ndarray
+    num_accepted: np.ndarray
+    order: np.ndarray
+    request_rows: np.ndarray
+    committed_lens: np.ndarray
+    tokens: np.ndarray
+    num_drafts_next: np.ndarray
+    block_table: np.ndarray
+    page_size: int
+
+    @cached_property
+    def drafting(self) -> DraftingRows:
+        """The first R rows."""
+        count = len(self.num_drafts_next)
+        return DraftingRows(self.committed_lens[:count], self.num_drafts_next, self.block_table[:count], self.page_size)
+
+
+@dataclass(frozen=True)
+class LoopSize:
+    """Sizes of a draft loop's arrays: of one round, or the largest there can be.
+
+    Attributes:
+        rows: B' rows of the draft prefill. tokens: T' of its tokens. pages: P. drafts: n, the most of a row.
+    """
+
+    rows: int = 0
+    tokens: int = 0
+    pages: int = 0
+    drafts: int = 0
+
+    @property
+    def steps(self) -> int:
+        """Steps after the draft prefill."""
+        return max(self.drafts - 1, 0)
+
+
+class LoopArrays(Protocol):
+    """Host arrays of one draft loop; beyond this only the loop that made them looks inside."""
+
+    @property
+    def size(self) -> LoopSize:
+        """Their sizes, for the choice of a bucket."""
+
+
+A = TypeVar("A", bound=LoopArrays)
+D = TypeVar("D")
+
+
+@runtime_checkable
+class DraftLoop(Protocol[A, D]):
+    """One kind of draft loop, for one engine.
+
+    A is its host arrays, D the same on the device. An executor calls, in this order: `arrays`, `values` (into a
+    transfer that others share), `views`, and `run` once the target's forward is launched.
+    """
+
+    name: str
+    """What messages call it, in the plural."""
+    num_modules: int
+    """M modules that take turns, 1 for a loop of one head. A request with fewer than M committed states has none for
+    the later modules: it gets at most as many drafts as it has states (`drafters.loops.modules.index`)."""
+    fields: tuple[Field, ...]
+    """Its places in the round's arena."""
+
+    def dimensions(self, size: LoopSize) -> dict[str, int]:
+        """Sizes of the symbolic dimensions of `fields` for arrays of at most this size."""
+
+    def arrays(self, draft: DraftInput) -> A:
+        """All numpy arrays of a round."""
+
+    def values(self, arrays: A) -> dict[str, np.ndarray]:
+        """What is sent, under the names of `fields`."""
+
+    def views(self, arrays: A, staged: Staged) -> D:
+        """What arrived."""
+
+    def run(self, inputs: D, runner: GroupRunner, aux: torch.Tensor, choose: Choose) -> Draft:
+        """Launch the loop.
+
+        Args:
+            runner: the head's cache group. aux: [T, A·Ht] aux hidden states of the verification, by its token rows.
+            choose: picks the draft tokens from logits.
+        """
+
+
+@dataclass(frozen=True)
+class StaticShape:
+    """Rounds of one fixed shape: `rows` rows of query_len = K+1 tokens each, over pages of page_size tokens.
+
+    page_entries: most entries that the rows' page lists have together, the padding's included.
+    """
+
+    rows: int
+    query_len: int
+    page_size: int
+    page_entries: int
+
+    @property
+    def num_steps(self) -> int:
+        """Draft steps after the draft prefill, K-1."""
+        return max(self.query_len - 2, 0)
+
+
+@dataclass(frozen=True)
+class StaticPrefill:
+    """What the static draft prefill reads after a verification of fixed shape, all on the device.
+
+    token_ids: [rows·(K+1)] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token
+    rows of the last accepted ones.
+    """
+
+    token_ids: torch.Tensor
+    last_row: torch.Tensor
+
+
+class StaticSteps(Protocol):
+    """The steps' host arrays of one fixed number of rows, written into buffers that graphs read."""
+
+    @property
+    def transfers(self) -> int:
+        """Host-to-device copies so far."""
+
+    def send(self, rows: DraftingRows) -> tuple[Sequence[HostBatch], Staged]:
+        """Lay out and send all steps of at most so many rows: the attention of each."""
+
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+        """Each step's attention at the addresses that do not change."""
+
+
+class StaticLoop(Protocol):
+    """The static form of a greedy draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
+
+    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R the most rows there can be.
+    """
+
+    drafts: torch.Tensor
+
+    def steps(self, shape: StaticShape) -> StaticSteps:
+        """The host arrays of the steps for so many rows."""
+
+    def prefill(self, inputs: StaticPrefill, planned: PlannedBatch, compiled: bool = True) -> None:
+        """The draft prefill over a verification's rows: writes draft 1, and what step 0 starts from."""
+
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None) -> torch.Tensor:
+        """Step `index` (from 0) of the first `rows` rows: writes draft index+2.
+
+        Args:
+            before: what the step before returned, always at the same address; None for step 0.
+        """
+
+
+@runtime_checkable
+class GraphLoop(DraftLoop[A, D], Protocol[A, D]):
+    """A loop that CUDA graphs can hold. Capturing it is the executor's business."""
+
+    def static_form(
+        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> StaticLoop:
+        """The loop's static form.
+
+        Args:
+            aux: [T, A·Ht] the target's buffer of aux hidden states, always the same memory.
+            limits: rows and drafts at most. compiler: for the passes of heads that can be compiled.
+        """

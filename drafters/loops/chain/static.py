@@ -1,0 +1,155 @@
+"""A chain in rounds of one fixed shape: what CUDA graphs hold of it, and the buffers that they read.
+
+The draft prefill is launched right after the verification, before the host knows what was accepted: it reads every
+token row of the verification with the verification's own tokens, on the device, and takes its output at the last
+accepted one. What it writes for rejected rows lies past the row's end and is overwritten. The steps' arrays are
+written in place into the pinned buffers that they are sent from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.batch.host import HostBatch, slots_at
+from attention.batch.live import LiveBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.batch.staging import Staged, StagingArena, bucket_of
+from attention.batch.static import covering, write_pages
+from attention.runner import GroupRunner, PlannedBatch
+from drafters.loops.base import Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
+from drafters.loops.chain.passes import HeadPasses
+from drafters.loops.chain.staged import StepSection
+
+
+class StaticChain:
+    """The static form of `ChainLoop`; a `drafters.loops.base.StaticLoop`.
+
+    hidden: [R, H] outputs of the draft prefill, by row of the last verification.
+    """
+
+    def __init__(
+        self, passes: HeadPasses, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, compiler: Compile
+    ) -> None:
+        """See `GraphLoop.static_form`."""
+        self._plain = passes
+        self._prefill: Callable[..., Any] = compiler(passes.prefill) if passes.can_compile else passes.prefill
+        self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
+        self._runner = runner
+        self._aux = aux
+        hidden = passes.head.fuse(aux[:2])
+        self.hidden = hidden.new_zeros(limits.rows, hidden.shape[1])
+        self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
+
+    def steps(self, shape: StaticShape) -> FixedSteps:
+        """See `StaticLoop.steps`."""
+        return FixedSteps(shape, self._aux.device)
+
+    def prefill(self, inputs: StaticPrefill, planned: PlannedBatch, compiled: bool = True) -> None:
+        """See `StaticLoop.prefill`."""
+        rows, run = len(inputs.last_row), self._prefill if compiled else self._plain.prefill
+        with self._attending(planned):
+            x, ids = run(
+                self._aux[: len(inputs.token_ids)], inputs.token_ids, planned.metadata.positions, inputs.last_row
+            )
+        self.hidden[:rows].copy_(x)
+        self.drafts[:rows, 0].copy_(ids)
+
+    def step(self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None) -> torch.Tensor:
+        """See `StaticLoop.step`: x [rows, H].
+
+        A view of a larger buffer would be compiled once more than a tensor of its own: step 0 copies it.
+        """
+        x = self.hidden[:rows].clone() if before is None else before
+        with self._attending(planned):
+            x, ids = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
+        self.drafts[:rows, index + 1].copy_(ids)
+        return x
+
+    def _attending(self, planned: PlannedBatch) -> AbstractContextManager[None]:
+        return self._plain.carrying(paged_attend(self._runner, planned))
+
+
+class _StepsPlace:
+    """One host buffer of the steps, and the batches over it."""
+
+    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
+        self.arrays = StepSection.buffers(host)
+        self.arrays.query_start_loc[:] = np.arange(shape.rows + 1)
+        self.batches = tuple(
+            LiveBatch(
+                query_start_loc=self.arrays.query_start_loc,
+                seq_lens=self.arrays.seq_lens[step],
+                num_computed_tokens=self.arrays.positions[step],
+                slot_mapping=self.arrays.slot_mapping[step],
+                positions=self.arrays.positions[step],
+                block_table=np.zeros((0, 0), np.int32),
+                page_size=shape.page_size,
+                page_indptr=self.arrays.page_indptr[step],
+            )
+            for step in range(shape.num_steps)
+        )
+
+
+class FixedSteps:
+    """The steps of a fixed number of rows. A row that takes no step, or is added, stands on the null page."""
+
+    def __init__(self, shape: StaticShape, device: torch.device) -> None:
+        self._shape = shape
+        self._numbers = np.arange(2, shape.query_len)[:, None]  # step j of K
+        self._rows = np.arange(shape.rows)
+        self._lens = np.zeros(shape.rows, np.int64)
+        self._num_drafts = np.zeros(shape.rows, np.int64)
+        sizes = StepSection.static_dimensions(shape.rows, shape.page_entries, shape.num_steps)
+        self._bucket = bucket_of(**sizes)
+        self._arena = StagingArena(StepSection.static_fields, self._bucket, device)
+        self._places = [_StepsPlace(host, shape) for host in self._arena.hosts(self._bucket)]
+
+    @property
+    def transfers(self) -> int:
+        """See `StaticSteps.transfers`."""
+        return self._arena.generation
+
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+        """See `StaticSteps.views`."""
+        return StepSection.views(batches, staged)
+
+    def send(self, rows: DraftingRows) -> tuple[tuple[HostBatch, ...], Staged]:
+        """See `StaticSteps.send`; the batches are the arena's memory, good until the round after the next.
+
+        `drafters.loops.chain.index.draft_steps` in place: K=3, a row at 18 with 3 drafts, pages [7, 9] of 16 tokens:
+        positions 18, 19, seq_lens 19, 20, slots 146, 147.
+        """
+        place = self._places[self._arena.begin(self._bucket)]
+        arrays, page_size, count = place.arrays, self._shape.page_size, len(rows.num_drafts)
+        if count < len(self._lens):
+            self._lens[count:] = self._num_drafts[count:] = 0
+        self._lens[:count], self._num_drafts[:count] = rows.committed_lens, rows.num_drafts
+        active = self._num_drafts >= self._numbers  # [K-1, rows]
+        positions, slots = arrays.positions, arrays.slot_mapping
+        np.add(self._lens, self._numbers - 2, out=positions)  # seq' + j - 2
+        positions *= active
+        np.add(positions, 1, out=arrays.seq_lens, casting="unsafe")
+        counts, within = np.divmod(positions, page_size)
+        table = covering(rows.block_table, len(self._rows), 1)
+        slots_at(table, self._rows, counts, within, page_size, out=slots)
+        slots *= active
+        np.add(within, 1, out=arrays.last_page_len, casting="unsafe")
+        counts += 1
+        np.cumsum(counts, axis=1, out=arrays.page_indptr[:, 1:], dtype=np.int32)
+        _write_step_pages(arrays.page_indices, table, counts)
+        return tuple(batch.over(table) for batch in place.batches), self._arena.end(self._bucket)
+
+
+def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
+    """page_indices [K-1, …]: every step's pages; counts [K-1, rows]. Most steps of few rows enter no page."""
+    used = 0
+    for step, own in enumerate(counts):
+        if step and (own == counts[step - 1]).all():
+            page_indices[step, :used] = page_indices[step - 1, :used]
+        else:
+            used = write_pages(page_indices[step], table, own)

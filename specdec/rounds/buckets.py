@@ -1,0 +1,39 @@
+"""Sizes of a round's arrays: rounded up to buckets, the largest there can be, and those of fixed shapes."""
+
+from __future__ import annotations
+
+from drafters.loops.base import LoopSize, StaticShape
+from specdec.config import EngineConfig
+
+
+def loop_limits(config: EngineConfig) -> LoopSize:
+    """The largest draft loop that an engine may run."""
+    rows, tokens = config.max_num_seqs, config.max_num_batched_tokens
+    return LoopSize(rows, tokens, most_pages(config), config.num_speculative_tokens)
+
+
+def rounded(size: LoopSize) -> LoopSize:
+    """Rows and tokens rounded up to powers of two; pages and drafts are few numbers as they are.
+
+    >>> rounded(LoopSize(5, 30, 8, 3))
+    LoopSize(rows=8, tokens=32, pages=8, drafts=3)
+    """
+    return LoopSize(power_of_two(size.rows), power_of_two(size.tokens), size.pages, size.drafts)
+
+
+def static_shape(config: EngineConfig, rows: int) -> StaticShape:
+    """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths."""
+    query_len = config.num_speculative_tokens + 1
+    padding = rows * (1 - (-query_len // config.page_size))  # of the null page, after every row
+    entries = min(rows * most_pages(config), config.num_head_pages + padding)
+    return StaticShape(rows, query_len, config.page_size, entries)
+
+
+def most_pages(config: EngineConfig) -> int:
+    """Pages of the longest row, padding tokens after its own included."""
+    return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two >= n; 0 for 0."""
+    return 1 << max(n - 1, 0).bit_length() if n else 0

@@ -1,0 +1,75 @@
+"""From the schedule and the row table to what a draft loop starts from."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from drafters.loops.lengths import num_drafts_allowed
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.drafting import draft_input, drafts_after, rows_after
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+from specdec.rounds.verification import TargetArrays, Verified, target_arrays
+
+PAGES = np.arange(1, 65, dtype=np.int32).reshape(4, 16)
+
+
+def table_of(lengths: list[int], computed: list[int], drafts: int = 3) -> RowTable:
+    """Rows that emitted their last token; a row with fewer computed tokens still reads its prompt."""
+    table = RowTable(4, 60)
+    for length, known in zip(lengths, computed, strict=True):
+        row = table.open(np.arange(length), 60, drafts, 1, SamplingParams())
+        table.computed[row] = known
+        table.entered[row] = length - 1 if known == length - 1 else length
+    return table
+
+
+def test_drafting_rows_come_first_in_the_schedules_order_then_prompts_that_go_on() -> None:
+    """Row 1 is in the middle of its prompt; rows 2 and 0 draft; row 3 has ended."""
+    table = table_of([12, 30, 8, 9], [11, 16, 7, 8])
+    rows = np.array([0, 1, 2, 3])
+    table.mark_batch(rows)
+    table.close(3)
+    verified = Verified(np.array([0, 4, 12, 15, 17]), rows, np.array([3, 0, 2, 1]), np.array([1, 0, 2, 0]))
+    schedule = Schedule(np.array([2, 0, 1]), np.array([1, 1, 8]), np.array([3, 2, 0]))
+    draft = draft_input(verified, schedule, table, PAGES, 4)
+    assert draft is not None
+    assert draft.order.tolist() == draft.request_rows.tolist() == [2, 0, 1]
+    assert draft.committed_lens.tolist() == [7, 11, 16] and draft.num_drafts_next.tolist() == [3, 2]
+    assert draft.block_table[:, 0].tolist() == [33, 1, 17]
+    assert draft.drafting.committed_lens.tolist() == [7, 11] and draft.drafting.num_steps == 2
+
+
+def test_nothing_to_read_is_no_draft_loop() -> None:
+    """The only row of the verification has ended, and the one that joins has no states yet."""
+    table = table_of([12, 9], [11, 0])
+    table.mark_batch(np.array([0]))
+    table.close(0)
+    verified = Verified(np.array([0, 4]), np.array([0]), np.array([3]), np.array([1]))
+    assert draft_input(verified, Schedule(np.array([1]), np.array([9]), np.array([0])), table, PAGES, 4) is None
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 54), st.integers(0, 3)), min_size=1, max_size=4),
+    st.integers(0, 3),
+    st.integers(50, 60),
+)
+def test_what_is_known_before_the_commit_is_what_the_scheduler_finds_after_it(
+    rows: list[tuple[int, int]], wanted: int, limit: int
+) -> None:
+    """drafts_after and rows_after from accepted counts alone, against lengths advanced and limits asked anew."""
+    rows = [(min(start, limit - 2), accepted) for start, accepted in rows]
+    table = table_of([start + 1 for start, _ in rows], [start for start, _ in rows], wanted)
+    table.limit[: len(rows)] = limit
+    own = np.arange(len(rows))
+    accepted = np.array([min(accepted, limit - start - 2) for start, accepted in rows])
+    target: TargetArrays = target_arrays(Schedule(own, np.ones_like(own), accepted), table, PAGES, 4, PAGES)
+    found, after = drafts_after(target, accepted), rows_after(target, accepted)
+    table.computed[own] += 1 + accepted
+    table.length[own] += 1 + accepted
+    left = table.limit[own] - table.length[own]
+    assert found.tolist() == num_drafts_allowed(table.drafts[own], 60, table.computed[own], left).tolist()
+    assert after.committed_lens.tolist() == table.computed[own].tolist()
+    assert after.num_drafts.tolist() == found.tolist()

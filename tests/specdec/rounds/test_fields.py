@@ -1,0 +1,113 @@
+"""Sections of the arena: each holds its names alone, and what is sent arrives."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from fakes import table_head, tiny_llama
+
+import specdec.rounds.buckets
+from drafters.loops.base import DraftInput, LoopSize
+from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain.staged import ChainSection
+from drafters.loops.modules.staged import ModuleSection
+from specdec.config import EngineConfig
+from specdec.rounds.fields import HeadPagesSection, SamplingSection, VerificationSection
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.verification import target_arrays
+
+ROOT = Path(__file__).resolve().parent.parent.parent.parent
+HOMES = {
+    "target.": "specdec/rounds/fields.py",
+    "head.": "specdec/rounds/fields.py",
+    "sampling.": "specdec/rounds/fields.py",
+    "prefill.": "drafters/loops/chain/staged.py",
+    "step.": "drafters/loops/chain/staged.py",
+    "modules.": "drafters/loops/modules/staged.py",
+}
+
+
+def arena_names(source: str) -> set[str]:
+    """Prefixes of HOMES with which a string constant of the source begins (docstrings and f-strings' parts too)."""
+    constants = (n.value for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Constant))
+    texts = [text for text in constants if isinstance(text, str) and " " not in text]
+    return {prefix for prefix in HOMES for text in texts if text.startswith(prefix)}
+
+
+def test_a_sections_names_stand_in_one_file() -> None:
+    found: dict[str, set[str]] = {prefix: set() for prefix in HOMES}
+    for package in ("drafters/loops", "specdec/rounds", "specdec/execution", "specdec/engine", "specdec/acceptance"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for prefix in arena_names(path.read_text("utf-8")):
+                found[prefix].add(path.relative_to(ROOT).as_posix())
+    assert found == {prefix: {home} for prefix, home in HOMES.items()}
+
+
+def test_a_planted_name_is_seen() -> None:
+    assert arena_names('x = staged["step.positions"]') == {"step."}
+    assert arena_names('x = staged[f"target.{name}"]') == {"target."}
+
+
+def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
+    size = LoopSize(4, 16, 8, 3)
+    modules = ModuleSection(3, 4)
+    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3)
+    shared = VerificationSection.fields + SamplingSection.fields + HeadPagesSection.fields
+    for loop_fields, sizes in (
+        (ChainSection.fields, ChainSection.dimensions(size)),
+        (modules.fields, modules.dimensions(size)),
+    ):
+        fields = (*shared, *loop_fields)
+        assert len({field.name for field in fields}) == len(fields)
+        assert {dim for field in fields for dim in field.dims} <= set(common | sizes)
+        assert not set(common) & set(sizes)
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(specdec.rounds.buckets)
+    assert outcome.failed == 0 and outcome.attempted == 1
+
+
+@pytest.mark.parametrize("drafting", [False, True])
+def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> None:
+    """Two rows behind a verification of K=2: one kept all its drafts, the other none."""
+    config = EngineConfig(2, 64, 2, 16, 4, 40)
+    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), config, torch.device("cpu"))
+    table, pages = RowTable(2, 64), np.arange(1, 33, dtype=np.int32).reshape(2, 16)
+    for row, length in enumerate((12, 7)):
+        table.tokens[row, :length] = np.arange(length) + 100 * (row + 1)
+        table.length[row], table.computed[row], table.limit[row], table.drafts[row] = length, length - 1, 60, 2
+    rows, ones = np.array([0, 1]), np.ones(2, np.int64)
+    schedule = Schedule(rows, ones, np.array([2, 1]))
+    draft = DraftInput(
+        query_start_loc=np.array([0, 3, 6]),
+        num_drafts=np.array([2, 2]),
+        num_accepted=np.array([2, 0]),
+        order=rows,
+        request_rows=rows,
+        committed_lens=table.computed[rows],
+        tokens=table.tokens,
+        num_drafts_next=schedule.num_drafts,
+        block_table=pages,
+        page_size=4,
+    )
+    sent = transfer.send(draft if drafting else None, target_arrays(schedule, table, pages, 4), None)
+    assert transfer.transfers == 1
+    device = sent.verification
+    assert device.token_ids.tolist() == [111, 0, 0, 206, 0] and device.draft_places.tolist() == [1, 2, 4]
+    assert device.draft_sources.tolist() == [0, 1, 2] and device.logit_index.tolist() == [[0, 1, 2], [3, 4, 4]]
+    assert device.metadata.positions.tolist() == [11, 12, 13, 6, 7] and device.sampling is None
+    if not drafting:
+        assert sent.draft is None
+        return
+    prefill, steps = sent.draft.prefill, sent.draft.steps  # type: ignore[union-attr, attr-defined]
+    assert prefill.token_indices.tolist() == [0, 1, 2, 3] and prefill.token_ids.tolist() == [109, 110, 111, 206]
+    assert prefill.metadata.positions.tolist() == [8, 9, 10, 5] and prefill.last_row.tolist() == [2, 3]
+    assert [step.positions.tolist() for step in steps] == [[11, 0]]
