@@ -23,10 +23,10 @@ DRAFTS = 3
 _CHUNKS = {0: 64, DRAFTS: 24}
 """Most tokens of a forward, by K: the longer prompts are read in chunks of both sizes."""
 _MOST_ERRORS = 4.0
-"""A divergence is wrong where the token is this many rounding errors of a logit worse than the best."""
-_PERTURBED = 16
+"""A divergence is wrong where the token is this many rounding errors of a difference of two logits below the best."""
+_ROUNDINGS = 16
 _HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-"""Rounding of one number, relative: by so much are weights perturbed to see what rounding can do."""
+"""Largest rounding of one number, relative."""
 _FLOAT32_ROUNDING = 1e-5
 """Rounding error of a float32 logit, relative to the rms of the logits."""
 
@@ -90,26 +90,35 @@ class Reference:
         error = fine.pow(2).mean().sqrt() * _FLOAT32_ROUNDING
         if self._finer is not None:
             error = (own - fine).pow(2).mean().sqrt()
-        return float((fine[-1].max() - fine[-1, token]) / error)
+        return float((fine[-1].max() - fine[-1, token]) / (error * 2**0.5))  # of two logits' difference
 
     def within_rounding(self, prompt: list[int], answer: Sequence[int], at: int, token: int) -> bool:
-        """Whether the float32 copy says `token` there under any of some perturbations of its weights within rounding.
+        """Whether the float32 copy says `token` there in any of some runs with each module's output rounded at random.
 
         A router between two experts that are nearly equal makes a jump of a rounding error, far beyond the rms: 81
-        times in exaone_moe. Where roundings fall is chance, so chance is asked (Monte Carlo arithmetic, Parker 1997).
+        times in exaone_moe. Where roundings fall is chance, so chance is asked. Source: Monte Carlo arithmetic (Parker,
+        1997).
         """
         if self._finer is None:
             return False
         text, amplitude = [*prompt, *answer[:at]], _HALF_ULP[self._model.dtype]
-        generator = torch.Generator().manual_seed(0)
-        shaken = copy.deepcopy(self._finer)
-        for _ in range(_PERTURBED):
-            for weight, own in zip(shaken.parameters(), self._finer.parameters(), strict=True):
-                noise = 2 * torch.rand(own.shape, generator=generator) - 1
-                weight.copy_(own * (1 + amplitude * noise.to(own.device)))
-            if int(self._logits(shaken, text)[-1].argmax()) == token:
-                return True
-        return False
+        generator = torch.Generator(self._finer.device).manual_seed(0)
+
+        def rounded(x: Any) -> Any:
+            if isinstance(x, tuple):
+                return tuple(map(rounded, x))
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                return x
+            noise = 2 * torch.rand(x.shape, generator=generator, device=x.device) - 1
+            return x * (1 + amplitude * noise)
+
+        leaves = [m for m in self._finer.modules() if next(m.children(), None) is None]
+        hooks = [m.register_forward_hook(lambda module, inputs, output: rounded(output)) for m in leaves]
+        try:
+            return any(int(self._logits(self._finer, text)[-1].argmax()) == token for _ in range(_ROUNDINGS))
+        finally:
+            for hook in hooks:
+                hook.remove()
 
     def _answer(self, prompt: list[int]) -> list[int]:
         """Cached greedy `generate`; where that contradicts the uncached forward, greedy tokens of the latter."""
