@@ -99,6 +99,13 @@ def counts(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {d: dict(Counter(row["outcome"] for row in found if row["dtype"] == d).most_common()) for d in dtypes}
 
 
+def _by_line(document: dict[str, Any], models: Sequence[dict[str, Any]]) -> str:
+    """JSON with one model a line and without what is empty, so that differences between two runs are readable."""
+    told = [{key: value for key, value in row.items() if value not in ("", None)} for row in models]
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items())
+    return "{\n" + head + ' "models": [\n  ' + ",\n  ".join(map(json.dumps, told)) + "\n ]\n}\n"
+
+
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
@@ -127,8 +134,8 @@ def main(types: str | None, dtypes: str, workers: int, timeout: float, device: s
     for dtype, of in table.items():
         click.echo(f"\n{dtype}\n" + "\n".join(f"{count:6}  {outcome}" for outcome, count in of.items()))
     if out is not None:
-        document = {"benchmark": "sweep", "device": device, "counts": table, "models": found, **provenance()}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document = {"benchmark": "sweep", "device": device, "counts": table, "provenance": provenance()}
+        out.write_text(_by_line(document, found), encoding="utf-8")
     sys.exit(1 if any(row["outcome"] in BAD for row in found) else 0)
 
 
