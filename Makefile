@@ -18,7 +18,7 @@ test-quick: $(DEV)
 	$(BIN)/python -m pytest -q -n auto -m "not slow"
 
 sweep: $(DEV)
-	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --dtype float32,bfloat16 --out benchmarks/results/sweep.json
+	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --out benchmarks/results/sweep.json
 
 lint: $(DEV)
 	$(BIN)/ruff check .

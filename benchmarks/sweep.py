@@ -6,9 +6,10 @@
 Of every type a tiny random model, whose windows and other thresholds (`sweep_configs`) lie between the self-test's rows
 and the prompts. Prompts of 5, 37 and 90 tokens, alone and in one batch, read in chunks, 24 greedy tokens, without
 drafts and with three a round of which about 70 % are right. One process a model, with a time limit. Half precision: a
-divergence is wrong where the token lies more than four rounding errors of a logit (rms difference of the model's and
-its float32 copy's logits on that text) below the best in float32, and the copy says it under none of 16 perturbations
-of its weights within rounding (a router's jump). Other divergences are near ties, counted apart.
+divergence is wrong where the token lies more than four rounding errors below the best in float32, and the float32 copy
+says it in none of 16 runs in which every module's output is rounded at random (a router's jump). The copy has the
+rounded weights; the rounding error is that of a difference of two logits: √2 times the rms difference of its logits and
+the model's on that text. Other divergences are near ties, counted apart.
 
 Exit code 1 when any model comes out wrong, raises an error without a name of ours, crashes or takes too long.
 """
@@ -98,13 +99,20 @@ def counts(found: Sequence[dict[str, Any]]) -> dict[str, dict[str, int]]:
     return {d: dict(Counter(row["outcome"] for row in found if row["dtype"] == d).most_common()) for d in dtypes}
 
 
+def _by_line(document: dict[str, Any], models: Sequence[dict[str, Any]]) -> str:
+    """JSON with one model a line and without what is empty, so that differences between two runs are readable."""
+    told = [{key: value for key, value in row.items() if value not in ("", None)} for row in models]
+    head = "".join(f" {json.dumps(key)}: {json.dumps(value)},\n" for key, value in document.items())
+    return "{\n" + head + ' "models": [\n  ' + ",\n  ".join(map(json.dumps, told)) + "\n ]\n}\n"
+
+
 def _split(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in (text or "").split(",") if part.strip())
 
 
 @click.command()
 @click.option("--types", help="Model types or names of cases, comma-separated. Default: all.")
-@click.option("--dtype", "dtypes", default="float32", show_default=True, help="float32, bfloat16, or both.")
+@click.option("--dtype", "dtypes", default="float32,bfloat16", show_default=True, help="One or several.")
 @click.option("--jobs", "workers", default=1, show_default=True, help="Processes at a time.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds a model.")
 @click.option("--device", default="cpu", show_default=True)
@@ -126,8 +134,8 @@ def main(types: str | None, dtypes: str, workers: int, timeout: float, device: s
     for dtype, of in table.items():
         click.echo(f"\n{dtype}\n" + "\n".join(f"{count:6}  {outcome}" for outcome, count in of.items()))
     if out is not None:
-        document = {"benchmark": "sweep", "device": device, "counts": table, "models": found, **provenance()}
-        out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+        document = {"benchmark": "sweep", "device": device, "counts": table, "provenance": provenance()}
+        out.write_text(_by_line(document, found), encoding="utf-8")
     sys.exit(1 if any(row["outcome"] in BAD for row in found) else 0)
 
 

@@ -134,6 +134,7 @@ KINDS = {
 SINGLE = ("window", "softcap", "sinks")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("heads", "page_size", "layout"), [((8, 2), 16, "NHD"), ((6, 2), 1, "HND")])
 @pytest.mark.parametrize("kind", ["plain", "all", *(pytest.param(k, marks=pytest.mark.slow) for k in SINGLE)])
 def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size: int, layout: KVLayout) -> None:

@@ -40,6 +40,7 @@ def test_nothing_is_wrong(subject: Subject) -> None:
     assert len(work.memory) == 2
 
 
+@pytest.mark.slow
 def test_uniforms_that_depend_on_the_batch_are_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = specdec.rounds.verification.uniforms
 
@@ -60,6 +61,7 @@ def test_a_resumed_request_that_reads_its_root_is_found(subject: Subject, monkey
     assert work.counts["mismatches"] > 0
 
 
+@pytest.mark.slow
 def test_a_lost_page_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """By what it costs to fill the cache; the validators of check mode would see it at once."""
     plain, calls = BlockTables.release, itertools.count()

@@ -83,6 +83,7 @@ def test_one_wrong_token_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     assert check(case, dtype, "cpu").outcome == "WRONG"
 
 
+@pytest.mark.slow
 def test_an_error_without_a_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(failing))
     (case,) = (c for c in all_cases() if c.name == "gpt2")

@@ -70,7 +70,9 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize(
+    "name", [n if n in ("eagle3", "deepseek_v3") else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS]
+)
 @pytest.mark.parametrize(
     "options",
     [
@@ -91,6 +93,7 @@ def test_drafts_equal_the_oracles(name: str, options: dict[str, int], make: Call
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "glm4_moe", "mimo"])
 @torch.inference_mode()
 def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pair]) -> None:

@@ -59,6 +59,7 @@ def rounds(wrapped: SpeculativeModel, prompt: list[int], completion: Any) -> lis
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "drafts"),
     [
@@ -120,6 +121,7 @@ def test_a_request_must_not_carry_anothers_vector(
     assert any(ours != oracle for ours, oracle in rounds(wrapped, PROMPTS[1], completion))
 
 
+@pytest.mark.slow
 def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
     params = [SamplingParams(max_new_tokens=12, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]
@@ -129,6 +131,7 @@ def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) 
     assert alone[0].token_ids == first[3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 3), (3, 5)])
 def test_neighbours_and_preemption_change_no_round(
     modules: int, drafts: int, make: Callable[..., SpeculativeModel]

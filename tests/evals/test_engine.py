@@ -105,6 +105,7 @@ def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp
     assert control["verdict"] == "PASS" and speculative["verdict"] == "FAIL"
 
 
+@pytest.mark.slow
 def test_acceptance_on_the_engine(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
     executor = LocalExecutor(worker)
     plan = Plan(plant.questions(6), sweep((1, K)), asking(), batch_size=2, worst=1, predict_batch_sizes=(1, 2))

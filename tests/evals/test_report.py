@@ -93,6 +93,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
     assert {"accepted", "rejected", "target"} <= classes
 
 
+@pytest.mark.slow
 def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, (Arm("one", 1), Arm("three", 3)))
     assert "three less one, paired" in printed(document)

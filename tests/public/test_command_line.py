@@ -89,6 +89,7 @@ def test_inspect_is_for_people(run: Run) -> None:
     assert "None" not in text
 
 
+@pytest.mark.slow
 def test_inspect_says_where_a_module_came_from(run: Run) -> None:
     code, text, _ = run("inspect", "--model", "gsm-deepseek", "--draft", "mtp", "--device", "cpu")
     assert code == 0 and "model.safetensors: model.layers.12." in text and "eh_proj.weight" in text
@@ -154,6 +155,7 @@ def test_a_closed_pipe_is_no_traceback() -> None:
     assert done.stdout and "Traceback" not in done.stderr and "BrokenPipe" not in done.stderr
 
 
+@pytest.mark.slow
 def test_definitions_are_printed_when_asked_for(run: Run) -> None:
     arguments = ("--data", "arithmetic", "--limit", "2", "--k", "2", "--max-new-tokens", "12", "--warmup", "0")
     plain = run("eval", "acceptance", "--device", "cpu", *arguments)[1]
@@ -162,6 +164,7 @@ def test_definitions_are_printed_when_asked_for(run: Run) -> None:
     assert explained.count("Tokens kept per verification round") == 1
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_question_and_folds_the_provenance(run: Run, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     (tmp_path / "q.jsonl").write_text(json.dumps({"question": "How many legs have 3 <cats>?"}) + "\n")

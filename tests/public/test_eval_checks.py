@@ -65,6 +65,7 @@ def altered(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 LOSSLESS = ("eval", "lossless", *MODEL, "--limit", "4", "--max-new-tokens", "48", "--k", "3")
 
 
+@pytest.mark.slow
 def test_sampling_where_nothing_is_open_is_not_a_pass(specdec_command: Run) -> None:
     code, text = specdec_command(*LOSSLESS, "--mode", "sampled", "--samples", "100", "--max-new-tokens", "1")
     assert "NOT TESTED" in text and "PASS" not in text and "nan" not in text
@@ -90,12 +91,14 @@ def test_a_lossy_distribution_fails(specdec_command: Run, altered: Callable[...,
     assert code == 1 and "FAIL: speculation changes the output" in text
 
 
+@pytest.mark.slow
 def test_a_lossy_greedy_answer_fails(specdec_command: Run, altered: Callable[..., None]) -> None:
     altered(after=lambda done: dataclasses.replace(done, token_ids=[*done.token_ids[:5], 7, *done.token_ids[6:]]))
     code, text = specdec_command(*LOSSLESS, "--mode", "greedy")
     assert code == 1 and "FAIL: speculation changes the output" in text
 
 
+@pytest.mark.slow
 def test_equal_answers_without_a_draft_are_not_a_pass(specdec_command: Run) -> None:
     code, text = specdec_command(*LOSSLESS, "--mode", "greedy", "--max-new-tokens", "1")
     assert "NOT TESTED" in text and "PASS" not in text and code not in (0, 1, 2)
@@ -111,6 +114,7 @@ def test_acceptance_without_rounds_is_not_measured(specdec_command: Run, tmp_pat
     assert json.loads((tmp_path / "o.json").read_text())["not_measured"] == ["K=2"]
 
 
+@pytest.mark.slow
 def test_the_same_configuration_twice_says_so(specdec_command: Run) -> None:
     rest = ("--limit", "2", "--max-new-tokens", "10", "--warmup", "0")
     code, text = specdec_command("eval", "compare", "k=2", "k=2", *MODEL, *rest)
@@ -133,6 +137,7 @@ def test_accuracy_without_a_draft_is_not_tested(specdec_command: Run) -> None:
     assert "NOT TESTED" in text and code not in (0, 1, 2)
 
 
+@pytest.mark.slow
 def test_a_second_run_in_the_same_folder_is_refused(
     specdec_command: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -161,6 +166,7 @@ def test_a_damaged_settings_file_is_named(specdec_command: Run, tmp_path: Path, 
     assert code == 2 and "run/settings.json is damaged" in text and "--run-dir" in text
 
 
+@pytest.mark.slow
 def test_other_settings_are_shown_by_what_differs(specdec_command: Run) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     code, text = specdec_command(*ACCEPTANCE, "--run-dir", "run", "--max-new-tokens", "21")
@@ -169,6 +175,7 @@ def test_other_settings_are_shown_by_what_differs(specdec_command: Run) -> None:
     assert "models" not in error and len(error) < 250
 
 
+@pytest.mark.slow
 def test_a_last_line_cut_off_is_dropped_and_said(specdec_command: Run, tmp_path: Path) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     path = tmp_path / "run" / "answers.jsonl"
@@ -182,6 +189,7 @@ def test_a_last_line_cut_off_is_dropped_and_said(specdec_command: Run, tmp_path:
     }
 
 
+@pytest.mark.slow
 def test_other_damage_of_a_run_is_named(specdec_command: Run, tmp_path: Path) -> None:
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0
     path = tmp_path / "run" / "answers.jsonl"
@@ -211,6 +219,7 @@ def small_files() -> Iterator[Callable[[int], None]]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_no_room_for_answers_is_a_named_error(specdec_command: Run, small_files: Callable[[int], None]) -> None:
     small_files(5_000)
     code, text = specdec_command(*ACCEPTANCE, "--limit", "40", "--run-dir", "run")

@@ -194,6 +194,7 @@ def command_line(
     return caught.value.code, printed.out + printed.err
 
 
+@pytest.mark.slow
 def test_the_command_line_has_the_option(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,6 +7,7 @@ import random
 import tracemalloc
 from typing import Any
 
+import pytest
 from fakes import LetterTokenizer, table_head, tiny_llama
 
 from specdec import SamplingParams, SpeculativeModel
@@ -36,6 +37,7 @@ class Traffic:
         )
 
 
+@pytest.mark.slow
 def test_memory_is_flat_under_prompts_of_random_length() -> None:
     target: Any = tiny_llama()
     model = SpeculativeModel.from_pretrained(

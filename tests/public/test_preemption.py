@@ -55,8 +55,14 @@ def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: 
     assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 8
 
 
-@pytest.mark.parametrize("temperature", [0.9, 0.0], ids=["sampled", "greedy"])
-@pytest.mark.parametrize(("make_head", "drafts"), [(table_head, 0), (table_head, 3), (table_head, 5), (eagle3_head, 3)])
+@pytest.mark.parametrize(
+    ("make_head", "drafts", "temperature"),
+    [
+        pytest.param(head, k, t, marks=() if (head, k, t) == (table_head, 3, 0.9) else pytest.mark.slow)
+        for head, k in ((table_head, 0), (table_head, 3), (table_head, 5), (eagle3_head, 3))
+        for t in (0.9, 0.0)
+    ],
+)
 def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: float) -> None:
     target = tiny_llama()
     head = make_head(target)
@@ -68,12 +74,14 @@ def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: f
         assert tokens == [hf_greedy(p, s.max_new_tokens) for p, s in zip(PROMPTS, asked, strict=True)]
 
 
+@pytest.mark.slow
 def test_without_a_head() -> None:
     target = tiny_llama()
     alone, together = (load(target, None, **options) for options in (ROOMY, TIGHT))
     assert_as_alone(alone, together, [params(i, None) for i in range(len(PROMPTS))])
 
 
+@pytest.mark.slow
 def test_each_request_with_a_k_of_its_own() -> None:
     """Neighbours with other K, greedy ones beside sampled ones, some that stop, some at the model's length limit."""
     target = tiny_llama()
@@ -95,6 +103,7 @@ def test_each_request_with_a_k_of_its_own() -> None:
     assert_as_alone(alone, together, asked)
 
 
+@pytest.mark.slow
 def test_what_a_seed_does_not_fix() -> None:
     """Another K draws other tokens; without a seed it matters how many requests there were before."""
     target = tiny_llama()
@@ -121,6 +130,7 @@ def test_a_limit_changes_the_end_only() -> None:
         assert len(tokens) == most and tokens[: most - 6] == longest[: most - 6]
 
 
+@pytest.mark.slow
 def test_a_multi_token_prediction_module() -> None:
     roomy, tight = (dict(options, max_model_len=80) for options in (ROOMY, TIGHT))
     tight["kv_cache_tokens"] = 100

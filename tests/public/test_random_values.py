@@ -29,7 +29,7 @@ from transformers import GenerationConfig
 from specdec import SamplingParams, SpecdecError, SpeculativeModel
 from specdec.cli.main import cli
 
-CALLS = int(os.environ.get("SPECDEC_RANDOM_CALLS", "200"))
+CALLS = int(os.environ.get("SPECDEC_RANDOM_CALLS", "60"))
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 PROMPT = [1, 2, 3]
 SHORT = SamplingParams(max_new_tokens=4)

@@ -268,6 +268,7 @@ def test_greedy_decoding_has_one_completion() -> None:
         SamplingParams(n=2)
 
 
+@pytest.mark.slow
 def test_a_built_in_model_as_an_object_finds_its_head() -> None:
     named = SpeculativeModel.from_pretrained("gsm-llama", draft="auto", max_num_seqs=2)
     folder = named.hf_model.name_or_path

@@ -90,7 +90,10 @@ def naive(tokenizer: Any, ids: list[int], stop: str) -> tuple[list[int], str]:
     return ids, tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.fixture(scope="module", params=TOKENIZERS)
+@pytest.fixture(
+    scope="module",
+    params=["sentencepiece", *(pytest.param(t, marks=pytest.mark.slow) for t in ("llama2", "byte_level"))],
+)
 def wrapped(request: pytest.FixtureRequest) -> tuple[str, Any]:
     model = tiny_llama()
     tokenizer = Spread(TOKENIZERS[request.param])

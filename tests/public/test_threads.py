@@ -320,7 +320,10 @@ def test_a_round_that_fails_ends_what_was_in_it_and_no_more() -> None:
 
 
 @pytest.mark.parametrize("place", ["text", "forward", "after the forward", "arrays"])
-@pytest.mark.parametrize("options", [{}, {"num_speculative_tokens": 0}, {"kv_cache_tokens": 104}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"num_speculative_tokens": 0}, {"kv_cache_tokens": 104}))],
+)
 def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options: dict[str, int]) -> None:
     tokenizer = Hooked()
     model = model_with(tokenizer, max_num_batched_tokens=24, **options)
@@ -355,6 +358,7 @@ def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_interrupts_at_any_moment() -> None:
     """A real signal, at random moments, in the thread that runs most of the rounds."""
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
@@ -401,6 +405,7 @@ def test_interrupts_at_any_moment() -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_two_models_over_one_target_and_its_own_generate_on_other_threads() -> None:
     """A forward of a round and another one through the same modules must not meet: masks, caches, tapped states."""
     target = tiny_llama()

@@ -153,6 +153,7 @@ def test_other_data_in_a_used_folder_is_refused(bench: Bench, expected: bytes) -
     assert bench.head() == expected
 
 
+@pytest.mark.slow
 def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[Path], expected: bytes) -> None:
     assert bench.train().code == 0
     done = bench.train(model=targets[1])
@@ -162,6 +163,7 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
     assert bench.head() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
     [("held_out", 4), ("max_new_tokens", 9), ("max_length", 50), ("learning_rate", 0.1), ("taps", "0,1,2")],
@@ -174,6 +176,7 @@ def test_other_settings_in_a_used_folder_are_refused(bench: Bench, option: str, 
     assert bench.head() == expected
 
 
+@pytest.mark.slow
 def test_weights_changed_under_the_same_name_are_another_target(bench: Bench, targets: list[Path]) -> None:
     bench.target = Path(shutil.copytree(targets[0], bench.folder / "target"))
     assert bench.train().code == 0
@@ -182,6 +185,7 @@ def test_weights_changed_under_the_same_name_are_another_target(bench: Bench, ta
     assert refused(done) and "target: " in done.text
 
 
+@pytest.mark.slow
 def test_the_same_run_is_known_again_wherever_its_files_lie(bench: Bench, expected: bytes) -> None:
     assert bench.train().code == 0
     moved = shutil.copytree(bench.target, bench.folder / "moved")
@@ -192,6 +196,7 @@ def test_the_same_run_is_known_again_wherever_its_files_lie(bench: Bench, expect
     assert sum(asked) == 0, "everything was answered and judged before"
 
 
+@pytest.mark.slow
 def test_overwrite_starts_anew(bench: Bench, expected: bytes) -> None:
     assert bench.train(seed=3).code == 0 and bench.head() != expected
     assert refused(bench.train())
@@ -299,6 +304,7 @@ def ended(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+@pytest.mark.slow
 def test_answers_outlive_a_killed_process(bench: Bench, expected: bytes) -> None:
     with another_process(bench.command(max_num_seqs=2), lambda: counting_prompts(5, kill)) as pid:
         assert ended(pid) == -signal.SIGKILL
@@ -309,6 +315,7 @@ def test_answers_outlive_a_killed_process(bench: Bench, expected: bytes) -> None
     assert bench.head() == expected
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_what_is_kept(bench: Bench, expected: bytes) -> None:
     def interrupt() -> None:
         raise KeyboardInterrupt
@@ -379,6 +386,7 @@ def test_a_damaged_file_is_named_or_made_up_for(bench: Bench, content: str, expe
             assert "step-0000004 is damaged" in done.text and "goes on from step-0000002" in done.text
 
 
+@pytest.mark.slow
 def test_when_no_checkpoint_is_good_the_run_does_not_start_anew_silently(bench: Bench, expected: bytes) -> None:
     assert bench.train().code == 0
     for state in bench.output.glob("step-*/*.pt"):
@@ -389,6 +397,7 @@ def test_when_no_checkpoint_is_good_the_run_does_not_start_anew_silently(bench: 
     assert bench.train(overwrite=True).code == 0 and bench.head() == expected
 
 
+@pytest.mark.slow
 def test_a_second_process_is_kept_out_and_a_killed_one_forgotten(bench: Bench, expected: bytes) -> None:
     ready = bench.folder / "ready"
 
@@ -405,6 +414,7 @@ def test_a_second_process_is_kept_out_and_a_killed_one_forgotten(bench: Bench, e
     assert bench.train().code == 0 and bench.head() == expected
 
 
+@pytest.mark.slow
 def test_several_processes_answer_for_one_folder(bench: Bench) -> None:
     """Each its own file, at the same time; then one trains on all of them, and nothing is asked again."""
     ready, other = bench.folder / "ready", questions(bench.folder / "other.jsonl", ["how many pears has ben", "why"])
@@ -434,6 +444,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [200, 20_000, 60_000])
 def test_a_full_disk_is_named_and_costs_nothing(bench: Bench, size: int, expected: bytes) -> None:
     """While a record, answers or a head are written."""
@@ -445,6 +456,7 @@ def test_a_full_disk_is_named_and_costs_nothing(bench: Bench, size: int, expecte
     assert bench.train().code == 0 and bench.head() == expected
 
 
+@pytest.mark.slow
 def test_a_full_disk_leaves_the_last_checkpoint(bench: Bench, expected: bytes) -> None:
     with another_process(bench.command(checkpoint_every=2), lambda: killed_after_a_checkpoint(bench.output)) as pid:
         assert ended(pid) == -signal.SIGKILL
@@ -468,6 +480,7 @@ def killed_after_a_checkpoint(output: Path) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 def test_the_interval_of_checkpoints_is_free(bench: Bench, expected: bytes) -> None:
     assert bench.train(checkpoint_every=1).code == 0
     assert sorted(p.name for p in bench.output.glob("step-*")) == ["step-0000003", "step-0000004"]

@@ -104,6 +104,7 @@ def sample(
 QUICK = ("all",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("variant", [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS])
 def test_the_joint_distribution_is_the_targets(variant: str) -> None:
     outcomes, tau = sample(VARIANTS[variant])
@@ -111,6 +112,7 @@ def test_the_joint_distribution_is_the_targets(variant: str) -> None:
     assert tau > 1.3, "speculation must have decided something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "params", [PLAIN, pytest.param(VARIANTS["top-p"], marks=pytest.mark.slow)], ids=["plain", "top-p"]
 )

@@ -85,6 +85,7 @@ def zero_slot(wrapped: Any, position: int) -> None:
     layer.values[page, offset] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
 def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""

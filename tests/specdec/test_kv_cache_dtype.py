@@ -21,6 +21,7 @@ def tokens(wrapped: Any) -> list[list[int]]:
     return [c.token_ids for c in wrapped.generate(PROMPTS, PARAMS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scales", [pytest.param(None, marks=pytest.mark.slow), SCALES])
 def test_speculation_changes_nothing(scales: Any) -> None:
     model = tiny_llama(context=0.3)

@@ -60,12 +60,12 @@ def test_stop_token_ids_end_only_their_own_row() -> None:
 @pytest.mark.parametrize("num_drafts", [0, 5])
 @pytest.mark.parametrize("span", [(3, 4), (4, 7), (0, 2), (10, 15), (22, 24)])
 def test_a_stop_string_cuts_text_and_tokens(span: tuple[int, int], num_drafts: int) -> None:
+    wrapped = wrapped_with(num_drafts=num_drafts)
     for prompt in PROMPTS[:4]:
         right = hf_greedy(prompt, NEW)
         text = text_of(right)
         stop = text[slice(*span)]
         end = text.find(stop) + len(stop)
-        wrapped = wrapped_with(num_drafts=num_drafts)
         (completion,) = wrapped.generate(prompt, SamplingParams(max_new_tokens=NEW, stop=(stop,)))
         assert completion.token_ids == right[:end], "with the token that completed the stop"
         assert completion.text == text[: end - len(stop)]

@@ -75,6 +75,7 @@ def test_an_array_that_does_not_fit_is_refused() -> None:
         arena.send(BIG, {"ids": np.zeros((2, 2), np.int64)})
 
 
+@pytest.mark.slow
 def test_what_is_kept_for_later_rounds_is_bounded() -> None:
     """Whatever buckets and shapes come; and what has gone is laid out again where it was."""
     largest = bucket_of(tokens=300, rows=12, pages=12)

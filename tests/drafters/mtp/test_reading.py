@@ -80,6 +80,7 @@ def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
     assert open_mtp("gsm-deepseek").head is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -95,6 +96,7 @@ def test_each_wrong_reading_is_refused(pair: Any, text: Any, changes: Any, messa
         check_reading(head, *text, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"), [({"hidden_first": True}, "embedding_first"), ({"feedback": "pre_norm"}, "post_norm")]
 )
@@ -121,6 +123,7 @@ def test_a_checkpoint_of_the_other_order_is_refused_and_can_be_loaded_by_naming_
     assert ours.drafts == theirs.drafts and ours.token_ids == theirs.token_ids
 
 
+@pytest.mark.slow
 def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
     with pytest.raises(HeadLoadError, match=r"Give mtp_feedback='post_norm'"):
         open_mtp("gsm-deepseek", mtp_feedback="pre_norm", num_speculative_tokens=2)

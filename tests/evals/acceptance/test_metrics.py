@@ -83,6 +83,7 @@ def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
         assert found.low < truth < found.high
 
 
+@pytest.mark.slow
 def test_a_wrong_denominator_would_be_seen(plant: SimpleNamespace) -> None:
     sums = columns(planted(plant, plant.Model(rates=(0.8, 0.6), length=200), 300), 2)
     wrong = {**sums, "reached_2": sums["offered_2"]}

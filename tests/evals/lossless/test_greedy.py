@@ -187,6 +187,7 @@ def test_the_distribution_test_tells_right_rules_from_wrong(plant: SimpleNamespa
     assert combined_(Arm("k", 2), sampling.samples // 2, fits).verdict.value == ("PASS" if passes else "FAIL")
 
 
+@pytest.mark.slow
 def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     rng = np.random.default_rng(0)
     exact = exact_joint(lambda ids: PROBS, [1], 2)

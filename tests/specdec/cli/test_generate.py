@@ -46,6 +46,7 @@ def test_generate_prints_the_answer_and_nothing_else(expected: Any) -> None:
     assert "attention of the target" in result.stderr and "torch reference" in result.stderr
 
 
+@pytest.mark.slow
 def test_generate_reads_standard_input_and_prints_json(expected: Any) -> None:
     record = json.loads(run(["--json"], input=QUESTION + "\n").stdout)
     assert (record["text"], record["token_ids"]) == (expected.text, expected.token_ids)

@@ -109,6 +109,7 @@ def test_an_idle_engine_does_nothing() -> None:
     assert wrapped.engine_stats.rounds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("neighbour", [{"max_new_tokens": 2}, {"max_new_tokens": 30}])
 def test_a_limit_shortens_only_its_own_row(neighbour: dict[str, int]) -> None:
     """Rows at max_new_tokens or max_model_len draft less; their neighbours draft as when they are alone."""
@@ -130,6 +131,7 @@ def test_a_limit_shortens_only_its_own_row(neighbour: dict[str, int]) -> None:
             left -= round_.emitted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_last_prompt_chunk_of_one_token_is_still_a_prompt(temperature: float) -> None:
     """How a prompt is cut into chunks decides nothing: its last token is not a root, the first token in no round."""

@@ -156,6 +156,7 @@ def test_tokens_and_drafts_are_those_of_the_eager_road(
     assert free_everywhere(graphed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 1, 5])
 def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     """What is reserved for the round behind a launched one is no more than the block tables hold."""
@@ -168,6 +169,7 @@ def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replaye
     assert free_everywhere(graphed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 1, 2])
 def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     head = table_head(tiny_llama()) if num_drafts else None
@@ -187,6 +189,7 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
     assert any(g.replays for g in graphs_on_cpu)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "temperature"),
     [(3, 0.0), (3, 0.9), pytest.param(0, 0.9, marks=pytest.mark.slow), pytest.param(5, 0.9, marks=pytest.mark.slow)],
@@ -307,7 +310,8 @@ def check_latent_mixture(drafts: int, rows: int = 4) -> None:
     assert target.config._experts_implementation != CAPTURABLE  # the model's own form is back
 
 
-@pytest.mark.parametrize("drafts", [1, 3])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_a_latent_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
     check_latent_mixture(drafts)
     assert sum(g.replays for g in graphs_on_cpu) > 20
@@ -352,6 +356,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     assert free_everywhere(graphed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [1, 3])
 @pytest.mark.parametrize("ahead", [False, True])
 def test_with_drafts_a_round_is_launched_before_the_commit(

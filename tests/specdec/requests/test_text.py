@@ -193,6 +193,7 @@ LONG = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LONG)
 @pytest.mark.parametrize("stops", [[], ["zzz"]])
 def test_a_long_answer_is_decoded_in_windows(kind: str, stops: list[str]) -> None:

@@ -20,6 +20,7 @@ from specdec.target.twin import TwinReport, twin_test
 FULL_SIZE = ["deepseek_v3", "gemma3", "gpt_oss", "qwen3_moe", "gemma4", "phi4_multimodal"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FULL_SIZE)
 def test_the_twin_of_a_published_size_is_exact_and_quick(kind: str) -> None:
     """From class and configuration alone: the weights of the model itself are never built here."""
