@@ -135,6 +135,16 @@ def halves(lines: list[Line]) -> list[list[str]]:
     ]
 
 
+def sweeps(lines: list[Line]) -> list[list[str]]:
+    """Every causal-LM type of the installed transformers: how many came out how, by dtype."""
+    outcomes = sorted({outcome for line in lines for counts in line["counts"].values() for outcome in counts})
+    return [["transformers", "dtype", *outcomes]] + [
+        [line["transformers"], dtype, *(str(counts.get(outcome, 0)) for outcome in outcomes)]
+        for line in lines
+        for dtype, counts in line["counts"].items()
+    ]
+
+
 def plain(lines: list[Line]) -> list[list[str]]:
     """Any other line: what it measured, name by name."""
     values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
@@ -181,6 +191,7 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "attention": kernels,
     "check_pair": pairs,
     "check_half": halves,
+    "sweep": sweeps,
 }
 _DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {
     "specdec.acceptance": acceptance,
@@ -208,7 +219,7 @@ def section(path: Path) -> str:
             f"{where}; {settings['data']['name']}; torch {versions['torch']}, transformers {versions['transformers']}"
         )
         return f"## {path.name}\n\n{facts}\n\n{_table(made(whole) if made else plain([whole]))}"
-    lines = [json.loads(line) for line in text.splitlines()]
+    lines = [whole | whole.get("provenance", {})] if whole else [json.loads(line) for line in text.splitlines()]
     parts = [
         f"{facts}\n\n{_table(_LINES.get(kind, plain)(list(group)))}"
         for (kind, facts), group in itertools.groupby(lines, lambda line: (line["benchmark"], _measured_on(line)))
