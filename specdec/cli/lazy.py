@@ -35,30 +35,41 @@ class LazyCommand:
     short_help: str
 
     def load(self) -> click.Command:
-        """Import the module and return the command."""
+        """Import the module and return the command.
+
+        Raises:
+            BadInput: a package that it needs is not installed.
+        """
         module, _, attribute = self.target.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
+        try:
+            command: click.Command = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            raise BadInput(f"{module} needs the module {error.name!r}, which is not installed") from error
         return command
 
 
 class LazyGroup(click.Group):
-    """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message."""
+    """A click group of lazy commands, in the order given. Errors of the `SpecdecError` tree end with one message.
+
+    Attributes:
+        lazy: the commands by name.
+    """
 
     def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._lazy = dict(lazy)
+        self.lazy = dict(lazy)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self._lazy, *super().list_commands(ctx)]
+        return [*self.lazy, *super().list_commands(ctx)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self._lazy:
-            return self._lazy[cmd_name].load()
+        if cmd_name in self.lazy:
+            return self.lazy[cmd_name].load()
         return super().get_command(ctx, cmd_name)
 
     def help_lines(self, ctx: click.Context) -> list[tuple[str, str]]:
         """(name, one line) of every command, without importing the lazy ones."""
-        return [(name, command.short_help) for name, command in self._lazy.items()]
+        return [(name, command.short_help) for name, command in self.lazy.items()]
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

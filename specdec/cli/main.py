@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from specdec.cli.lazy import CONTEXT, LazyCommand, LazyGroup
+from specdec.cli.lazy import CONTEXT, BadInput, LazyCommand, LazyGroup
 from specdec.cli.options import examples
 from specdec.cli.plugins import Plugin, PluginError, find_plugins
 
@@ -30,8 +30,15 @@ class Commands(LazyGroup):
 
     @cached_property
     def plugins(self) -> Mapping[str, Plugin]:
-        """By name. Looked for once, when a command is listed or is no built-in one."""
-        return find_plugins(self._lazy)
+        """By name. Looked for once, when commands are listed or one is no built-in one.
+
+        Raises:
+            BadInput: two commands have one name.
+        """
+        try:
+            return find_plugins(self.lazy)
+        except PluginError as error:
+            raise BadInput(str(error)) from error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*super().list_commands(ctx), *self.plugins]

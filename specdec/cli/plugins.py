@@ -74,9 +74,7 @@ def find_plugins(taken: Iterable[str], root: Path = ROOT) -> Mapping[str, Plugin
         name = plugin.entry.name
         if name in names:
             other = found[name].distribution if name in found else "specdec itself"
-            raise PluginError(
-                f"{plugin.distribution} adds a command {name!r}, which {other} has; uninstall one of them"
-            )
+            raise PluginError(f"{plugin.distribution} adds the command {name!r}, which {other} has; uninstall one")
         names.add(name)
         found[name] = plugin
     return found
