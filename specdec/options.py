@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import BACKENDS, KV_CACHE_DTYPES, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.values import choice, flag, scale_pairs, share, short, whole
+from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
 
 if TYPE_CHECKING:
     import torch
@@ -46,10 +46,10 @@ class Kind:
 
 @dataclass(frozen=True)
 class Whole(Kind):
-    """A whole number from `least` to `most` (None: 2^63 - 1)."""
+    """A whole number from `least` to `most`."""
 
     least: int
-    most: int | None = None
+    most: int = MOST_COUNT
 
     def read(self, name: str, value: Any) -> int:
         return whole(name, value, self.least, self.most)

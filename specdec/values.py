@@ -14,7 +14,7 @@ from typing import Any
 from specdec.errors import InvalidInputError
 
 _MOST_DIGITS = 10**40
-_MOST_COUNT = 2**63 - 1
+MOST_COUNT = 2**63 - 1
 """What torch and numpy can count to; Python's own integers have no end."""
 
 
@@ -46,22 +46,22 @@ def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
     return InvalidInputError(f"{name}={short(value)} ({type(value).__name__}): allowed is {allowed}")
 
 
-def whole(name: str, value: Any, least: int, most: int | None = None, allowed: str = "") -> int:
+def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allowed: str = "") -> int:
     """A whole number: an int or a scalar with `__index__` (numpy, torch); no bool, no float, no str.
 
     Args:
-        most: default 2^63 - 1. allowed: for the message; default the range.
+        most: None for no end. allowed: for the message; default the range.
 
     Raises:
         InvalidInputError: another type, or outside [least, most].
     """
-    bound = _MOST_COUNT if most is None else most
+    open_end = most is None or most == MOST_COUNT
     if not is_whole(value):
-        span = f", {least} or more" if most is None else f" from {least} to {most}"
+        span = f", {least} or more" if open_end else f" from {least} to {most}"
         raise refuse_type(name, value, allowed or f"a whole number{span}")
     number = operator.index(value)
-    if not least <= number <= bound:
-        span = f"{least} or more" if number < least and most is None else f"{least} … {bound}"
+    if number < least or (most is not None and number > most):
+        span = f"{least} or more" if number < least and open_end else f"{least} … {most}"
         raise refuse(name, number, allowed or span)
     return number
 

@@ -170,7 +170,8 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     from evals.runs.ray_executor import RayExecutor, connect
 
     with connect(ray):
-        executor = RayExecutor(specs, workers=workers, device=next(iter(specs.values())).options.device)
+        device = next(iter(specs.values())).options.device
+        executor = RayExecutor(specs, workers=workers, device=None if device is None else str(device))
         try:
             yield executor
         finally:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from specdec.options import Choice, Flag, Kind, LoadOptions, Share, Whole, option_of
+from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
     from specdec.model import SpeculativeModel
@@ -81,7 +82,7 @@ def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
 
 def _click_type(kind: Kind) -> click.ParamType | type[str]:
     if isinstance(kind, Whole):
-        return click.IntRange(kind.least, kind.most)
+        return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
     if isinstance(kind, Share):
         return click.FloatRange(0, 1, min_open=True)
     return click.Choice(kind.words) if isinstance(kind, Choice) else str
