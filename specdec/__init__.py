@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from importlib import import_module
-from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from specdec.shadowing import check_sibling
 
 if TYPE_CHECKING:
     from specdec.errors import SpecdecError
@@ -23,20 +23,8 @@ _PUBLIC = {
 __all__ = ["Completion", "SamplingParams", "SpecdecError", "SpeculativeModel"]
 
 
-def _check_siblings() -> None:
-    """`attention` and `drafters` are common names: make sure that the packages found are the ones beside this one."""
-    root = Path(__file__).resolve().parent.parent
-    for name in ("attention", "drafters"):
-        spec = find_spec(name)
-        found = None if spec is None or spec.origin is None else Path(spec.origin).resolve()
-        if found is None or found.parent.parent != root:
-            raise ImportError(
-                f"specdec needs its own package {name!r} at {root / name}, but `import {name}` finds "
-                f"{found or 'nothing'}; remove or rename what shadows it"
-            )
-
-
-_check_siblings()
+for _name in ("attention", "drafters"):
+    check_sibling(_name)
 
 
 def __getattr__(name: str) -> Any:

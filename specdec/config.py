@@ -8,8 +8,10 @@ from specdec.errors import InvalidInputError
 
 BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
+KV_CACHE_DTYPES = ("auto", "fp8")
+"""How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
 SEEDS = (-(2**63), 2**64 - 1)
-"""Least and largest seed: 64 bits, with or without a sign, as for `torch.manual_seed`."""
+"""Least and largest seed: 64 bits, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.mtp.spec import Concat, Feedback
+from drafters.mtp.convention import Concat, Feedback, MtpReading
 from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
@@ -22,18 +22,19 @@ from specdec.engine.sharing import SharedEngine, Stream
 from specdec.errors import InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.loading.backends import check_graphs, make_backend
+from specdec.loading.backends import check_graphs, kv_format, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
-from specdec.loading.memory import check_sizes_fit, memory_named
+from specdec.loading.heads import load_head
+from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
-from specdec.loading.options import LoadOptions
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.targets import load_head, open_target
+from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
-from specdec.requests.generation_config import Use, eos_ids
+from specdec.options import LoadOptions, Use
+from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, submissions
@@ -198,31 +199,15 @@ class SpeculativeModel:
             ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
             InvalidInputError: an option outside what is allowed; CacheTooSmallError, OutOfDeviceMemoryError: memory.
         """
-        options = LoadOptions(
-            num_speculative_tokens=num_speculative_tokens,
-            backend=backend,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            page_size=page_size,
-            kv_cache_tokens=kv_cache_tokens,
-            kv_cache_dtype=kv_cache_dtype,
-            kv_cache_scales=kv_cache_scales,
-            gpu_memory_utilization=gpu_memory_utilization,
-            cuda_graphs=cuda_graphs,
-            mtp_concat=mtp_concat,
-            mtp_feedback=mtp_feedback,
-            generation_config=generation_config,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            revision=revision,
-        )
+        given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
+        options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
+        if options.max_model_len is not None:
+            check_tables_fit(options.max_num_seqs, options.max_model_len)
         if draft is not None:
             check_head_type(draft)
         log.info("loading the target")
-        model, checkpoint = open_target(target, dtype, device, revision, trust_remote_code)
-        tokenizer = open_tokenizer(tokenizer, checkpoint)
-        return cls._built(model, checkpoint, draft, tokenizer, options)
+        model, checkpoint = open_target(target, dtype, device, options.revision, options.trust_remote_code)
+        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod
     def _built(
@@ -238,9 +223,11 @@ class SpeculativeModel:
         probed = probe_target(model)
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
-        head = None if draft is None else load_head(draft, checkpoint, probed, options.reading)
+        reading = MtpReading(options.mtp_concat, options.mtp_feedback)
+        head = None if draft is None else load_head(draft, checkpoint, probed, reading)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
-        per_token, place = cache_token_bytes(probed, head, options.format), model.device
+        format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+        per_token, place = cache_token_bytes(probed, head, format), model.device
         share = options.gpu_memory_utilization
         tokens = cache_tokens(options.kv_cache_tokens, place, per_token, seqs * length, share)
         config = EngineConfig(
@@ -264,7 +251,7 @@ class SpeculativeModel:
                 backend,
                 config,
                 options.cuda_graphs,
-                format=options.format,
+                format=format,
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
             )

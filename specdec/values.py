@@ -1,26 +1,39 @@
-"""Values that a caller gives: read strictly, and named in the error where they are not what is allowed."""
+"""Values that a caller gives, of whatever type: read strictly, and named in the error where they are not allowed.
+
+Imports neither torch nor numpy: the command line reads its option list from files that import this one.
+"""
 
 from __future__ import annotations
 
+import math
 import operator
 import reprlib
+from collections.abc import Collection
 from typing import Any
-
-import numpy as np
 
 from specdec.errors import InvalidInputError
 
-_REPR = reprlib.Repr()
-_REPR.maxstring = _REPR.maxother = 80
-_REPR.maxlong = 40
+_MOST_DIGITS = 10**40
+MOST_COUNT = 2**63 - 1
+"""What torch and numpy can count to; Python's own integers have no end."""
 
 
-def short(value: object) -> str:
-    """repr(value), cut where it is long."""
-    try:
-        return _REPR.repr(value).replace("\n", " ")
-    except ValueError:  # a whole number of more digits than Python writes
-        return f"<{type(value).__name__}>"
+class _Short(reprlib.Repr):
+    """Representations of one line, cut to some two hundred characters; huge integers are given by their size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = 200
+
+    def repr_int(self, x: int, level: int) -> str:
+        return repr(x) if abs(x) < _MOST_DIGITS else f"<an integer of {x.bit_length()} bits>"
+
+    def repr_instance(self, x: Any, level: int) -> str:
+        return super().repr_instance(x, level).replace("\n", " ")
+
+
+short = _Short().repr
+"""A value as a message shows it: `repr`, on one line, cut where it is long, whatever the value is."""
 
 
 def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
@@ -28,24 +41,38 @@ def refuse(name: str, value: object, allowed: str) -> InvalidInputError:
     return InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")
 
 
-def whole(name: str, value: Any, least: int, most: int | None, allowed: str) -> int:
+def refuse_type(name: str, value: object, allowed: str) -> InvalidInputError:
+    """The error for a value whose type is not allowed."""
+    return InvalidInputError(f"{name}={short(value)} ({type(value).__name__}): allowed is {allowed}")
+
+
+def whole(name: str, value: Any, least: int, most: int | None = MOST_COUNT, allowed: str = "") -> int:
     """A whole number: an int or a scalar with `__index__` (numpy, torch); no bool, no float, no str.
 
+    Args:
+        most: None for no end. allowed: for the message; default the range.
+
     Raises:
-        InvalidInputError: it is none, or outside [least, most].
+        InvalidInputError: another type, or outside [least, most].
     """
-    if not is_whole(value) or value < least or (most is not None and value > most):
-        raise refuse(name, value, allowed)
-    return operator.index(value)
+    open_end = most is None or most == MOST_COUNT
+    if not is_whole(value):
+        span = f", {least} or more" if open_end else f" from {least} to {most}"
+        raise refuse_type(name, value, allowed or f"a whole number{span}")
+    number = operator.index(value)
+    if number < least or (most is not None and number > most):
+        span = f"{least} or more" if number < least and open_end else f"{least} … {most}"
+        raise refuse(name, number, allowed or span)
+    return number
 
 
 def real(name: str, value: Any, allowed: str) -> float:
     """A number: whatever has `__float__` (numpy and torch scalars, Decimal); no bool, no str, no array.
 
     Raises:
-        InvalidInputError: it is none, or too large for a float.
+        InvalidInputError: another type, or too large for a float.
     """
-    if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) > 0:
+    if _is_bool(value) or not hasattr(value, "__float__") or getattr(value, "ndim", 0) > 0:
         raise refuse(name, value, allowed)
     try:
         return float(value)
@@ -53,25 +80,78 @@ def real(name: str, value: Any, allowed: str) -> float:
         raise refuse(name, value, allowed) from error
 
 
-def flag(name: str, value: Any) -> bool:
-    """A bool, Python's or numpy's.
+def share(name: str, value: Any) -> float:
+    """A number in (0, 1].
 
     Raises:
-        InvalidInputError: it is anything else; "yes" and 1 are not read as True.
+        InvalidInputError: another value.
     """
-    if not isinstance(value, (bool, np.bool_)):
-        raise refuse(name, value, "True or False")
+    allowed = "more than 0, at most 1"
+    number = real(name, value, allowed)
+    if not 0 < number <= 1:
+        raise refuse(name, value, allowed)
+    return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """A bool, Python's or numpy's; "yes" and 1 are not read as True.
+
+    Raises:
+        InvalidInputError: another value.
+    """
+    if not _is_bool(value) or getattr(value, "ndim", 0) > 0:
+        raise InvalidInputError(f"{name}={short(value)}: allowed are True and False")
     return bool(value)
+
+
+def choice(name: str, value: Any, allowed: Collection[str]) -> str:
+    """One of some words.
+
+    Raises:
+        InvalidInputError: another word or type.
+    """
+    if not isinstance(value, str) or value not in allowed:
+        raise InvalidInputError(f"{name}={short(value)}: allowed are {', '.join(allowed)}")
+    return value
+
+
+def scale_pairs(name: str, value: Any) -> tuple[tuple[float, float], ...]:
+    """(scale of keys, scale of values) of each layer, from any sequence of pairs; none for None.
+
+    Raises:
+        InvalidInputError: no sequence of pairs of positive numbers.
+    """
+    if value is None:
+        return ()
+    try:
+        pairs = tuple((float(keys), float(values)) for keys, values in value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InvalidInputError(
+            f"{name}={short(value)}: allowed is one pair (scale of keys, scale of values) of numbers for each layer"
+        ) from error
+    if not pairs:
+        raise InvalidInputError(f"{name} is empty: give one pair of numbers for each layer, or None for 1.0 everywhere")
+    for layer, pair in enumerate(pairs):
+        if not all(math.isfinite(scale) and scale > 0 for scale in pair):
+            raise InvalidInputError(
+                f"KV cache scales of layer {layer}: {pair}; allowed are two positive numbers (keys, values)"
+            )
+    return pairs
 
 
 def is_whole(value: Any) -> bool:
     """Whether this is a whole number: an int, or a scalar of numpy or torch with `__index__`; a bool is none."""
     if type(value) is int:
         return True
-    if isinstance(value, (bool, np.bool_)) or getattr(value, "ndim", 0) > 0:
+    if _is_bool(value) or getattr(value, "ndim", 0) > 0:
         return False
     try:
         operator.index(value)
-    except (TypeError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError):  # tensors without values, of other dtypes
         return False
-    return "bool" not in str(getattr(value, "dtype", ""))
+    return True
+
+
+def _is_bool(value: Any) -> bool:
+    """Python's bool, or a scalar or array of numpy or torch with that dtype."""
+    return isinstance(value, bool) or "bool" in str(getattr(value, "dtype", ""))

@@ -17,8 +17,9 @@ from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, c
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
+from drafters.mtp.convention import MtpReading
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import MtpReading, MtpSpec, MtpTarget
+from drafters.mtp.spec import MtpSpec, MtpTarget
 from drafters.mtp.weights import dequantise, stack_experts, unstack_experts
 
 MTP_LAYOUTS = (Layout.MTP_DEEPSEEK, Layout.MTP_MIMO, Layout.MTP_ERNIE, Layout.MTP_QWEN)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from evals.runs.runner import Arm, question_seed, to_turn
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
+from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RoundRecord, pool
 
@@ -230,56 +232,27 @@ class SpecdecLM(EngineLM):
         self,
         pretrained: str,
         draft: str | None = None,
-        num_speculative_tokens: int | None = None,
-        backend: str = "auto",
-        dtype: str = "auto",
-        device: str | None = None,
         batch_size: int | str = 1,
         max_batch_size: int | None = None,
-        max_num_seqs: int = 32,
         max_length: int | None = None,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
         think_end_token: str | None = None,
-        kv_cache_dtype: str = "auto",
-        cuda_graphs: bool = False,
-        generation_config: str = "model",
-        mtp_concat: str = "auto",
-        mtp_feedback: str = "post_norm",
-        seed: int = 0,
-        trust_remote_code: bool = False,
-        revision: str | None = None,
-        **unknown: Any,
+        **options: Any,
     ) -> None:
         """Load the model.
 
-        batch_size: lm-eval's; more than 1 replaces max_num_seqs. device: lm-eval's command line says "cuda:0" when
-        nothing was asked for, so on a machine without CUDA that means the default device.
+        Args:
+            pretrained: the target; draft: its head.
+            batch_size: lm-eval's; more than 1 replaces max_num_seqs.
+            max_length: lm-eval's name for max_model_len.
+            options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
+                for, so on a machine without CUDA that means the default device.
 
         Raises:
             InvalidInputError: an unknown model argument; what `SpeculativeModel.from_pretrained` raises.
         """
-        if unknown:
-            raise InvalidInputError(f"unknown model_args: {', '.join(sorted(unknown))}")
-        size = str(max_batch_size or batch_size)
-        spec = ModelSpec(
-            target=str(pretrained),
-            draft=draft,
-            num_speculative_tokens=num_speculative_tokens,
-            backend=backend,
-            dtype=dtype,
-            device=None if device == "cuda:0" and not torch.cuda.is_available() else device,
-            max_num_seqs=int(size) if size.isdigit() and int(size) > 1 else max_num_seqs,
-            max_model_len=max_length,
-            kv_cache_dtype=kv_cache_dtype,
-            cuda_graphs=cuda_graphs,
-            generation_config=generation_config,
-            mtp_concat=mtp_concat,
-            mtp_feedback=mtp_feedback,
-            seed=seed,
-            trust_remote_code=trust_remote_code,
-            revision=None if revision is None else str(revision),
-        )
+        spec = ModelSpec(str(pretrained), draft, _load_options(options, max_batch_size or batch_size, max_length))
         model = spec.load()
         super().__init__(
             model,
@@ -287,8 +260,33 @@ class SpecdecLM(EngineLM):
             max_gen_toks=max_gen_toks,
             add_bos_token=add_bos_token,
             think_end_token=think_end_token,
-            seed=seed,
+            seed=spec.options.seed,
         )
+
+
+def _load_options(given: dict[str, Any], batch_size: int | str, max_length: int | None) -> LoadOptions:
+    """lm-eval's model arguments as load options.
+
+    Raises:
+        InvalidInputError: an unknown one, a value that is not allowed, or max_length beside max_model_len.
+    """
+    known = [each.name for each in fields(LoadOptions)]
+    unknown = sorted(set(given) - set(known))
+    if unknown:
+        raise InvalidInputError(
+            f"unknown model_args: {', '.join(unknown)}; known are pretrained, draft, max_length, max_gen_toks, "
+            f"add_bos_token, think_end_token, {', '.join(known)}"
+        )
+    if max_length is not None and given.get("max_model_len") is not None:
+        raise InvalidInputError("max_length and max_model_len are the same model argument; give one of them")
+    options = dict(given)
+    if max_length is not None:
+        options["max_model_len"] = max_length
+    if str(batch_size).isdigit() and int(batch_size) > 1:
+        options["max_num_seqs"] = int(batch_size)
+    if options.get("device") == "cuda:0" and not torch.cuda.is_available():
+        del options["device"]
+    return LoadOptions.from_words(options)
 
 
 def register() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -188,12 +189,14 @@ def _side(text: str, options: dict[str, Any]) -> tuple[ModelSpec, int]:
 
 def _one_model(sides: list[tuple[ModelSpec, int]]) -> ModelSpec | None:
     """One model for both sides when they differ in K only, else None."""
-    from dataclasses import replace
-
     (left, k_left), (right, k_right) = sides
     widest = max(k_left, k_right)
-    left, right = (replace(spec, num_speculative_tokens=widest) for spec in (left, right))
+    left, right = (_with_k(spec, widest) for spec in (left, right))
     return left if left == right else None
+
+
+def _with_k(spec: ModelSpec, k: int) -> ModelSpec:
+    return replace(spec, options=replace(spec.options, num_speculative_tokens=k))
 
 
 def _data(options: dict[str, Any]) -> DataSet:

@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import (
-    CUDA_GRAPHS,
-    DEFAULT_MODEL,
-    GENERATION_CONFIG,
-    KV_CACHE_DTYPE,
-    MTP_OPTIONS,
-    SOURCE_OPTIONS,
-)
-from specdec.config import BACKENDS
+from specdec.cli.options import DEFAULT_MODEL, added, load_options, load_options_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -50,26 +42,16 @@ class Numbers(click.ParamType):
         return numbers
 
 
-def _stacked(*decorators: Decorator) -> Decorator:
-    def apply(function: Callable[..., Any]) -> Callable[..., Any]:
-        for decorator in reversed(decorators):
-            function = decorator(function)
-        return function
+OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "seed": "--seed"}
+"""Load options that the eval commands have under a name of their own, which says more than how to load."""
 
-    return apply
-
-
-model_options = _stacked(
-    click.option("--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."),
-    click.option("--backend", default="auto", show_default=True, help=f"{', '.join(BACKENDS)}."),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16 or float16."),
-    click.option("--device", default=None, help="cpu, cuda, cuda:1, ...; default CUDA where there is one."),
-    click.option("--max-model-len", type=click.IntRange(2), default=None, help="Most tokens of one request."),
-    KV_CACHE_DTYPE,
-    CUDA_GRAPHS,
-    GENERATION_CONFIG,
-    *MTP_OPTIONS,
-    *SOURCE_OPTIONS,
+model_options = added(
+    (
+        click.option(
+            "--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."
+        ),
+        load_options("eval", without=OWN_NAMES),
+    )
 )
 
 draft_option = click.option(
@@ -79,35 +61,47 @@ draft_option = click.option(
     help="Folder or hub name of the head; auto = the built-in one.",
 )
 
-data_options = _stacked(
-    click.option(
-        "--data", required=True, help="mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name."
-    ),
-    click.option("--data-dir", type=PATH, default=None, help="Folder with the known sets; default $SPECDEC_DATA."),
-    click.option("--limit", type=click.IntRange(1), default=None, help="Take N questions, spread evenly over the set."),
+data_options = added(
+    (
+        click.option(
+            "--data",
+            required=True,
+            help="mt_bench, gsm8k, humaneval, spec_bench, arithmetic, a .jsonl file or a hub name.",
+        ),
+        click.option("--data-dir", type=PATH, default=None, help="Folder with the known sets; default $SPECDEC_DATA."),
+        click.option(
+            "--limit", type=click.IntRange(1), default=None, help="Take N questions, spread evenly over the set."
+        ),
+    )
 )
 
-asking_options = _stacked(
-    click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True),
-    click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0 is greedy."),
-    click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
-    click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, show_default=True),
-    click.option("--system", default=None, help="A system prompt before every conversation."),
-    click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text."),
-    click.option("--seed", type=int, default=0, show_default=True),
-    click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Questions at a time."),
+asking_options = added(
+    (
+        click.option("--max-new-tokens", type=click.IntRange(1), default=512, show_default=True),
+        click.option("--temperature", type=click.FloatRange(0.0), default=0.0, show_default=True, help="0 is greedy."),
+        click.option("--top-k", type=click.IntRange(0), default=0, show_default=True, help="0 is off."),
+        click.option("--top-p", type=click.FloatRange(0.0, 1.0, min_open=True), default=1.0, show_default=True),
+        click.option("--system", default=None, help="A system prompt before every conversation."),
+        click.option("--no-chat-template", is_flag=True, help="Send the messages as plain text."),
+        click.option("--seed", type=int, default=0, show_default=True),
+        click.option("--batch-size", type=click.IntRange(1), default=1, show_default=True, help="Questions at a time."),
+    )
 )
 
 run_dir_option = click.option(
     "--run-dir", type=PATH, default=None, help="Folder of the run; default runs/<hash of its settings>."
 )
 
-output_options = _stacked(
-    click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
-    click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
-    click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
-    click.option("--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."),
-    run_dir_option,
+output_options = added(
+    (
+        click.option("--output", type=PATH, default=None, help="Write the JSON document here."),
+        click.option("--report", type=PATH, default=None, help="Write a self-contained HTML page here."),
+        click.option("--explain", is_flag=True, help="Print the sentence that defines each number."),
+        click.option(
+            "--spec-bench-dir", type=PATH, default=None, help="Write answer files in Spec-Bench's schema here."
+        ),
+        run_dir_option,
+    )
 )
 
 ray_option = click.option(
@@ -159,24 +153,9 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
     """The model to load, for at most `k` drafts a round."""
     from evals.runs.worker import ModelSpec
 
-    return ModelSpec(
-        target=model_name(options, draft),
-        draft=draft,
-        num_speculative_tokens=k,
-        backend=options["backend"],
-        dtype=options["dtype"],
-        device=options["device"],
-        max_num_seqs=max([options["batch_size"], *options.get("predict_batch_sizes", ())]),
-        max_model_len=options["max_model_len"],
-        kv_cache_dtype=options["kv_cache_dtype"],
-        cuda_graphs=options["cuda_graphs"],
-        generation_config=options["generation_config"],
-        mtp_concat=options["mtp_concat"],
-        mtp_feedback=options["mtp_feedback"],
-        seed=options["seed"],
-        trust_remote_code=options["trust_remote_code"],
-        revision=options["revision"],
-    )
+    seqs = max([options["batch_size"], *options.get("predict_batch_sizes", ())])
+    load = load_options_of(options, num_speculative_tokens=k, max_num_seqs=seqs)
+    return ModelSpec(model_name(options, draft), draft, load)
 
 
 @contextmanager
@@ -191,7 +170,8 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     from evals.runs.ray_executor import RayExecutor, connect
 
     with connect(ray):
-        executor = RayExecutor(specs, workers=workers, device=next(iter(specs.values())).device)
+        device = next(iter(specs.values())).options.device
+        executor = RayExecutor(specs, workers=workers, device=None if device is None else str(device))
         try:
             yield executor
         finally:

@@ -4,42 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from evals.data.datasets import Question
 from evals.runs.answers import Answer
 from evals.runs.runner import Arm, Asking, run_chunk
+from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """How to load one model: the arguments of `SpeculativeModel.from_pretrained`."""
+    """What one model is loaded from, and how. It is sent to the workers: names only, no loaded objects."""
 
     target: str
     draft: str | None = None
-    num_speculative_tokens: int | None = None
-    backend: str = "auto"
-    dtype: str = "auto"
-    device: str | None = None
-    max_num_seqs: int = 1
-    max_model_len: int | None = None
-    kv_cache_dtype: str = "auto"
-    cuda_graphs: bool = False
-    generation_config: str = "model"
-    mtp_concat: str = "auto"
-    mtp_feedback: str = "post_norm"
-    seed: int = 0
-    trust_remote_code: bool = False
-    revision: str | None = None
+    options: LoadOptions = field(default_factory=LoadOptions)
 
     def load(self) -> Any:
         """The model. Raises what `from_pretrained` raises."""
         import specdec
 
-        options = asdict(self)
-        return specdec.SpeculativeModel.from_pretrained(options.pop("target"), options.pop("draft"), **options)
+        return specdec.SpeculativeModel.from_pretrained(self.target, self.draft, **self.options.as_arguments())
 
 
 @dataclass(frozen=True)

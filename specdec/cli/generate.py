@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import examples, load_model, model_options
+from specdec.cli.options import added, examples, load_model, load_options_of, model_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
@@ -29,12 +29,6 @@ _SAMPLING_OPTIONS = (
 )
 
 
-def _sampling_options(command: Any) -> Any:
-    for option in reversed(_SAMPLING_OPTIONS):
-        command = option(command)
-    return command
-
-
 _GENERATE_EXAMPLES = examples(
     'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',
     'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --model gsm-deepseek --draft mtp -k 3',
@@ -51,8 +45,8 @@ _GENERATE_EXAMPLES = examples(
 @click.option("--raw", is_flag=True, help="Give the prompt as it is, without the chat template.")
 @click.option("--stats", is_flag=True, help="Print acceptance length, acceptance per position and times.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object a prompt instead of streamed text.")
-@_sampling_options
-@model_options
+@added(_SAMPLING_OPTIONS)
+@model_options(without=["seed"])
 def generate(
     prompt: str | None, file: Path | None, raw: bool, stats: bool, as_json: bool, stop: tuple[str, ...], **options: Any
 ) -> None:
@@ -60,9 +54,11 @@ def generate(
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
-    params = SamplingParams(stop=stop, **{name: options.pop(name) for name in names})
+    params = SamplingParams(stop=stop, **{name: options[name] for name in names})
     prompts = _read_prompts(prompt, file)
-    model = load_model(**options)
+    seed = {} if params.seed is None else {"seed": params.seed}
+    options.pop("seed")
+    model = load_model(options["model"], options["draft"], load_options_of(options, **seed))
     if not raw and getattr(model.tokenizer, "chat_template", None):
         prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
     if as_json:
@@ -177,7 +173,7 @@ def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None
     )
 )
 @click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object, numbers as they are.")
-@model_options
+@model_options()
 def inspect(as_json: bool, **options: Any) -> None:
     """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
     from rich.console import Console
@@ -185,7 +181,8 @@ def inspect(as_json: bool, **options: Any) -> None:
     from drafters.checkpoints.config_fields import Reported
     from specdec.cli.tables import facts_table, fit_lines, report_table
 
-    model = load_model(**options)
+    load = load_options_of(options)
+    model = load_model(options["model"], options["draft"], load)
     facts = model.describe()
     if as_json:
         click.echo(json.dumps(facts, indent=2, ensure_ascii=False))

@@ -1,120 +1,70 @@
 """The `specdec` command. Nothing heavy is imported until a command is run.
 
-A command is named by "module:attribute" together with its one-line help, so that `specdec --help` prints
-without importing torch. Every error of the `SpecdecError` tree becomes one message and exit code 2, here and only here.
+A command is named by "module:attribute" together with its one-line help, so that `specdec --help` prints without
+importing torch. Other packages add commands through entry points (specdec/cli/plugins.py). Every error of the
+`SpecdecError` tree becomes one message and exit code 2, in LazyGroup and only there.
 """
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import click
 
+from specdec.cli.lazy import CONTEXT, BadInput, LazyCommand, LazyGroup
 from specdec.cli.options import examples
-from specdec.errors import SpecdecError
-
-
-class BadInput(click.ClickException):
-    """An error of the `SpecdecError` tree, shown by click as one message."""
-
-    exit_code = 2
-
-
-class Interrupted(click.ClickException):
-    """Ctrl-C, shown by click as one message; the exit code is the shell's for it."""
-
-    exit_code = 130
-
-
-@dataclass(frozen=True)
-class LazyCommand:
-    """Where a command lives ("module:attribute") and the line that the group's help shows for it."""
-
-    target: str
-    short_help: str
-
-    def load(self) -> click.Command:
-        """Import the module and return the command."""
-        module, _, attribute = self.target.partition(":")
-        command: click.Command = getattr(importlib.import_module(module), attribute)
-        return command
-
-
-class LazyGroup(click.Group):
-    """A click group whose commands are imported when they are run, not when they are listed."""
-
-    def __init__(self, *args: Any, lazy: Mapping[str, LazyCommand], **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._lazy = dict(lazy)
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return [*self._lazy, *super().list_commands(ctx)]
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in self._lazy:
-            return self._lazy[cmd_name].load()
-        return super().get_command(ctx, cmd_name)
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        with formatter.section("Commands"):
-            formatter.write_dl([(name, command.short_help) for name, command in self._lazy.items()])
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Run the command.
-
-        Raises:
-            BadInput: instead of an error of the `SpecdecError` tree. Interrupted: instead of KeyboardInterrupt.
-        """
-        try:
-            return super().invoke(ctx)
-        except SpecdecError as error:
-            raise BadInput(" ".join(str(error).split())) from error
-        except KeyboardInterrupt as error:
-            raise Interrupted("interrupted; a run keeps what it has answered, and the same command goes on") from error
-
-
-_CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110}
-
-_EVALUATIONS = {
-    "acceptance": LazyCommand(
-        "evals.cli.commands:acceptance", "Acceptance length, rates and speed-up of a draft head."
-    ),
-    "lossless": LazyCommand(
-        "evals.cli.commands:lossless", "Check that speculation leaves the target's output unchanged."
-    ),
-    "compare": LazyCommand("evals.cli.commands:compare", "Two heads, two K or two backends, paired by prompt."),
-    "gsm8k": LazyCommand("evals.cli.accuracy:gsm8k", "GSM8K accuracy with and without speculation (lm-eval)."),
-    "humaneval": LazyCommand("evals.cli.accuracy:humaneval", "HumanEval pass@1; runs code the model wrote."),
-    "lm-eval": LazyCommand("evals.cli.accuracy:lm_eval", "lm-eval's own command line with the specdec model."),
-}
-
-evaluate = LazyGroup(
-    "eval",
-    lazy=_EVALUATIONS,
-    context_settings=_CONTEXT,
-    help="Measure a head, and check it.",
-    epilog=examples(
-        "specdec eval acceptance --data arithmetic --limit 20",
-        "specdec eval lossless --data arithmetic --limit 20",
-        "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
-    ),
-)
+from specdec.cli.plugins import Plugin, PluginError, find_plugins
 
 _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),
     "inspect": LazyCommand("specdec.cli.generate:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
-    "eval": LazyCommand("specdec.cli.main:evaluate", "Measure acceptance, speed-up and accuracy; check losslessness."),
 }
 
-cli = LazyGroup(
+
+class Commands(LazyGroup):
+    """The built-in commands, and those that other packages add."""
+
+    @cached_property
+    def plugins(self) -> Mapping[str, Plugin]:
+        """By name. Looked for once, when commands are listed or one is no built-in one.
+
+        Raises:
+            BadInput: two commands have one name.
+        """
+        try:
+            return find_plugins(self.lazy)
+        except PluginError as error:
+            raise BadInput(str(error)) from error
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return [*super().list_commands(ctx), *self.plugins]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        command = super().get_command(ctx, cmd_name)
+        if command is None and cmd_name in self.plugins:
+            command = self.plugins[cmd_name].load()
+        return command
+
+    def help_lines(self, ctx: click.Context) -> list[tuple[str, str]]:
+        """As LazyGroup; a command that cannot be loaded is listed with the reason."""
+        return super().help_lines(ctx) + [(name, _line(plugin)) for name, plugin in self.plugins.items()]
+
+
+def _line(plugin: Plugin) -> str:
+    try:
+        return plugin.load().get_short_help_str(limit=100)
+    except PluginError as error:
+        return str(error)
+
+
+cli = Commands(
     "specdec",
     lazy=_COMMANDS,
-    context_settings=_CONTEXT,
+    context_settings=CONTEXT,
     help="Speculative decoding for Hugging Face causal language models, with exactly the model's own output.",
     epilog=examples(
         'specdec generate "Tom has 3 boxes of 12 eggs. How many eggs?" --stats',

@@ -1,84 +1,22 @@
-"""Command-line options that several commands share. Imports nothing heavy."""
+"""Command-line options that several commands share, made from `LoadOptions`. Imports nothing heavy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import Field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specdec.config import BACKENDS
+from specdec.options import Choice, Flag, Kind, LoadOptions, Share, Whole, option_of
+from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
-    from drafters.mtp.spec import Concat, Feedback
     from specdec.model import SpeculativeModel
 
 DEFAULT_MODEL = "gsm-llama"
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
 _DRAFT_HELP = "Folder or hub name; auto: a built-in target's own; mtp: the module in the target's checkpoint; none."
-MTP_OPTIONS = (
-    click.option(
-        "--mtp-concat",
-        type=click.Choice(["auto", "embedding_first", "hidden_first"]),
-        default="auto",
-        show_default=True,
-        help="What a multi-token-prediction module's projection reads first.",
-    ),
-    click.option(
-        "--mtp-feedback",
-        type=click.Choice(["post_norm", "pre_norm"]),
-        default="post_norm",
-        show_default=True,
-        help="What such a module's next step gets.",
-    ),
-)
-KV_CACHE_DTYPE = click.option(
-    "--kv-cache-dtype",
-    type=click.Choice(["auto", "fp8"]),
-    default="auto",
-    show_default=True,
-    help="fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
-)
-SOURCE_OPTIONS = (
-    click.option("--revision", help="Branch, tag or commit of a target on the hub."),
-    click.option("--trust-remote-code", is_flag=True, help="Run the Python files of the target's checkpoint."),
-)
-CUDA_GRAPHS = click.option("--cuda-graphs", is_flag=True, help="Compile, and run rounds from CUDA graphs (on a GPU).")
-GENERATION_CONFIG = click.option(
-    "--generation-config",
-    type=click.Choice(["model", "ignore"]),
-    default="model",
-    show_default=True,
-    help="ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
-)
-_MODEL_OPTIONS = (
-    click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name."),
-    *SOURCE_OPTIONS,
-    click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP),
-    click.option(
-        "-k", "--num-speculative-tokens", type=click.IntRange(0), help="Drafts a round (default 5; 0 = none)."
-    ),
-    *MTP_OPTIONS,
-    click.option("--backend", type=click.Choice(BACKENDS), default="auto", show_default=True),
-    click.option("--dtype", default="auto", show_default=True, help="auto, float32, bfloat16, float16."),
-    click.option("--device", help="cpu, cuda, cuda:1, … (default: CUDA where there is one)."),
-    KV_CACHE_DTYPE,
-    click.option("--kv-cache-tokens", type=click.IntRange(1), help="Size of the KV cache (default: what fits)."),
-    click.option(
-        "--gpu-memory-utilization",
-        type=click.FloatRange(0, 1, min_open=True),
-        default=0.9,
-        show_default=True,
-        help="Share of the GPU's memory that model, cache and graphs may take together.",
-    ),
-    CUDA_GRAPHS,
-    GENERATION_CONFIG,
-    click.option("--max-model-len", type=click.IntRange(1), help="Most tokens of one request."),
-    click.option(
-        "--max-num-seqs", type=click.IntRange(1), default=32, show_default=True, help="Most requests at once."
-    ),
-)
 
 
 def examples(*lines: str) -> str:
@@ -86,53 +24,94 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def model_options(command: _Command) -> _Command:
-    """Add the options that say which model to load, and how."""
-    for option in reversed(_MODEL_OPTIONS):
-        command = option(command)
-    return command
+def added(options: Iterable[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
+    """A decorator that adds options to a command, in their order."""
+    stack = list(options)
+
+    def add(command: _Command) -> _Command:
+        for option in reversed(stack):
+            command = option(command)
+        return command
+
+    return add
 
 
-def load_model(
-    model: str,
-    draft: str,
-    num_speculative_tokens: int | None,
-    backend: str,
-    dtype: str,
-    device: str | None,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    mtp_concat: Concat,
-    mtp_feedback: Feedback,
-    kv_cache_dtype: str,
-    kv_cache_tokens: int | None,
-    gpu_memory_utilization: float,
-    cuda_graphs: bool,
-    generation_config: str,
-    revision: str | None,
-    trust_remote_code: bool,
-) -> SpeculativeModel:
+def offered(command: str, kind: type[LoadOptions] = LoadOptions) -> list[str]:
+    """Names of the load options that a command ("run", "eval" or "train") offers."""
+    return [each.name for each in fields(kind) if command in option_of(each).commands]
+
+
+def load_options(
+    command: str,
+    *,
+    without: Iterable[str] = (),
+    changes: Mapping[str, Mapping[str, Any]] | None = None,
+    kind: type[LoadOptions] = LoadOptions,
+) -> Callable[[_Command], _Command]:
+    """A decorator that adds the load options which a command offers.
+
+    Args:
+        command: "run", "eval" or "train"; without: options that the command has under a name of its own.
+        changes: by option, what click.option gets otherwise here (a default, a help).
+    """
+    left_out = set(without)
+    return pick_options(*(name for name in offered(command, kind) if name not in left_out), changes=changes, kind=kind)
+
+
+def pick_options(
+    *names: str, changes: Mapping[str, Mapping[str, Any]] | None = None, kind: type[LoadOptions] = LoadOptions
+) -> Callable[[_Command], _Command]:
+    """A decorator that adds these load options, in the order of `LoadOptions`."""
+    chosen = [each for each in fields(kind) if each.name in names]
+    return added(_click_option(each, **(changes or {}).get(each.name, {})) for each in chosen)
+
+
+def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
+    about = option_of(option)
+    words = [f"--{option.name.replace('_', '-')}"]
+    if about.letter:
+        words.insert(0, f"-{about.letter}")
+    settings: dict[str, Any] = {"help": about.help, "default": option.default}
+    settings["show_default"] = option.default not in (None, False)
+    if isinstance(about.kind, Flag):
+        settings["is_flag"] = True
+    else:
+        settings["type"] = _click_type(about.kind)
+    return click.option(*words, option.name, **(settings | changes))
+
+
+def _click_type(kind: Kind) -> click.ParamType | type[str]:
+    if isinstance(kind, Whole):
+        return click.IntRange(kind.least, None if kind.most == MOST_COUNT else kind.most)
+    if isinstance(kind, Share):
+        return click.FloatRange(0, 1, min_open=True)
+    return click.Choice(kind.words) if isinstance(kind, Choice) else str
+
+
+def load_options_of(options: Mapping[str, Any], **more: Any) -> LoadOptions:
+    """The load options among a command's options; `more`: those that it has under other names.
+
+    Raises:
+        InvalidInputError: a value that is not allowed.
+    """
+    names = {each.name for each in fields(LoadOptions)}
+    return LoadOptions.from_words({name: value for name, value in options.items() if name in names} | more)
+
+
+_model = click.option("--model", default=DEFAULT_MODEL, show_default=True, help="Built-in name, folder or hub name.")
+_draft = click.option("--draft", default="auto", show_default=True, help=_DRAFT_HELP)
+
+
+def model_options(*, without: Iterable[str] = ()) -> Callable[[_Command], _Command]:
+    """A decorator that adds the options which say which model and head to load, and how."""
+    return added((_model, _draft, load_options("run", without=without)))
+
+
+def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel:
     """Load what the options of `model_options` say."""
-    from specdec.loading.targets import has_builtin_head
+    from specdec.loading.builtin import has_builtin_head
     from specdec.model import SpeculativeModel
 
     auto_without_head = draft == "auto" and not has_builtin_head(model)
-    return SpeculativeModel.from_pretrained(
-        model,
-        draft=None if draft == "none" or auto_without_head else draft,
-        num_speculative_tokens=num_speculative_tokens,
-        backend=backend,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        mtp_concat=mtp_concat,
-        mtp_feedback=mtp_feedback,
-        kv_cache_dtype=kv_cache_dtype,
-        kv_cache_tokens=kv_cache_tokens,
-        gpu_memory_utilization=gpu_memory_utilization,
-        cuda_graphs=cuda_graphs,
-        generation_config=generation_config,  # type: ignore[arg-type]
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    head = None if draft == "none" or auto_without_head else draft
+    return SpeculativeModel.from_pretrained(model, head, **options.as_arguments())

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from specdec.cli.options import GENERATION_CONFIG, MTP_OPTIONS, SOURCE_OPTIONS, examples
+from specdec.cli.options import added, examples, load_options, load_options_of, offered, pick_options
+from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from drafters.mtp.spec import Concat, Feedback
+    from drafters.mtp.convention import Concat, Feedback
     from drafters.training.config import TrainConfig
     from specdec.model import SpeculativeModel
     from specdec.training.answering import Questions
@@ -44,7 +45,6 @@ _DATA = (
     ),
 )
 _RUN = (
-    *SOURCE_OPTIONS,
     click.option("--decay", default=0.8, show_default=True, help="Loss weight of step i is decay^i."),
     click.option(
         "--held-out", type=click.IntRange(1), default=256, show_default=True, help="Questions that only measure."
@@ -53,31 +53,19 @@ _RUN = (
     click.option(
         "--max-length", type=click.IntRange(3), default=1024, show_default=True, help="Longest training sequence."
     ),
-    click.option(
-        "--max-num-seqs", type=click.IntRange(1), default=64, show_default=True, help="Questions answered at once."
-    ),
     click.option("--answers-only", is_flag=True, help="Only let the target answer (several files in parallel, say)."),
     click.option("--compile", "compile_", is_flag=True, help="Run the loss through torch.compile."),
     click.option("--seed", default=0, show_default=True),
-    click.option("--backend", type=click.Choice(["auto", "torch", "flashinfer"]), default="auto", show_default=True),
-    click.option("--dtype", default="auto", show_default=True, help="Of the target."),
-    click.option("--device", help="Default: CUDA where there is one."),
-    GENERATION_CONFIG,
+    load_options(
+        "train",
+        changes={
+            "max_num_seqs": {"default": 64, "help": "Questions answered at once."},
+            "backend": {"type": click.Choice([name for name in BACKENDS if name != "batch_invariant"])},
+        },
+    ),
 )
 _INTERRUPTED = 130
 """Exit status of a command that was ended by Ctrl-C, as shells count it: 128 + SIGINT."""
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-
-
-def _with(options: Sequence[Callable[[Any], Any]]) -> Callable[[_Command], _Command]:
-    """Add options to a command, in their order."""
-
-    def added(command: _Command) -> _Command:
-        for option in reversed(options):
-            command = option(command)
-        return command
-
-    return added
 
 
 @click.group(
@@ -97,7 +85,7 @@ def train() -> None:
     )
 )
 @click.option("--model", default="gsm-llama", show_default=True, help=_MODEL_HELP)
-@_with(_DATA)
+@added(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
 @click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
 @click.option("--taps", help="Boundaries, e.g. 2,4,5. Default: 2, N//2, N-3.")
@@ -105,7 +93,7 @@ def train() -> None:
 @click.option("--batch-size", default=48, show_default=True)
 @click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
 @click.option("--learning-rate", default=1e-3, show_default=True)
-@_with(_RUN)
+@added(_RUN)
 def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
     from specdec.training.run import HeadShape, plan_eagle3
@@ -116,21 +104,21 @@ def eagle3(**options: Any) -> None:
 
 @train.command(epilog=examples("specdec train mtp --data questions.jsonl --output run --steps 200 --ttt-steps 3"))
 @click.option("--model", default="gsm-deepseek", show_default=True, help=_MODEL_HELP)
-@_with(_DATA)
+@added(_DATA)
 @click.option("--module", help="Checkpoint that holds the module. Default: the target's own.")
 @click.option("--steps", default=1000, show_default=True)
 @click.option("--batch-size", default=48, show_default=True)
 @click.option("--ttt-steps", default=4, show_default=True, help="Drafts in a row that the module is trained for.")
 @click.option("--learning-rate", default=2e-4, show_default=True)
-@_with(MTP_OPTIONS)
-@_with(_RUN)
+@pick_options("mtp_concat", "mtp_feedback")
+@added(_RUN)
 def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **options: Any) -> None:
     """Go on training a multi-token-prediction module for several drafts in a row; the result is OUTPUT/head.
 
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.checkpoints.tensor_files import locate
-    from drafters.mtp.spec import MtpReading
+    from drafters.mtp.convention import MtpReading
     from specdec.training.run import plan_mtp
 
     source, revision = module or options["model"], options["revision"]
@@ -156,16 +144,8 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
     asked = [read_questions(path) for path in options["data"]]
     output, console = options["output"], Console()
     check_writable(output)
-    model = SpeculativeModel.from_pretrained(
-        options["model"],
-        backend=options["backend"],
-        dtype=options["dtype"],
-        device=options["device"],
-        max_num_seqs=options["max_num_seqs"],
-        generation_config=options["generation_config"],
-        revision=options["revision"],
-        trust_remote_code=options["trust_remote_code"],
-    )
+    load = load_options_of({name: options[name] for name in offered("train")})
+    model = SpeculativeModel.from_pretrained(options["model"], **load.as_arguments())
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:
         if options["answers_only"]:

@@ -16,7 +16,7 @@ from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
-KV_CACHE_DTYPES = {"auto": None, "fp8": FP8}
+_STORED = {"auto": None, "fp8": FP8}
 
 
 def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
@@ -29,9 +29,9 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     Raises:
         InvalidInputError: an unknown name, scales without fp8, or scales that are none.
     """
-    if dtype not in KV_CACHE_DTYPES:
-        raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(KV_CACHE_DTYPES)}")
-    return KVFormat(KV_CACHE_DTYPES[dtype], tuple((keys, values) for keys, values in scales or ()))
+    if dtype not in _STORED:
+        raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(_STORED)}")
+    return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
 def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:

@@ -1,7 +1,8 @@
-"""The built-in models: each is a folder of `specdec/models/`, with a config.json, weights and a card."""
+"""Names of models. A built-in one is a folder of `specdec/models/`, with a config.json, weights and a card."""
 
 from __future__ import annotations
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -31,3 +32,25 @@ def builtin_path(name: str) -> Path:
             "Give one of these names or the path of a model folder."
         )
     return _ROOT / name
+
+
+def resolve(name: str | Path) -> str:
+    """A built-in model's name -> its folder; ~ is the home folder; the rest stays (a local folder or a hub name)."""
+    text = str(name)
+    return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
+
+
+def builtin_name(target: str | Path | None) -> str | None:
+    """The built-in model that this name or folder is; None where it is none.
+
+    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
+    """
+    if target is None:
+        return None
+    folder = Path(resolve(target)).resolve()
+    return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
+
+
+def has_builtin_head(target: str | Path) -> bool:
+    """Whether draft="auto" means something for this target."""
+    return builtin_name(target) in BUILTIN_HEADS

@@ -17,9 +17,9 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.errors import HeadLoadError
-from specdec.arguments import shown
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.builtin import BUILTIN_HEADS, builtin_names, builtin_path
+from specdec.loading.builtin import BUILTIN_HEADS, resolve
+from specdec.values import short
 
 _HEADS = frozenset({Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH})
 
@@ -62,12 +62,6 @@ class Checkpoint:
         }
 
 
-def resolve(name: str | Path) -> str:
-    """A built-in model's name -> its folder; ~ is the home folder; the rest stays (a local folder or a hub name)."""
-    text = str(name)
-    return str(builtin_path(text)) if text in builtin_names() and not os.path.exists(text) else os.path.expanduser(text)
-
-
 def find_checkpoint(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
 ) -> Checkpoint:
@@ -98,7 +92,7 @@ def find_checkpoint(
         reason = "there is no folder of that name, and the hub has no such names"
     else:
         return Checkpoint(str(name), path, revision, trust_remote_code, local_files_only=not hub_answers())
-    raise ModelLoadError(f"cannot load {what} {shown(str(name))}: {reason}\n{_give()}")
+    raise ModelLoadError(f"cannot load {what} {short(str(name))}: {reason}\n{_give()}")
 
 
 def check_target_folder(checkpoint: Checkpoint) -> None:
@@ -132,7 +126,7 @@ def _without_config(names: set[str]) -> str:
         return "the folder is empty"
     if any(name.endswith(".gguf") for name in names):
         return "the folder holds GGUF files, which are not supported"
-    return f"the folder has no config.json; it holds {shown(sorted(names))}"
+    return f"the folder has no config.json; it holds {short(sorted(names))}"
 
 
 def _read_json(file: Path, what: str) -> Mapping[str, Any]:
@@ -182,7 +176,7 @@ def _check_quantisation(config: Mapping[str, Any], what: str) -> None:
     old_bitsandbytes = isinstance(stored, dict) and (stored.get("load_in_4bit") or stored.get("load_in_8bit"))
     if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not old_bitsandbytes:
         raise ModelLoadError(
-            f"{what}: config.json says quantization_config={shown(stored)}, a method that transformers "
+            f"{what}: config.json says quantization_config={short(stored)}, a method that transformers "
             f"{transformers_version} does not know; take the model without quantisation"
         )
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from specdec.arguments import shown
 from specdec.errors import InvalidInputError
+from specdec.values import short
 
 _DTYPES = {
     "float32": torch.float32,
@@ -27,19 +27,19 @@ def resolve_device(device: Any) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     allowed = f"allowed are cpu{_cuda_devices()}"
     if isinstance(device, bool) or not isinstance(device, (str, int, torch.device)):
-        raise InvalidInputError(f"device={shown(device)} ({type(device).__name__}): {allowed}")
+        raise InvalidInputError(f"device={short(device)} ({type(device).__name__}): {allowed}")
     try:
         place = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     except (RuntimeError, ValueError, TypeError, OverflowError) as error:
-        raise InvalidInputError(f"device={shown(device)} is not a torch device: {allowed}") from error
+        raise InvalidInputError(f"device={short(device)} is not a torch device: {allowed}") from error
     if place.type == "cpu":
         return torch.device("cpu")
     if place.type != "cuda":
-        raise InvalidInputError(f"device={shown(device)}: CPU and CUDA are supported; {allowed}")
+        raise InvalidInputError(f"device={short(device)}: CPU and CUDA are supported; {allowed}")
     if not torch.cuda.is_available():
-        raise InvalidInputError(f"device={shown(device)}: torch finds no CUDA device on this machine; {allowed}")
+        raise InvalidInputError(f"device={short(device)}: torch finds no CUDA device on this machine; {allowed}")
     if place.index is not None and place.index >= torch.cuda.device_count():
-        raise InvalidInputError(f"device={shown(device)}: this machine has no such GPU; {allowed}")
+        raise InvalidInputError(f"device={short(device)}: this machine has no such GPU; {allowed}")
     return place
 
 
@@ -53,7 +53,7 @@ def resolve_dtype(dtype: Any, device: torch.device) -> torch.dtype | str:
         return torch.float32 if device.type == "cpu" else "auto"
     found = _DTYPES.get(dtype) if isinstance(dtype, str) else dtype
     if not isinstance(found, torch.dtype) or found not in _DTYPES.values():
-        raise InvalidInputError(f"dtype={shown(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
+        raise InvalidInputError(f"dtype={short(dtype)}: allowed are auto, {', '.join(_DTYPES)}")
     return found
 
 

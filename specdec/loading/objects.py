@@ -9,9 +9,9 @@ import torch
 from transformers import PreTrainedModel
 
 from drafters.base import Head
-from specdec.arguments import shown
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, UnsupportedModelError
 from specdec.target.live import part_in_training
+from specdec.values import short
 
 _GIVE = "give a built-in name, a folder, a hub name, or a loaded transformers model (PreTrainedModel)"
 _WRAPPERS = {
@@ -39,7 +39,7 @@ def check_target_type(target: Any) -> None:
     if isinstance(target, torch.nn.Module) and not isinstance(target, PreTrainedModel):
         raise InvalidInputError(f"the target is a plain torch module ({type(target).__name__}); {_GIVE}")
     if not isinstance(target, (str, Path, PreTrainedModel)):
-        raise InvalidInputError(f"target={shown(target)} (of type {type(target).__name__}) is no model; {_GIVE}")
+        raise InvalidInputError(f"target={short(target)} (of type {type(target).__name__}) is no model; {_GIVE}")
 
 
 def check_loaded_target(model: PreTrainedModel) -> None:
@@ -87,7 +87,7 @@ def check_head_type(draft: Any) -> None:
             f"{type(draft).__name__} is no draft head: it has no {', '.join(missing)}; see drafters.base.Head"
         )
     raise InvalidInputError(
-        f"draft={shown(draft)} (of type {type(draft).__name__}) is no draft head; give the "
+        f"draft={short(draft)} (of type {type(draft).__name__}) is no draft head; give the "
         "head's folder or hub name, 'auto', 'mtp', a loaded head (drafters.base.Head), or None"
     )
 

@@ -1,4 +1,4 @@
-"""Names and folders -> a target model with its tokenizer, and a draft head that fits it."""
+"""A name, a folder or a loaded model -> the target."""
 
 from __future__ import annotations
 
@@ -18,25 +18,16 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from drafters.base import Head
-from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
-from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp, module_names
-from drafters.mtp.spec import MtpReading, mtp_target
-from drafters.mtp.stack import MtpStack
-from specdec.arguments import shown
-from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError, ModelLoadError
-from specdec.loading.builtin import BUILTIN_HEADS, builtin_names, builtin_path
-from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint, resolve
+from drafters.mtp.checkpoint import module_names
+from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.loading.builtin import resolve
+from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
-from specdec.loading.objects import check_head_place, check_head_type, check_loaded_target, check_target_type
+from specdec.loading.objects import check_loaded_target, check_target_type
 from specdec.loading.strictness import check_complete
-from specdec.target.target import TargetProbe
-
-AUTO_HEAD = "auto"
-MTP_HEAD = "mtp"
+from specdec.values import short
 
 
 def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
@@ -112,12 +103,12 @@ def _module_tensors_expected(config: PreTrainedConfig) -> Iterator[None]:
 @contextmanager
 def _without_progress_bar() -> Iterator[None]:
     """A built-in model loads in a blink: transformers shows no bar for it."""
-    shown = transformers_logging.is_progress_bar_enabled()
+    was_shown = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
-        if shown:
+        if was_shown:
             transformers_logging.enable_progress_bar()
 
 
@@ -146,7 +137,7 @@ def open_target(
         return model, checkpoint
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:
         raise InvalidInputError(
-            f"dtype={shown(dtype)}, device={shown(device)}: the model is loaded already ({target.dtype}, "
+            f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
             f"{target.device}); move it with model.to(…) before"
         )
     if revision is not None:
@@ -154,123 +145,3 @@ def open_target(
     check_loaded_target(target)
     name = target.name_or_path
     return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code) if name else None
-
-
-def builtin_name(target: str | Path | None) -> str | None:
-    """The built-in model that this name or folder is; None where it is none.
-
-    A model loaded from a built-in folder is known by that folder: transformers keeps it as `name_or_path`.
-    """
-    if target is None:
-        return None
-    folder = Path(resolve(target)).resolve()
-    return next((name for name in builtin_names() if builtin_path(name).resolve() == folder), None)
-
-
-def has_builtin_head(target: str | Path) -> bool:
-    """Whether draft="auto" means something for this target."""
-    return builtin_name(target) in BUILTIN_HEADS
-
-
-def resolve_head(draft: str | Path, target_name: str | None) -> str:
-    """The head's folder or hub name; "auto" is the head that was built in with the target.
-
-    Raises:
-        HeadLoadError: "auto" for a target without a built-in head.
-    """
-    if str(draft) != AUTO_HEAD:
-        return resolve(draft)
-    head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
-    if head is None:
-        raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
-    return resolve(head)
-
-
-def target_facts(probed: TargetProbe) -> TargetFacts:
-    """What a head's loader must know of its target.
-
-    Raises:
-        HeadLoadError: the target has no output embedding.
-    """
-    model = probed.model
-    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
-    if output is None:
-        raise HeadLoadError(f"{type(model).__name__} has no output embedding (lm_head) that a head could share")
-    return TargetFacts(
-        hidden_size=model.config.get_text_config().hidden_size,
-        vocab_size=probed.vocab_size,
-        num_layers=len(probed.layers),
-        embedding=embedding.weight,  # type: ignore[arg-type]
-        lm_head=output.weight,
-    )
-
-
-def load_head(
-    draft: str | Path | Head,
-    target_name: str | Checkpoint | None,
-    probed: TargetProbe,
-    reading: MtpReading | None = None,
-) -> Head:
-    """Load a draft head for a probed target, in the target's dtype and on its device.
-
-    Args:
-        draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
-            module; a loaded head is taken as it is, if it fits.
-        reading: how to read a multi-token-prediction module; default as its family's reference code does.
-
-    Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`.
-        InvalidInputError: no head, or a reading for a head that is none of these modules, or is loaded already.
-    """
-    check_head_type(draft)
-    how = reading or MtpReading()
-    if not isinstance(draft, (str, Path)):
-        _check_no_reading(how, "the head is loaded already")
-        check_head_place(draft, probed.model)
-        _check_fits(draft, probed)
-        return draft
-    target = Checkpoint(target_name, resolve(target_name)) if isinstance(target_name, str) else target_name
-    if str(draft) == MTP_HEAD:
-        if target is None:
-            raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
-        return _load_mtp_head(locate(target.path, target.revision), probed, how)
-    path, model = resolve_head(draft, None if target is None else target.name), probed.model
-    if has_mtp(path):
-        return _load_mtp_head(path, probed, how)
-    _check_no_reading(how, f"{path} has no multi-token-prediction module")
-    return load_eagle3(path, target_facts(probed), model.dtype, model.device)
-
-
-def _check_no_reading(reading: MtpReading, reason: str) -> None:
-    if reading != MtpReading():
-        raise InvalidInputError(
-            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} say how a multi-token-prediction module "
-            f"is read from a checkpoint, but {reason}; leave them out"
-        )
-
-
-def _load_mtp_head(path: str | Path, probed: TargetProbe, reading: MtpReading) -> Head:
-    model = probed.model
-    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
-    head = modules[0] if len(modules) == 1 else MtpStack(modules)
-    head.checkpoint_report = describe_mtp(path, mtp_target(model), reading)
-    return head
-
-
-def _check_fits(head: Head, probed: TargetProbe) -> None:
-    """A loaded head brings no record of its target: look at the width it fuses and at the ids it drafts."""
-    model = probed.model
-    width = model.config.get_text_config().hidden_size
-    tapped = torch.zeros(1, len(head.taps) * width, dtype=model.dtype, device=model.device)
-    try:
-        with torch.no_grad():
-            head.fuse(tapped)
-    except RuntimeError as error:
-        raise HeadMismatchError(
-            f"the head was made for another target: it cannot read {len(head.taps)} states of width {width}: {error}"
-        ) from error
-    largest = int(head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device)).max())
-    if largest >= probed.vocab_size:
-        raise HeadMismatchError(
-            f"the head was made for another target: it drafts token {largest}, the target has {probed.vocab_size}"
-        )

@@ -8,10 +8,10 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from specdec.arguments import shown
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.values import short
 
 
 def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
@@ -31,7 +31,7 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     if lacking or isinstance(tokenizer, type):
         missing = "it is a class" if isinstance(tokenizer, type) else f"it lacks {' and '.join(lacking)}"
         raise InvalidInputError(
-            f"tokenizer={shown(tokenizer)} is no tokenizer: {missing}; give a transformers tokenizer, or the folder or "
+            f"tokenizer={short(tokenizer)} is no tokenizer: {missing}; give a transformers tokenizer, or the folder or "
             "hub name of one"
         )
     return tokenizer

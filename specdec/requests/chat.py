@@ -7,8 +7,8 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from specdec.arguments import shown
 from specdec.errors import InvalidInputError
+from specdec.values import short
 
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """A template is a program: jinja's own errors, and what its expressions raise on values they do not expect."""
@@ -41,13 +41,13 @@ def _check(number: int, message: Any) -> None:
     role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise InvalidInputError(
-            f"chat message {number} has role={shown(role)}; every message is a dict with a role (system, user, "
+            f"chat message {number} has role={short(role)}; every message is a dict with a role (system, user, "
             "assistant, …) and content"
         )
     parts = isinstance(content, list) and all(isinstance(part, dict) for part in content)
     called = content is None and "tool_calls" in message
     if not isinstance(content, str) and not parts and not called:
         raise InvalidInputError(
-            f"chat message {number} (role {shown(role)}) has content={shown(content)}; allowed is a str, or a list of "
+            f"chat message {number} (role {short(role)}) has content={short(content)}; allowed is a str, or a list of "
             "parts (dicts) where the template reads them"
         )

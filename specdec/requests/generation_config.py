@@ -12,16 +12,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
-from typing import Any, Literal
+from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
+from specdec.options import Use
 from specdec.requests.generation_values import check_values
 from specdec.values import short, whole
-
-Use = Literal["model", "ignore"]
-USES = ("model", "ignore")
 
 _SAMPLING = {"do_sample", "temperature", "top_k", "top_p", "min_p"}
 _LENGTHS = {"max_new_tokens", "max_length"}
@@ -49,20 +47,6 @@ _WAY_OUT = (
     'load the model with from_pretrained(…, generation_config="ignore"), which switches this off, or set it to None in '
     "model.hf_model.generation_config"
 )
-
-
-def check_use(use: Any) -> Use:
-    """What from_pretrained was told about the model's own generation_config.
-
-    Raises:
-        InvalidInputError: it is neither "model" nor "ignore".
-    """
-    if isinstance(use, str) and use in USES:
-        return "ignore" if use == "ignore" else "model"
-    raise InvalidInputError(
-        f'generation_config={short(use)}: allowed are "model" (the model\'s own applies) and "ignore" (only its eos '
-        "ids do); a transformers.GenerationConfig is given to generate(prompts, config)"
-    )
 
 
 def sampling_fields(

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from transformers import GenerationConfig
 
-from specdec.arguments import flag, shown, whole
 from specdec.errors import InvalidInputError
+from specdec.values import flag, short, whole
 
 _WHOLE = {"max_new_tokens": 1, "max_length": 0, "top_k": 0, "num_return_sequences": 1}
 _NUMBERS = ("temperature", "top_p", "min_p")
@@ -30,7 +30,7 @@ def check_values(config: GenerationConfig) -> None:
             flag(f"GenerationConfig.{name}", given)
         elif not _fits(name, given):
             raise InvalidInputError(
-                f"GenerationConfig.{name}={shown(given)} ({type(given).__name__}): not a value that it can have; see "
+                f"GenerationConfig.{name}={short(given)} ({type(given).__name__}): not a value that it can have; see "
                 "transformers' documentation of GenerationConfig"
             )
 

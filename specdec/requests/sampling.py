@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from specdec.config import SEEDS
 from specdec.errors import InvalidInputError
 from specdec.values import flag, real, refuse, short, whole
 
@@ -16,8 +17,6 @@ MAX_TOP_K = 2**31 - 1
 MAX_N = 2**16
 TEMPERATURES = (1e-6, 1e6)
 """Smallest and largest temperature: beyond them logits divided by it are infinite or all equal in float32."""
-SEEDS = (-(2**63), 2**64 - 1)
-"""Smallest and largest seed, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,8 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
-from specdec.requests.generation_config import Use, check_own_config, eos_ids, sampling_fields
+from specdec.options import Use
+from specdec.requests.generation_config import check_own_config, eos_ids, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short

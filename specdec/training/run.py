@@ -17,8 +17,9 @@ from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_taps
 from drafters.mtp.checkpoint import deepseek_tensors, load_mtp, save_mtp
+from drafters.mtp.convention import MtpReading
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import MtpReading, mtp_target
+from drafters.mtp.spec import mtp_target
 from drafters.rope import RopeSpec
 from drafters.training.answers import AnswerSet
 from drafters.training.config import TrainConfig
@@ -26,7 +27,8 @@ from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
 from drafters.training.trainer import TrainResult
 from specdec.errors import HeadLoadError, InvalidInputError
-from specdec.loading.targets import resolve, target_facts
+from specdec.loading.builtin import resolve
+from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.target.selftest import self_test_head
 from specdec.target.target import probe_target

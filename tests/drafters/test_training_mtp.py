@@ -18,7 +18,8 @@ from safetensors.torch import load_file
 import specdec.training.run
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import has_mtp, load_mtp, save_mtp
-from drafters.mtp.spec import MtpReading, mtp_target
+from drafters.mtp.convention import MtpReading
+from drafters.mtp.spec import mtp_target
 from drafters.training.answers import AnswerSet, answer
 from drafters.training.config import TrainConfig
 from drafters.training.trainer import TrainResult

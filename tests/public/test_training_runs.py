@@ -11,9 +11,10 @@ import shutil
 import signal
 import sys
 import time
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -26,7 +27,9 @@ from transformers import PreTrainedTokenizerFast
 
 from specdec import SpeculativeModel
 
-(SCRIPT,) = entry_points(group="console_scripts", name="specdec")
+PROJECT = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text("utf-8"))["project"]
+SCRIPT = EntryPoint("specdec", PROJECT["scripts"]["specdec"], "console_scripts")
+"""Of this tree: an editable install keeps the metadata of its day."""
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 QUESTIONS = [f"how many apples has anna {n}" for n in range(12)]
 

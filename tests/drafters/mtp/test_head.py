@@ -18,8 +18,9 @@ from attention.backends.reference import attend as dense_attend
 from attention.hf.interface import attention_implementation
 from drafters.base import FINAL_NORM, Head
 from drafters.mtp.checkpoint import load_mtp
+from drafters.mtp.convention import MtpReading
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import MtpReading, block_config, mtp_target
+from drafters.mtp.spec import block_config, mtp_target
 from drafters.oracle import oracle_drafts
 
 ROWS = 23

@@ -20,9 +20,10 @@ from transformers import AutoModelForCausalLM
 from attention.errors import InvalidInputError
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import MIMO, load_mtp
+from drafters.mtp.convention import MtpReading
 from drafters.mtp.head import MtpHead
 from drafters.mtp.reading import check_reading, compare_readings
-from drafters.mtp.spec import MtpReading, MtpSpec, mtp_target
+from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.mtp.stack import MtpStack
 from drafters.unroll import unroll
 from evals.data import arithmetic

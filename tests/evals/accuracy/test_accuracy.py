@@ -151,7 +151,7 @@ def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(ModelSpec, "load", lambda spec: (specs.append(spec), model)[1])
     given = {"kv_cache_dtype": "fp8", "cuda_graphs": True, "mtp_concat": "hidden_first", "mtp_feedback": "pre_norm"}
     SpecdecLM("gsm-deepseek", draft="auto", **given)
-    assert {name: getattr(specs[0], name) for name in given} == given
+    assert {name: getattr(specs[0].options, name) for name in given} == given
 
 
 @pytest.mark.slow

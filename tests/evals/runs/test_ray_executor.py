@@ -19,6 +19,7 @@ from evals.runs.executor import Executor, LocalExecutor  # noqa: E402
 from evals.runs.ray_executor import RayExecutor, connect  # noqa: E402
 from evals.runs.store import RunStore  # noqa: E402
 from evals.runs.worker import ModelSpec, Worker  # noqa: E402
+from specdec.options import LoadOptions  # noqa: E402
 
 pytestmark = pytest.mark.slow
 
@@ -69,7 +70,7 @@ def document_of(executor: Executor, plant: SimpleNamespace, folder: Path) -> dic
 def test_two_workers_one_killed_complete_and_identical(
     plant: SimpleNamespace, tmp_path: Path, load: Callable[..., Any]
 ) -> None:
-    specs = {"main": ModelSpec("scripted", device="cpu")}
+    specs = {"main": ModelSpec("scripted", options=LoadOptions(device="cpu"))}
     alone = document_of(LocalExecutor(Worker(specs, load())), plant, tmp_path / "alone")
     executor = RayExecutor(specs, workers=2, load=load("question 7 "))
     spread = document_of(executor, plant, tmp_path / "spread")
@@ -83,7 +84,9 @@ def test_two_workers_one_killed_complete_and_identical(
 def test_a_chunk_that_kills_every_worker_is_given_up(
     plant: SimpleNamespace, tmp_path: Path, load: Callable[..., Any]
 ) -> None:
-    executor = RayExecutor({"main": ModelSpec("x", device="cpu")}, workers=2, load=load("question 7 ", times=99))
+    executor = RayExecutor(
+        {"main": ModelSpec("x", options=LoadOptions(device="cpu"))}, workers=2, load=load("question 7 ", times=99)
+    )
     document = document_of(executor, plant, tmp_path / "run")
     executor.close()
     assert {failure["question_id"] for failure in document["failures"]} == {"6", "7"}  # its chunk
@@ -94,7 +97,7 @@ def test_a_chunk_that_kills_every_worker_is_given_up(
 @pytest.mark.usefixtures("cluster")
 def test_what_cannot_work_is_said_at_once(plant: SimpleNamespace, load: Callable[..., Any]) -> None:
     with pytest.raises(WorkerError, match="2 workers need a GPU each, the cluster has 0"):
-        RayExecutor({"main": ModelSpec("x", device="cuda")}, workers=2, device="cuda", load=load())
+        RayExecutor({"main": ModelSpec("x", options=LoadOptions(device="cuda"))}, workers=2, device="cuda", load=load())
 
     def absent(spec: ModelSpec) -> Any:
         raise FileNotFoundError("no such model")

@@ -14,7 +14,7 @@ from evals.data.arithmetic import problems
 from specdec.cli.generate import generate, inspect
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
-from specdec.loading.targets import target_facts
+from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.target.target import probe_target

@@ -10,7 +10,9 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from specdec.cli.main import LazyCommand, LazyGroup, cli, evaluate
+from evals.cli.main import evaluate
+from specdec.cli.lazy import LazyCommand, LazyGroup
+from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
 
 HEAVY = ("torch", "transformers", "numpy", "matplotlib", "scipy", "datasets", "lm_eval", "ray", "rich")
@@ -62,6 +64,12 @@ def test_an_error_of_the_tree_is_one_message_and_exit_code_2() -> None:
     assert result.output == "Error: K is -1; allowed are 0 to 32; pass --k 5\n"
 
 
+def test_a_command_whose_package_is_missing_says_so() -> None:
+    result = CliRunner().invoke(GROUP, ["absent"])
+    assert result.exit_code == 2
+    assert "needs the module 'no_such_module_anywhere', which is not installed" in result.output
+
+
 def test_a_bug_is_not_hidden() -> None:
     result = CliRunner().invoke(GROUP, ["broken"])
     assert isinstance(result.exception, ZeroDivisionError)
@@ -69,9 +77,8 @@ def test_a_bug_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("group", [cli, evaluate], ids=["specdec", "eval"])
 def test_every_listed_command_names_a_module_and_an_attribute(group: LazyGroup) -> None:
-    context = click.Context(group)
-    for name in group.list_commands(context):
-        module, _, attribute = group._lazy[name].target.partition(":")
+    for name in group.lazy:
+        module, _, attribute = group.lazy[name].target.partition(":")
         assert module.split(".")[0] in ("specdec", "evals") and attribute.isidentifier()
 
 

@@ -1,0 +1,35 @@
+"""MtpReading: the input convention of a multi-token-prediction module, where the user may choose. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from attention.errors import InvalidInputError
+
+Feedback = Literal["post_norm", "pre_norm"]
+Concat = Literal["auto", "embedding_first", "hidden_first"]
+
+
+@dataclass(frozen=True)
+class MtpReading:
+    """What a user may choose about reading a module, because no checkpoint says it.
+
+    Attributes:
+        concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.
+        feedback: what the next draft step gets: the final norm's output or the block's. Engines agree on post_norm but
+            for GLM-4.5, where vLLM feeds the block's output back.
+    """
+
+    concat: Concat = "auto"
+    feedback: Feedback = "post_norm"
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for a value that is not allowed."""
+        for name, allowed in (("concat", get_args(Concat)), ("feedback", get_args(Feedback))):
+            if getattr(self, name) not in allowed:
+                raise InvalidInputError(f"mtp_{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
+
+    def hidden_first(self, family: bool) -> bool:
+        """Whether the projection reads [hidden, embedding]; `family` says it of the family."""
+        return family if self.concat == "auto" else self.concat == "hidden_first"

@@ -1,0 +1,127 @@
+"""A name, a folder or a loaded head -> the draft head, checked against its target."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from drafters.base import Head
+from drafters.checkpoints.tensor_files import locate
+from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
+from drafters.mtp.convention import MtpReading
+from drafters.mtp.spec import mtp_target
+from drafters.mtp.stack import MtpStack
+from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError
+from specdec.loading.builtin import BUILTIN_HEADS, builtin_name, resolve
+from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.objects import check_head_place, check_head_type
+from specdec.target.target import TargetProbe
+
+AUTO_HEAD = "auto"
+MTP_HEAD = "mtp"
+
+
+def resolve_head(draft: str | Path, target_name: str | None) -> str:
+    """The head's folder or hub name; "auto" is the head that was built in with the target.
+
+    Raises:
+        HeadLoadError: "auto" for a target without a built-in head.
+    """
+    if str(draft) != AUTO_HEAD:
+        return resolve(draft)
+    head = BUILTIN_HEADS.get(builtin_name(target_name) or "")
+    if head is None:
+        raise HeadLoadError(f"draft='auto': {target_name!r} has no built-in head; give the head's folder or hub name")
+    return resolve(head)
+
+
+def target_facts(probed: TargetProbe) -> TargetFacts:
+    """What a head's loader must know of its target.
+
+    Raises:
+        HeadLoadError: the target has no output embedding.
+    """
+    model = probed.model
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is None:
+        raise HeadLoadError(f"{type(model).__name__} has no output embedding (lm_head) that a head could share")
+    return TargetFacts(
+        hidden_size=model.config.get_text_config().hidden_size,
+        vocab_size=probed.vocab_size,
+        num_layers=len(probed.layers),
+        embedding=embedding.weight,  # type: ignore[arg-type]
+        lm_head=output.weight,
+    )
+
+
+def load_head(
+    draft: str | Path | Head,
+    target_name: str | Checkpoint | None,
+    probed: TargetProbe,
+    reading: MtpReading | None = None,
+) -> Head:
+    """Load a draft head for a probed target, in the target's dtype and on its device.
+
+    Args:
+        draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
+            module; a loaded head is taken as it is, if it fits.
+        reading: how to read a multi-token-prediction module; default as its family's reference code does.
+
+    Raises:
+        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`.
+        InvalidInputError: no head, or a reading for a head that is none of these modules, or is loaded already.
+    """
+    check_head_type(draft)
+    how = reading or MtpReading()
+    if not isinstance(draft, (str, Path)):
+        _check_no_reading(how, "the head is loaded already")
+        check_head_place(draft, probed.model)
+        _check_fits(draft, probed)
+        return draft
+    target = Checkpoint(target_name, resolve(target_name)) if isinstance(target_name, str) else target_name
+    if str(draft) == MTP_HEAD:
+        if target is None:
+            raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
+        return _load_mtp_head(locate(target.path, target.revision), probed, how)
+    path, model = resolve_head(draft, None if target is None else target.name), probed.model
+    if has_mtp(path):
+        return _load_mtp_head(path, probed, how)
+    _check_no_reading(how, f"{path} has no multi-token-prediction module")
+    return load_eagle3(path, target_facts(probed), model.dtype, model.device)
+
+
+def _check_no_reading(reading: MtpReading, reason: str) -> None:
+    if reading != MtpReading():
+        raise InvalidInputError(
+            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} say how a multi-token-prediction module "
+            f"is read from a checkpoint, but {reason}; leave them out"
+        )
+
+
+def _load_mtp_head(path: str | Path, probed: TargetProbe, reading: MtpReading) -> Head:
+    model = probed.model
+    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
+    head = modules[0] if len(modules) == 1 else MtpStack(modules)
+    head.checkpoint_report = describe_mtp(path, mtp_target(model), reading)
+    return head
+
+
+def _check_fits(head: Head, probed: TargetProbe) -> None:
+    """A loaded head brings no record of its target: look at the width it fuses and at the ids it drafts."""
+    model = probed.model
+    width = model.config.get_text_config().hidden_size
+    tapped = torch.zeros(1, len(head.taps) * width, dtype=model.dtype, device=model.device)
+    try:
+        with torch.no_grad():
+            head.fuse(tapped)
+    except RuntimeError as error:
+        raise HeadMismatchError(
+            f"the head was made for another target: it cannot read {len(head.taps)} states of width {width}: {error}"
+        ) from error
+    largest = int(head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device)).max())
+    if largest >= probed.vocab_size:
+        raise HeadMismatchError(
+            f"the head was made for another target: it drafts token {largest}, the target has {probed.vocab_size}"
+        )

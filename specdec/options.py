@@ -1,0 +1,259 @@
+"""LoadOptions: how a target is loaded, and the one list of these options.
+
+Everything that offers or passes on load options is made from the fields here: the keyword arguments of
+`SpeculativeModel.from_pretrained` (written out for its reader, compared with the fields by a test), the options of the
+commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It imports no torch: `--help` reads it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
+
+from drafters.mtp.convention import Concat, Feedback
+from specdec.config import BACKENDS, KV_CACHE_DTYPES, SEEDS
+from specdec.errors import InvalidInputError
+from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
+
+if TYPE_CHECKING:
+    import torch
+
+Use = Literal["model", "ignore"]
+"""What of the model's own generation_config applies."""
+_Options = TypeVar("_Options", bound="LoadOptions")
+
+
+class Kind:
+    """What values an option takes. The base class takes any: they are read where they are used (device, dtype)."""
+
+    def read(self, name: str, value: Any) -> Any:
+        """The value as it is kept.
+
+        Raises:
+            InvalidInputError: another type, or outside what is allowed.
+        """
+        return value
+
+    def from_word(self, name: str, word: Any) -> Any:
+        """A value as a command line or lm-eval gives it, before it is read.
+
+        Raises:
+            InvalidInputError: a text that this kind cannot be written as.
+        """
+        return word
+
+
+@dataclass(frozen=True)
+class Whole(Kind):
+    """A whole number from `least` to `most`."""
+
+    least: int
+    most: int = MOST_COUNT
+
+    def read(self, name: str, value: Any) -> int:
+        return whole(name, value, self.least, self.most)
+
+
+@dataclass(frozen=True)
+class Share(Kind):
+    """A number in (0, 1]."""
+
+    def read(self, name: str, value: Any) -> float:
+        return share(name, value)
+
+
+@dataclass(frozen=True)
+class Flag(Kind):
+    """True or False."""
+
+    def read(self, name: str, value: Any) -> bool:
+        return flag(name, value)
+
+
+@dataclass(frozen=True)
+class Choice(Kind):
+    """One of some words. `hint`: added to the message about another one."""
+
+    words: tuple[str, ...]
+    hint: str = ""
+
+    def read(self, name: str, value: Any) -> str:
+        if self.hint and not (isinstance(value, str) and value in self.words):
+            raise InvalidInputError(f"{name}={short(value)}: {self.hint}")
+        return choice(name, value, self.words)
+
+
+@dataclass(frozen=True)
+class Name(Kind):
+    """A text that is not empty; `allowed` says of what, for the message."""
+
+    allowed: str
+
+    def read(self, name: str, value: Any) -> str:
+        if not isinstance(value, str) or not value:
+            raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
+        return value
+
+    def from_word(self, name: str, word: Any) -> Any:
+        """lm-eval reads a commit of digits only as a number."""
+        return str(word) if isinstance(word, int) and not isinstance(word, bool) else word
+
+
+@dataclass(frozen=True)
+class Scales(Kind):
+    """A pair of positive numbers (keys, values) for each layer; as a word K:V;K:V;…"""
+
+    def read(self, name: str, value: Any) -> tuple[tuple[float, float], ...]:
+        return scale_pairs(name, value)
+
+    def from_word(self, name: str, word: Any) -> Any:
+        if not isinstance(word, str):
+            return word
+        pairs = [tuple(pair.split(":")) for pair in word.split(";")]
+        if any(len(pair) != 2 for pair in pairs):
+            raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
+        return pairs
+
+
+_EVERYWHERE = frozenset({"run", "eval", "train"})
+_NO_TRAINING = frozenset({"run", "eval"})
+"""Not by `specdec train`: its target answers alone, with its cache in full precision; its --seed is the training's."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What is said about an option beside its name, type and default.
+
+    Attributes:
+        kind: the values it takes; None stays None where that is the default.
+        help: one line for `--help`.
+        commands: which commands offer it: "run" (generate, inspect), "eval" and "train".
+        letter: its one-letter form on the command line, "" for none.
+    """
+
+    kind: Kind
+    help: str
+    commands: frozenset[str] = _EVERYWHERE
+    letter: str = ""
+
+
+def _about(kind: Kind, help: str, commands: frozenset[str] = _EVERYWHERE, letter: str = "") -> dict[str, Option]:
+    """A field's metadata."""
+    return {"option": Option(kind, help, commands, letter)}
+
+
+def option_of(option: Field[Any]) -> Option:
+    """What is said about a field of LoadOptions.
+
+    Raises:
+        TypeError: nothing is; every field of the class needs it.
+    """
+    found = option.metadata.get("option")
+    if not isinstance(found, Option):
+        raise TypeError(f"the field {option.name!r} of LoadOptions has no Option: give it metadata=_about(…)")
+    return found
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """See `SpeculativeModel.from_pretrained` for what each means. All but target and draft, in its order.
+
+    Types and ranges are checked here, before anything is read from disk; device, dtype and tokenizer where they are
+    used. A value of another integer type (numpy's, a scalar tensor) becomes an int.
+    """
+
+    num_speculative_tokens: int | None = field(
+        default=None, metadata=_about(Whole(0), "Drafts a round (default 5 with a head; 0 = none).", _NO_TRAINING, "k")
+    )
+    backend: str = field(default="auto", metadata=_about(Choice(BACKENDS), "Attention kernels."))
+    dtype: str | torch.dtype = field(default="auto", metadata=_about(Kind(), "auto, float32, bfloat16 or float16."))
+    device: str | torch.device | None = field(
+        default=None, metadata=_about(Kind(), "cpu, cuda, cuda:1, …; default: CUDA if there is one.")
+    )
+    tokenizer: Any = field(default=None, metadata=_about(Kind(), "Folder or hub name (default: the target's own)."))
+    max_model_len: int | None = field(default=None, metadata=_about(Whole(1), "Most tokens of one request."))
+    max_num_seqs: int = field(default=32, metadata=_about(Whole(1), "Most requests at once."))
+    max_num_batched_tokens: int = field(
+        default=2048, metadata=_about(Whole(1), "Most tokens of one forward; longer prompts take several.")
+    )
+    page_size: int = field(default=16, metadata=_about(Whole(1), "Tokens a page of the KV cache."))
+    kv_cache_tokens: int | None = field(
+        default=None, metadata=_about(Whole(1), "Size of the KV cache (default: what fits).")
+    )
+    kv_cache_dtype: str = field(
+        default="auto",
+        metadata=_about(
+            Choice(KV_CACHE_DTYPES),
+            "fp8: the target's KV cache in 8 bits, half the memory; auto: in the dtype of the model.",
+            _NO_TRAINING,
+        ),
+    )
+    kv_cache_scales: Sequence[tuple[float, float]] | None = field(
+        default=None,
+        metadata=_about(Scales(), "With fp8, KEYS:VALUES of each layer, joined by ';' (default: 1.0).", _NO_TRAINING),
+    )
+    gpu_memory_utilization: float = field(
+        default=0.9,
+        metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),
+    )
+    cuda_graphs: bool = field(
+        default=False, metadata=_about(Flag(), "Compile, and run rounds from CUDA graphs (on a GPU).", _NO_TRAINING)
+    )
+    mtp_concat: Concat = field(
+        default="auto",
+        metadata=_about(
+            Choice(get_args(Concat)), "What a multi-token-prediction module's projection reads first.", _NO_TRAINING
+        ),
+    )
+    mtp_feedback: Feedback = field(
+        default="post_norm",
+        metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
+    )
+    generation_config: Use = field(
+        default="model",
+        metadata=_about(
+            Choice(
+                get_args(Use),
+                'allowed are "model" (the model\'s own applies) and "ignore" (only its eos ids do); a '
+                "transformers.GenerationConfig is given to generate(prompts, config)",
+            ),
+            "ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
+        ),
+    )
+    seed: int = field(
+        default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
+    )
+    trust_remote_code: bool = field(
+        default=False, metadata=_about(Flag(), "Run the Python files of the target's checkpoint.")
+    )
+    revision: str | None = field(
+        default=None,
+        metadata=_about(
+            Name("a branch, tag or commit of the model on the hub"), "Branch, tag or commit of a target on the hub."
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInputError for a wrong type or a value outside its range."""
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if value is not None or each.default is not None:
+                object.__setattr__(self, each.name, option_of(each).kind.read(each.name, value))
+
+    @classmethod
+    def from_words(cls: type[_Options], given: Mapping[str, Any]) -> _Options:
+        """Options by name, as a command line or lm-eval gives them; what is not given has its default.
+
+        Raises:
+            InvalidInputError: a name that is no option, or a value that is not allowed.
+        """
+        known = {each.name: option_of(each).kind for each in fields(cls)}
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise InvalidInputError(f"unknown load options: {', '.join(unknown)}; known are {', '.join(known)}")
+        return cls(**{name: known[name].from_word(name, word) for name, word in given.items()})
+
+    def as_arguments(self) -> dict[str, Any]:
+        """The keyword arguments of `SpeculativeModel.from_pretrained`."""
+        return {each.name: getattr(self, each.name) for each in fields(self)}

@@ -1,0 +1,163 @@
+"""LoadOptions is the one list of load options: what is written out beside it or made from it has them all."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from dataclasses import Field, dataclass, field, fields, make_dataclass
+from typing import Any
+
+import click
+import numpy as np
+import pytest
+import torch
+
+from specdec import SpeculativeModel
+from specdec.cli.generate import generate
+from specdec.cli.generate import inspect as inspect_command
+from specdec.cli.options import load_options, offered
+from specdec.cli.train import train
+from specdec.errors import InvalidInputError
+from specdec.loading.backends import kv_format
+from specdec.options import Choice, Flag, Kind, LoadOptions, Option, Whole, option_of
+
+
+def keywords() -> list[tuple[str, Any, str]]:
+    """Name, default and annotation of from_pretrained's keyword-only parameters."""
+    parameters = inspect.signature(SpeculativeModel.from_pretrained).parameters.values()
+    return [(p.name, p.default, str(p.annotation)) for p in parameters if p.kind is p.KEYWORD_ONLY]
+
+
+def described(kind: type[LoadOptions]) -> list[tuple[str, Any, str]]:
+    return [(each.name, each.default, str(each.type)) for each in fields(kind)]
+
+
+@dataclass(frozen=True)
+class OneMore(LoadOptions):
+    """A planted field, which nothing but the generated lists knows."""
+
+    attention_sinks: int = field(
+        default=4, metadata={"option": Option(Whole(0), "Planted.", frozenset({"run", "eval", "train"}))}
+    )
+
+
+def test_from_pretrained_has_the_fields_with_their_defaults_types_and_order() -> None:
+    assert keywords() == described(LoadOptions)
+
+
+def test_a_planted_field_is_missed_in_from_pretrained() -> None:
+    assert keywords() != described(OneMore)
+    assert [row for row in described(OneMore) if row not in keywords()] == [("attention_sinks", 4, "int")]
+
+
+def test_every_argument_reaches_the_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What from_pretrained was given is what LoadOptions is made of, field by field."""
+    found: dict[str, Any] = {}
+
+    def stop(self: Any) -> None:
+        found.update(vars(self))
+        raise InterruptedError
+
+    monkeypatch.setattr(LoadOptions, "__post_init__", stop)
+    given = {each.name: object() for each in fields(LoadOptions)}
+    with pytest.raises(InterruptedError):
+        SpeculativeModel.from_pretrained("gsm-llama", **given)  # type: ignore[arg-type]
+    assert found == given
+
+
+def names_of(command: click.Command) -> set[str]:
+    return {str(parameter.name) for parameter in command.params}
+
+
+def bare(kind: type[LoadOptions], command: str) -> click.Command:
+    """A command with the load options and no others."""
+    return load_options(command, kind=kind)(click.command()(lambda **_: None))
+
+
+@pytest.mark.parametrize("kind", [LoadOptions, OneMore], ids=["options", "planted"])
+@pytest.mark.parametrize("command", ["run", "eval", "train"])
+def test_the_options_of_a_command_are_made_from_the_fields(kind: type[LoadOptions], command: str) -> None:
+    made = bare(kind, command)
+    assert names_of(made) == set(offered(command, kind))
+    defaults = {each.name: each.default for each in fields(kind)}
+    assert {p.name: p.get_default(click.Context(made)) for p in made.params} == {
+        name: defaults[name] for name in offered(command, kind)
+    }
+
+
+@pytest.mark.parametrize(
+    ("command", "group"),
+    [(generate, "run"), (inspect_command, "run"), *((each, "train") for each in train.commands.values())],
+    ids=lambda x: x.name if isinstance(x, click.Command) else x,
+)
+def test_every_command_offers_what_its_group_does(command: click.Command, group: str) -> None:
+    assert set(offered(group)) - names_of(command) == set()
+    assert set(offered(group, OneMore)) - names_of(command) == {"attention_sinks"}
+
+
+def test_every_option_is_a_command_line_option_somewhere() -> None:
+    assert set(offered("run")) == set(offered("eval")) == {each.name for each in fields(LoadOptions)}
+    assert set(offered("train")) < set(offered("run"))
+
+
+def test_a_field_without_a_description_is_refused() -> None:
+    silent = make_dataclass("Silent", [("sinks", int, field(default=0))], bases=(LoadOptions,), frozen=True)
+    with pytest.raises(TypeError, match="the field 'sinks' of LoadOptions has no Option"):
+        load_options("run", kind=silent)
+
+
+def test_help_of_an_option_is_one_sentence_of_its_own() -> None:
+    helps = [option_of(each).help for each in fields(LoadOptions)]
+    assert all(helps) and len(set(helps)) == len(helps)
+
+
+def test_the_list_is_read_without_torch() -> None:
+    heavy = "{'torch', 'numpy', 'transformers'}"
+    code = f"import sys, specdec.options, specdec.cli.options; print({heavy} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def wrong_value(each: Field[Any]) -> Any:
+    kind = option_of(each).kind
+    return None if type(kind) is Kind else object()
+
+
+def test_every_field_with_a_kind_refuses_an_object_of_another_type() -> None:
+    checked = [each for each in fields(LoadOptions) if wrong_value(each) is not None]
+    assert {each.name for each in fields(LoadOptions)} - {each.name for each in checked} == {
+        "dtype",
+        "device",
+        "tokenizer",
+    }
+    for each in checked:
+        with pytest.raises(InvalidInputError, match=each.name):
+            LoadOptions(**{each.name: wrong_value(each)})
+
+
+def test_numbers_of_other_types_are_kept_as_pythons() -> None:
+    options = LoadOptions(
+        max_num_seqs=np.int64(3),  # type: ignore[arg-type]
+        page_size=torch.tensor(8),  # type: ignore[arg-type]
+        gpu_memory_utilization=np.float32(0.5),  # type: ignore[arg-type]
+        cuda_graphs=np.bool_(True),  # type: ignore[arg-type]
+    )
+    assert [type(x) for x in (options.max_num_seqs, options.page_size, options.cuda_graphs)] == [int, int, bool]
+    assert options == LoadOptions(max_num_seqs=3, page_size=8, gpu_memory_utilization=0.5, cuda_graphs=True)
+
+
+def test_words_of_a_command_line() -> None:
+    options = LoadOptions.from_words({"kv_cache_scales": "0.5:0.25;1:2", "revision": 123})
+    assert options.kv_cache_scales == ((0.5, 0.25), (1.0, 2.0)) and options.revision == "123"
+    with pytest.raises(InvalidInputError, match=r"kv_cache_scales='0.5': give a pair for each layer"):
+        LoadOptions.from_words({"kv_cache_scales": "0.5"})
+    with pytest.raises(InvalidInputError, match=r"unknown load options: drfat; known are num_speculative_tokens, "):
+        LoadOptions.from_words({"drfat": 1})
+
+
+def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
+    kinds = {each.name: option_of(each).kind for each in fields(LoadOptions)}
+    stored = kinds["kv_cache_dtype"]
+    assert isinstance(stored, Choice) and isinstance(kinds["cuda_graphs"], Flag)
+    assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]
