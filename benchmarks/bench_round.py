@@ -190,18 +190,22 @@ def measure(
     """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     times: list[float] = []
+    runs: list[float] = []
     emitted = 0
     for _ in range(repeats):
         read.moments.clear()
         sequences = [c.prompt_token_ids + c.token_ids for c in model.generate(ids, params)]
         full = [i for i in range(1, len(read.moments)) if read.moments[i][1] == read.moments[i - 1][1] == len(ids)]
-        times += [read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]]
+        own = [read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]]
+        times += own
+        runs.append(float(np.median(own) * 1e3))
         emitted += sum(read.moments[i][2] for i in full[2:])
     steps = np.array(times)
     result = {
         "repeats": repeats,
         "rounds": len(steps),
         "tokens_a_round": emitted / len(steps),
+        "step_ms_runs": runs,
         "step_ms_median": float(np.median(steps) * 1e3),
         "step_ms_mean": float(steps.mean() * 1e3),
         "step_ms_p90": float(np.quantile(steps, 0.9) * 1e3),

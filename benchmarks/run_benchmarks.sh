@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# One visit to a lent GPU machine: everything builds at once, is measured in turn, and only then tested.
+# Benchmarks and GPU tests on one machine: everything builds at once, is measured in turn, and only then tested.
 #
-#   OUT=results benchmarks/visit.sh BUNDLE.tar.xz [KERNELS.tar.xz]
+#   OUT=results benchmarks/run_benchmarks.sh BUNDLE.tar.xz [KERNELS.tar.xz]
 #
 # BUNDLE holds flashinfer and apache-tvm-ffi as a site folder; KERNELS is what prebuild_kernels.py packed. One H200 holds
 # about 140 GiB: an 8B model at 128 rows takes 38 of them, at 32 rows 28, DeepSeek-V2-Lite 35.

@@ -1,0 +1,266 @@
+"""docs/benchmarks.md: every committed result as a table.
+
+python -m benchmarks.tables            # write the page
+python -m benchmarks.tables --check    # fail where the page is not what the results say
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
+Line = dict[str, Any]
+
+_INTRODUCTION = """# Benchmarks
+
+Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
+line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
+`benchmarks/`: bench_round (rounds), bench_attention and bench_latent (kernels), check_pair and check_half (tokens and
+drafts against transformers and a head without cache), bench_builtin (the built-in pair); and `specdec eval`
+(acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
+round in which the GPU waits for the host. Acceptance is synthetic in rounds (random weights), real everywhere else.
+"""
+
+
+def rounds(lines: list[Line]) -> list[list[str]]:
+    """Steps of the public engine at published shapes."""
+    head = [
+        "shape",
+        "backend",
+        "prompt",
+        "K",
+        "rows",
+        "step ms",
+        "floor ms",
+        "× floor",
+        "tokens/s",
+        "exposed",
+        "planned from",
+    ]
+    return [head] + [
+        [
+            line["shape"],
+            line.get("backend", "flashinfer"),
+            "–".join(map(str, dict.fromkeys(line["prompt"]))) if "prompt" in line else "",
+            str(line["drafts"]),
+            str(line["rows"]),
+            f"{line['step_ms_median']:.2f}",
+            f"{line['floor_ms']:.2f}",
+            f"{line['step_ms_median'] / line['floor_ms']:.2f}",
+            f"{line['tokens_per_s']:,.0f}",
+            _percent(line.get("by_events", {}).get("exposed_host_share")),
+            line.get("plan_from", "host"),
+        ]
+        for line in lines
+    ]
+
+
+def kernels(lines: list[Line]) -> list[list[str]]:
+    """One attention layer: the fastest route of every batch, and the others beside it."""
+    table = [["kind", "rows", "query", "context", "cache", "run µs by route", "floor µs"]]
+    for (kind, rows, query, context, cache), group in itertools.groupby(
+        sorted(lines, key=_kernel_case), key=_kernel_case
+    ):
+        same = sorted(group, key=lambda line: line["run_us"])
+        runs = ", ".join(f"{line['route']} {line['run_us']:.1f}" for line in same)
+        table.append([kind, str(rows), str(query), str(context), cache, runs, _short(same[0].get("floor_us"))])
+    return table
+
+
+def pairs(lines: list[Line]) -> list[list[str]]:
+    """Tokens against transformers' generate and drafts against a head without cache, float32."""
+    head = [
+        "target",
+        "K",
+        "part",
+        "questions",
+        "equal, batch 1",
+        "equal, batch 16",
+        "draft rounds",
+        "wrong",
+        "wrong, planted",
+    ]
+    return [head] + [
+        [
+            line["target"],
+            str(line["k"]),
+            line["shard"],
+            str(line["questions"]),
+            str(line["identical"]["batch_1"]),
+            str(line["identical"]["batch_16"]),
+            str(line["draft_oracle"]["rounds"]),
+            str(line["draft_oracle"]["wrong"]),
+            str(line["draft_oracle"]["wrong_with_a_zeroed_slot"]),
+        ]
+        for line in lines
+    ]
+
+
+def halves(lines: list[Line]) -> list[list[str]]:
+    """Half precision: answers that speculation leaves unchanged, and the near ties where it does not."""
+    head = [
+        "target",
+        "backend",
+        "graphs",
+        "dtype",
+        "K",
+        "questions",
+        "identical",
+        "near ties",
+        "τ",
+        "τ, head without cache",
+    ]
+    return [head] + [
+        [
+            line["target"],
+            line["backend"],
+            "yes" if line["cuda_graphs"] else "no",
+            line["dtype"],
+            str(line["k"]),
+            str(line["questions"]),
+            str(line["identical"]),
+            str(sum(d["near_tie"] for d in line["divergences"])),
+            f"{line['draft_oracle']['tau_engine']:.3f}" if line.get("draft_oracle") else "",
+            f"{line['draft_oracle']['tau_oracle']:.3f}" if line.get("draft_oracle") else "",
+        ]
+        for line in lines
+    ]
+
+
+def plain(lines: list[Line]) -> list[list[str]]:
+    """Any other line: what it measured, name by name."""
+    values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
+    return [["", ""]] + [[key, _short(value)] for key, value in values]
+
+
+def acceptance(document: Line) -> list[list[str]]:
+    """`specdec eval acceptance`: one row per configuration."""
+    table = [["configuration", "questions", "τ (95 %)", "acceptance rate", "speed-up", "identical to the target alone"]]
+    for arm in document["arms"]:
+        metrics, timing = arm["metrics"], arm.get("timing") or {}
+        tau, rate, same = metrics.get("tau"), metrics.get("acceptance_rate"), arm.get("identical_to_target_alone")
+        table.append(
+            [
+                arm["name"],
+                str(arm["questions"]),
+                f"{tau['estimate']:.2f} ({tau['low']:.2f} – {tau['high']:.2f})" if tau else "",
+                _percent(rate["estimate"] if rate else None),
+                f"{timing['speedup']['estimate']:.2f}" if timing.get("speedup") else "",
+                f"{same['identical']} of {same['questions']}" if same else "",
+            ]
+        )
+    return table
+
+
+def lossless(document: Line) -> list[list[str]]:
+    """`specdec eval lossless`: greedy identity and the distribution of sampled tokens."""
+    table = [["check", "configuration", "size", "result", "passed"]]
+    for arm in document["greedy"]["arms"]:
+        result = f"{arm['identical']} identical, {arm['near_ties']} near ties, {arm['defects']} defects"
+        table.append(["greedy", arm["name"], f"{arm['questions']} questions", result, _short(arm["passed"])])
+    for arm in document["sampled"]["arms"]:
+        result = f"p = {arm['p_value']:.3f}, {arm['degrees']} degrees of freedom, finds {arm['detectable']:.3f}"
+        table.append(["sampled", arm["arm"], f"{arm['samples']} samples", result, _short(arm["passed"])])
+    return table
+
+
+_PROVENANCE = (
+    *("python", "numpy", "torch", "transformers", "machine", "commit", "gpu", "flashinfer", "benchmark", "start_s"),
+    *("device", "seconds", "threads"),
+)
+_LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
+    "round": rounds,
+    "attention": kernels,
+    "check_pair": pairs,
+    "check_half": halves,
+}
+_DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {
+    "specdec.acceptance": acceptance,
+    "specdec.lossless": lossless,
+}
+
+
+def page(results: Path = RESULTS) -> str:
+    """The whole page, one section per results file in the order of their names."""
+    sections = [section(path) for path in sorted(results.iterdir()) if path.suffix in (".json", ".jsonl")]
+    return "\n".join([_INTRODUCTION, *sections])
+
+
+def section(path: Path) -> str:
+    """One results file: where it was measured, and its tables."""
+    text = path.read_text("utf-8")
+    whole = json.loads(text) if path.suffix == ".json" else {}
+    if "schema" in whole:
+        made = _DOCUMENTS.get(whole["schema"])
+        settings = whole["provenance"]["settings"]
+        versions = whole["provenance"].get("versions") or settings["versions"]
+        models = settings["models"].values()
+        where = ", ".join(f"{model['target']} on {model['device']}, {model['dtype']}" for model in models)
+        facts = (
+            f"{where}; {settings['data']['name']}; torch {versions['torch']}, transformers {versions['transformers']}"
+        )
+        return f"## {path.name}\n\n{facts}\n\n{_table(made(whole) if made else plain([whole]))}"
+    lines = [json.loads(line) for line in text.splitlines()]
+    parts = [
+        f"{facts}\n\n{_table(_LINES.get(kind, plain)(list(group)))}"
+        for (kind, facts), group in itertools.groupby(lines, lambda line: (line["benchmark"], _measured_on(line)))
+    ]
+    return f"## {path.name}\n\n" + "\n".join(parts)
+
+
+def _measured_on(line: Line) -> str:
+    flashinfer = f", FlashInfer {line['flashinfer']}" if line.get("flashinfer") else ""
+    device = line.get("gpu") or line.get("device") or f"CPU ({line.get('machine', '')})"
+    software = f"torch {line['torch']}, transformers {line['transformers']}{flashinfer}"
+    return f"{device}; {software}; commit {str(line['commit'])[:7]}"
+
+
+def _kernel_case(line: Line) -> tuple[str, int, int, int, str]:
+    return line["kind"], line["rows"], line["query"], line["context"], line["cache"]
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, list):
+        return ", ".join(map(_short, value))
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
+    return "" if value is None else str(value)
+
+
+def _table(rows: Iterable[list[str]]) -> str:
+    head, *body = rows
+    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
+
+
+@click.command(help=__doc__)
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
+def main(check: bool) -> None:
+    """Write docs/benchmarks.md, or check it."""
+    text = page()
+    if not check:
+        PAGE.write_text(text, "utf-8")
+    elif not PAGE.exists() or PAGE.read_text("utf-8") != text:
+        click.echo(
+            "docs/benchmarks.md is not what benchmarks/results/ says; run: python -m benchmarks.tables", err=True
+        )
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
