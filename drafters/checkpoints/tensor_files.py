@@ -28,7 +28,7 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
-        HeadLoadError: neither a folder nor a name that the hub (or its local cache) knows.
+        HeadLoadError: neither a folder nor a name on the hub (or in its local cache).
     """
     name = os.path.expanduser(path)
     if not name:
@@ -66,7 +66,7 @@ def _cut(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies and what it is."""
+    """One tensor: where it is stored, and its dtype and shape."""
 
     file: Path
     shape: tuple[int, ...]

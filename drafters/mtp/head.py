@@ -2,8 +2,8 @@
 
     x = block(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))      logits = lm_head(norm(x)) predict t_{p+2}
 
-h_p is the target's state after its final norm in the first pass, and the module's own fed-back state later. The block
-is a decoder layer of the target's own class, run by transformers' code with our attention.
+h_p is the target's state after its final norm in the draft prefill, and the module's own fed-back state later. The
+block is a decoder layer of the target's own class, run by transformers' code with our attention.
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
 the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py).
@@ -39,7 +39,7 @@ class MtpHead(nn.Module):
                 `load_state_dict(..., assign=True)`.
 
         Raises:
-            UnsupportedAttentionError: the block asks something of its attention that the paged cache does not offer.
+            UnsupportedAttentionError: the block's attention needs something that the paged cache does not offer.
         """
         super().__init__()
         self.spec = spec
@@ -64,7 +64,7 @@ class MtpHead(nn.Module):
         self.norm = norm(size, eps=eps) if self.spec.final_norm else nn.Identity()
 
     def _probe(self) -> tuple[AttentionCall, ...]:
-        """Run the block's attention on two dummy rows and record what it asks for."""
+        """Run the block's attention on two dummy rows and record what it needs."""
         weight = self.eh_proj.weight
         with torch.no_grad(), recorded_calls(self.block) as calls:
             attention: nn.Module = self.block.self_attn  # type: ignore[assignment]

@@ -19,7 +19,7 @@ Concat = Literal["auto", "embedding_first", "hidden_first"]
 
 @dataclass(frozen=True)
 class MtpReading:
-    """What a user may choose about reading a module, because no checkpoint says it.
+    """A module's input convention, which the user may choose because no checkpoint records it.
 
     Attributes:
         concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.
@@ -37,7 +37,7 @@ class MtpReading:
                 raise InvalidInputError(f"mtp_{name}={getattr(self, name)!r}: allowed are {', '.join(allowed)}")
 
     def hidden_first(self, family: bool) -> bool:
-        """Whether the projection reads [hidden, embedding]; `family` says it of the family."""
+        """Whether the projection reads [hidden, embedding]; `family`: whether that is the family's order."""
         return family if self.concat == "auto" else self.concat == "hidden_first"
 
 
@@ -47,7 +47,7 @@ class MtpSpec:
 
     Attributes:
         hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
-        final_norm: a norm stands between the block and the target's lm_head (Ernie has none).
+        final_norm: there is a norm between the block and the target's lm_head (Ernie has none).
         feedback: what the next draft step gets: the final norm's output or the block's. Without a norm they are one.
         projection_bias: the projection has a bias.
         experts: the block's MLP is a mixture of experts.

@@ -1,6 +1,6 @@
 """Several multi-token-prediction modules (M > 1) as one drafter: module j mod M makes draft j+1.
 
-Which rows each module runs, and why one vector a request and module is carried from round to round, stands in
+Which rows each module runs, and why one vector per request and module is carried from round to round: see
 `drafters.loops.modules.index`.
 """
 
@@ -71,11 +71,11 @@ class MtpStack(nn.Module):
 
 @dataclass(frozen=True)
 class ModulePass:
-    """One module's part of a first pass over B' requests.
+    """One module's part of a draft prefill over B' requests.
 
     Attributes:
         token_ids: [T_m] int64.
-        sources: [T_m] int64; for module 0 rows of the target's tapped states, for others see `ModuleRows.sources`.
+        sources: [T_m] int64; for module 0 rows of the target's aux hidden states, for others see `ModuleRows.sources`.
         last_row: [B'] int64, each request's last row.
         metadata: attention of the pass; requests without rows are not in it.
     """
@@ -89,16 +89,16 @@ class ModulePass:
 def first_passes(
     stack: MtpStack, runner: GroupRunner, tapped: torch.Tensor, passes: Sequence[ModulePass], carried: torch.Tensor
 ) -> torch.Tensor:
-    """Every module's pass over the rows that have become true; rewrites what earlier steps wrote there.
+    """Every module's draft prefill, over the rows whose tokens are now committed; it overwrites earlier draft steps.
 
     Args:
         tapped: [T, H] states of the target's last forward after its final norm.
         passes: of modules 0 … M-1.
-        carried: [M, B', H], what the requests' last first pass returned; finite, and unread where a request starts.
+        carried: [M, B', H], what the requests' last draft prefill returned; finite, and unread where a request starts.
 
     Returns:
-        [M, B', H] each module's output at each request's last true row: what the steps start from, and what the
-        next round carries. Without meaning where a request has no such row yet.
+        [M, B', H] each module's output at each request's last committed row: the draft steps start from it, and the
+        next round carries it. Without meaning where a request has no such row yet.
     """
     states, last = tapped, []
     for m, each in enumerate(passes):
@@ -106,7 +106,7 @@ def first_passes(
         if m > 0:
             states = stack.module(m - 1).feedback(torch.cat([carried[m - 1], states]))
         hidden = states.index_select(0, each.sources)  # [T_m, H]
-        if not len(hidden):  # every request is too short yet
+        if not len(hidden):  # every request is too short for this module, and attention takes no empty batch
             states = hidden
             last.append(carried[m])
             continue

@@ -1,4 +1,4 @@
-"""Batches: which sequences stand in which step, and how they become tensors."""
+"""Batches: which sequences are in which step, and how they become tensors."""
 
 from __future__ import annotations
 

@@ -73,11 +73,11 @@ def train(
     *,
     save: Save[TrainedHead],
 ) -> TrainResult:
-    """Train a head in place; goes on from the newest checkpoint in `output` when there is one.
+    """Train a head in place; continue from the newest checkpoint in `output` when there is one.
 
     Args:
-        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to go on with.
-        features: the target's tapped states and logits of a batch, on the head's device.
+        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to continue with.
+        features: the target's aux hidden states and logits of a batch, on the head's device.
         evaluate: judges the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
@@ -174,7 +174,7 @@ def _measure(
 def _evaluated(
     evaluate: Evaluate[TrainedHead], head: TrainedHead, output: Path, console: Console
 ) -> Mapping[str, float]:
-    """The finished head's evaluation, kept beside its last checkpoint: a run killed in it goes on with it."""
+    """The finished head's evaluation, kept next to its last checkpoint: a run killed in it continues with it."""
     last = checkpoints(output)[-1]
     found = kept_evaluation(last)
     if found is None:

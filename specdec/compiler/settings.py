@@ -1,8 +1,8 @@
-"""torch.compile of target and head, with sibling projections fused.
+"""torch.compile of target and head, with QKV and gate/up fusion.
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and
-`rewriting` leaves one of the equal products. In eager code it is the linear layer it was, on a view.
+projection stays a module of its own: in compiled code it computes the whole fused matmul and takes its slice, and
+`passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from specdec.ops.argmax import greedy_ids
 
 
 class SiblingLinear(nn.Linear):
-    """A linear layer whose weight is a slice of a tensor it shares with its siblings."""
+    """A linear layer whose weight is a slice of a tensor that it shares with the other projections of its group."""
 
     def __init__(self, own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> None:
         """Take the place of `own`: rows start … start + out_features of fused_weight [sum of widths, in_features]."""
@@ -105,7 +105,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def store_angles(model: nn.Module) -> int:
-    """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
+    """Keep rotary cos and sin as tensors in compiled code; otherwise the compiler fuses them into every layer's kernel.
 
     Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
 
@@ -133,7 +133,7 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
 
     batch_invariant: one code for all sizes (two sizes that happen to be equal at the first call stay two), which rounds
-    where eager code rounds, whatever it fuses, and whose form is not chosen by timing.
+    where eager code rounds, whatever it fuses, and whose kernels are not chosen by timing.
     """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
     if batch_invariant:
@@ -165,7 +165,7 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
 def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
     """A batch-invariant compiled model for calls of the engine's: it runs the code of the graphs, compiled once.
 
-    The engine calls in inference mode, whose tensors the compiler would tell from those of the capture.
+    The engine calls in inference mode, whose tensors the compiler would treat as different from those of the capture.
     """
 
     def run(**inputs: Any) -> Any:
@@ -215,7 +215,7 @@ class HeadPasses:
 
 
 class EaglePasses(HeadPasses):
-    """The same for a head that can leave out what nobody reads."""
+    """The same for a head that computes the outputs of some rows only."""
 
     def __init__(self, head: Eagle3Head) -> None:
         super().__init__(head)

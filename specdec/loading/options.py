@@ -1,4 +1,4 @@
-"""LoadOptions: what `SpeculativeModel.from_pretrained` was told beside target, head and tokenizer, checked."""
+"""LoadOptions: the options of `SpeculativeModel.from_pretrained` besides target, head and tokenizer, checked."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told by name in check_complete
+                ignore_mismatched_sizes=True,  # reported by name in check_complete
                 **checkpoint.options,
             )
         model, found = loaded
@@ -262,8 +262,8 @@ def head_report(
 def _check_no_reading(reading: MtpReading, reason: str) -> None:
     if reading != MtpReading():
         raise InvalidInputError(
-            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} say how a multi-token-prediction module "
-            f"is read from a checkpoint, but {reason}; leave them out"
+            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} choose how a multi-token-prediction "
+            f"module is read from a checkpoint, but {reason}; leave them out"
         )
 
 

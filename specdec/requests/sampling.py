@@ -24,7 +24,7 @@ SEEDS = (-(2**63), 2**64 - 1)
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    It means what it says: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
+    Nothing is added to it: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
     (see `from_model`). Numbers may be numpy or torch scalars; they are kept as int and float.
 
     Attributes:
@@ -36,17 +36,17 @@ class SamplingParams:
             contains one of them. The text ends before the string, the ids with that token. The text is
             `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a
             stop string may also contain special tokens as they are written.
-        stop_token_ids: ids that end the request beside the model's own eos ids.
-        ignore_eos: go on past the model's eos ids.
+        stop_token_ids: ids that end the request, in addition to the model's own eos ids.
+        ignore_eos: continue past the model's eos ids.
         seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
             model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
             chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
             rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
             distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
-            precision logits round by the batch's shape, so that neighbours may change a token ("batch_invariant" rules
-            that out for the target, not for what the head drafts).
+            precision logits round by the batch's shape, so that other requests may change a token ("batch_invariant"
+            rules that out for the target, not for what the head drafts).
             None: the model's seed, and how many requests were submitted before.
-        num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
+        num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same path).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
             whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
@@ -120,7 +120,7 @@ class SamplingParams:
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> SamplingParams:
-        """What the model's own generation_config says: do_sample, temperature, top_k, top_p, min_p, stop_strings,
+        """From the model's own generation_config: do_sample, temperature, top_k, top_p, min_p, stop_strings,
         max_new_tokens and num_return_sequences, unset ones as transformers' `generate` takes them (top_k=50 when
         sampling).
 

@@ -26,8 +26,8 @@ from attention.checking import require
 PAIRS = 64
 LEAST_KEYS, WHOLE_KEYS = 128, 256
 """A reduction costs as much as reading some hundred keys. µs on an H200, 16 heads, KV chunks of up to 32, of 128, and
-no split-KV: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens 20.9,
-20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
+no split-KV: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens
+20.9, 20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
 LATENT_DIM = 512
 _PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
 _MERGES = (

@@ -1,8 +1,8 @@
 """How many bytes of workspace FlashInfer's fa2 kernels need for split-KV.
 
 Where the planner splits a row's KV, each chunk writes a partial output and its log-sum-exp to the float workspace, in
-float32, and planning fails when it is too small. It grows with query heads × rows × tokens per row × head dimension, so
-it is computed from the plan's geometry, for the batch that needs most of it.
+float32, and planning fails when it is too small. It grows with query heads × rows × tokens per row × head
+dimension, so it is computed from the plan's geometry, for the batch that needs most of it.
 
 Source: flashinfer-ai/flashinfer 0.7.2, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr,
 PrefillPlanImpl) and utils.cuh (FA2DetermineCtaTileQ).
