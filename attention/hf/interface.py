@@ -207,6 +207,7 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
     if takes_selection := _takes(model.forward, "logits_to_keep"):
+        # The middle rows: all rows, or the last ones only, would come back from a forward that does not honour it.
         inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
     with torch.no_grad(), recorded_calls(model) as calls:
         logits = model(**inputs, use_cache=False).logits

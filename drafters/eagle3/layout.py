@@ -193,6 +193,7 @@ def _tap_readings(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]
             continue
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
+        # No layer has the number num_layers: such an id can only be a boundary.
         outputs = nested and max(ids) != num_layers
         reading = "ids of layers whose output is tapped" if outputs else "boundaries"
         readings[f"{key} (read as {reading})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)

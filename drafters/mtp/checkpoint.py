@@ -203,7 +203,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
     spec, state = head.spec, head.state_dict()
     if not spec.final_norm or spec.projection_bias:
         raise HeadLoadError(f"a DeepSeek-style module has a final norm and no bias in its projection; given is {spec}")
-    if spec.hidden_first:
+    if spec.hidden_first:  # the halves are columns of the weight, so swapping them changes no result
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
     named = {}

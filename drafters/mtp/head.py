@@ -46,6 +46,7 @@ class MtpHead(nn.Module):
         self.taps: tuple[int, ...] = (FINAL_NORM,)
         self.hidden_size = target.embedding.shape[1]
         self.draft_vocab_size = target.lm_head.shape[0]
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target.lm_head.detach(), persistent=False)
         self.rotary = copy.deepcopy(target.rotary)

@@ -101,7 +101,7 @@ def _sums_nothing(node: Node) -> bool:
 def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
     with graph.inserting_before(node):
         new = _call(graph, packet, args)
-    new.meta.update(node.meta)
+    new.meta.update(node.meta)  # shapes and dtypes, which the later rewritings read
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 

@@ -30,6 +30,7 @@ class SiblingLinear(nn.Linear):
 
     def __init__(self, own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> None:
         """Take the place of `own`: rows start … start + out_features of fused_weight [sum of widths, in_features]."""
+        # On meta: the weight is replaced below, so none is allocated.
         super().__init__(own.in_features, own.out_features, bias=False, device="meta")
         self.rows = slice(start, start + own.out_features)
         self.weight = nn.Parameter(fused_weight[self.rows], requires_grad=False)
@@ -169,6 +170,7 @@ def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(**inputs: Any) -> Any:
+        # Clones made here are normal tensors, like those of the capture; inference tensors would be compiled for again.
         with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
             return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
 
@@ -177,6 +179,7 @@ def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
 
 def compiled_model(model: nn.Module) -> Callable[..., Any]:
     """The model as one compiled graph for any number of tokens >= 2. Call it first inside `compiler_settings`."""
+    # fullgraph: at a graph break Python would run between two kernels, and a CUDA graph cannot hold that.
     return torch.compile(model, fullgraph=True, dynamic=True)
 
 

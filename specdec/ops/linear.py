@@ -65,5 +65,5 @@ def _without_gaps(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # cached for all callers, in inference mode or not
         return torch.zeros(size, dtype=dtype, device=device)

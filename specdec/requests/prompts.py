@@ -103,6 +103,7 @@ def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
     """Refuse ids that begin or end with the pad id: most likely padding, which without a mask is read as text."""
     pad = getattr(tokenizer, "pad_token_id", None)
     own = {getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id")}
+    # Many tokenizers pad with eos or bos, which may well begin or end a prompt that has no padding.
     if not ids or pad is None or pad in own or pad not in (ids[0], ids[-1]):
         return
     raise InvalidInputError(
@@ -181,7 +182,7 @@ def _is_chat(prompt: Any) -> bool:
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes))
         and len(prompt) > 0
-        and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)
+        and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)  # those would be several prompts
     )
 
 

@@ -148,7 +148,7 @@ class Request:
         if surplus:
             del self.new_tokens[-surplus:]
         emitted = len(round_.token_ids) - surplus
-        if first:
+        if first:  # from prefill, which verifies nothing and so is no recorded round
             self.times.first_token = now
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))

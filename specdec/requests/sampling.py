@@ -92,7 +92,7 @@ class SamplingParams:
             if not fits(kept[name]):
                 raise refuse(name, given, allowed)
         for name, value in kept.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
@@ -212,6 +212,7 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tenso
     """
     logits = logits.float()
     greedy = sampling.temperature == 0
+    # A greedy row has temperature 0: any divisor will do, as its one-hot replaces the result.
     scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     if sampling.filters:
         scaled = _min_p(_top_p(_top_k(scaled, sampling.top_k), sampling.top_p), sampling.min_p)
@@ -232,7 +233,7 @@ def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     ordered, index = logits.sort(-1, descending=False)
     mass = ordered.softmax(-1).cumsum(-1)
     drop = mass <= (1 - top_p)[:, None]
-    drop[:, -1] = False
+    drop[:, -1] = False  # the most probable token remains, even if rounding puts its mass at 1
     drop &= (top_p < 1)[:, None]
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
@@ -252,8 +253,10 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         [R] int64. Never an index of probability zero.
     """
+    # double: float32 sums over a vocabulary of 100,000 would drop the smallest probabilities.
     cumulative = probs.double().cumsum(-1)
     target = uniform.double()[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # u·total may round to the total, which lies past the last token with a probability.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
     return torch.minimum(index, last)

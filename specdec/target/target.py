@@ -135,7 +135,7 @@ class TapRecorder:
                 self._copy(place, states)
         finally:
             self._on = False
-            self._caught.clear()
+            self._caught.clear()  # a forward that raised leaves no states to the next one
 
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
@@ -237,6 +237,7 @@ class Target:
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    # The compiler specialises sizes 0 and 1. Logits of what is added are cut off, and `_once` keeps it from the cache.
     return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
 
 

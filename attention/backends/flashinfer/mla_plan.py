@@ -201,7 +201,7 @@ class Layout:
 def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray, host: HostBatch) -> None:
     """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
     tile, row, count = division.tile, division.row, len(division.tile)
-    require(count <= len(arrays["q_len"]), f"a plan has no room for {count} work items")
+    require(count <= len(arrays["q_len"]), f"a plan has no room for {count} items")
     arrays["q_indptr"][:count] = tiles.query_start_loc[row]
     arrays["q_len"][:count] = tiles.query_lens[row]
     arrays["q_start"][:count] = tiles.first[tile]
