@@ -113,9 +113,10 @@ class BlockTables:
     def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:
         """Give row rows[i] exactly wanted[i] pages."""
         more = wanted - self._counts[rows]
-        if more.any():
+        if more.any():  # in most rounds no row enters a new page
             self._check_fits(wanted, int(more.sum()))
             fewer, greater = more < 0, more > 0
+            # First, so that pages given back serve the rows that grow: `_check_fits` counted them as free.
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
             self._grow(rows[greater], more[greater])
@@ -134,7 +135,7 @@ class BlockTables:
     def _shrink(self, row: int, count: int) -> None:
         have = self._counts[row]
         self.allocator.release(self.table[row, count:have].tolist())
-        self.table[row, count:have] = NULL_PAGE
+        self.table[row, count:have] = NULL_PAGE  # a stale id would be another row's page by the next round
         self._counts[row] = count
 
     def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:

@@ -29,7 +29,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         with partial.open("wb") as out:
             out.write(content)
-            sync(out.fileno())
+            sync(out.fileno())  # before the rename: after a crash the new name must not be an empty file
         os.replace(partial, path)
         _sync_folder(path.parent)
     except OSError as error:

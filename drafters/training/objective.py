@@ -77,7 +77,7 @@ def evaluate_batch(
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)
     losses, accepted, possible = [], [], []
-    right = torch.ones_like(batch.answer)
+    right = torch.ones_like(batch.answer)  # of the whole chain so far: one wrong draft ends it
     for step, x in enumerate(unroll(head, batch.token_ids, tapped, steps)):
         scores = head.logits(x).view(*batch.token_ids.shape, -1)  # [B, S, Vd]
         mask = chain_mask(batch.answer, step)

@@ -102,6 +102,7 @@ def train(
             display.advance(step)
             measure = _is_due(step, config.held_out_every, config.steps)
             keep = _is_due(step, config.checkpoint_every, config.steps)
+            # Only then, as reading the loss waits for the GPU; and before a checkpoint, so that none is saved from NaN.
             if step % config.log_every == 0 or measure or keep:
                 display.loss(_finite(loss, step))
             if measure:
@@ -142,6 +143,7 @@ class _Scorer(Generic[TrainedHead]):
 
 
 def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
+    # Norm weights and biases are not decayed: pulled towards zero they would scale what they norm.
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]

@@ -73,6 +73,7 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
     """
     if device.type != "cuda":
         return
+    # What is on a GPU already needs no room: a model may be there in part.
     needed = sum(t.nbytes for t in chain(model.parameters(), model.buffers()) if t.device.type != "cuda")
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
