@@ -236,7 +236,7 @@ def run_latent(
 
     if checking():
         metadata.staged.ensure_fresh()
-        require(plan.work.generation == plan.generation, "a buffer was planned again before its plan ran")
+        require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_latent(layer_kv, key_states, metadata.slot_mapping)
     out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
     plan.kernel.run(plan, query, layer_kv, out)
