@@ -8,7 +8,7 @@ class SpecdecError(Exception):
 
 
 class InvalidInputError(SpecdecError, ValueError):
-    """An argument is outside what is allowed. The message says what was given, what is allowed and what to do."""
+    """An argument is outside the allowed range. The message gives the value, the allowed values and what to do."""
 
 
 class OutOfPagesError(SpecdecError):
@@ -16,7 +16,7 @@ class OutOfPagesError(SpecdecError):
 
 
 class UnsupportedAttentionError(SpecdecError):
-    """A backend was asked for an attention variant it does not have."""
+    """A backend does not have an attention variant that a layer needs."""
 
 
 class StaleMetadataError(SpecdecError):

@@ -72,7 +72,7 @@ class GroupRunner:
     def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
 
-        `beside`: another group's planner of this shape, always planned just before for rows of the same lengths.
+        `beside`: another group's planner of this shape, always planned just before this one for the same lengths.
 
         Raises:
             UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.

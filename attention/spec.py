@@ -7,17 +7,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """What one attention layer needs of a kernel; layers with equal keys share one plan.
+    """What one attention layer needs of a kernel; layers with equal specs share one plan.
 
     Attributes:
         num_q_heads, num_kv_heads: Hq and Hkv; Hq is a multiple of Hkv.
         head_dim_k, head_dim_v: width of a query/key head and of a value head.
         scale: factor on q·k before softcap and softmax.
-        window: number of visible positions including the own one, or None for all
+        window: number of visible positions including its own, or None for all
             (Hugging Face's convention; FlashInfer's `window_left` is `window - 1`).
         softcap: logits become softcap·tanh(logits/softcap), or None.
         has_sinks: a learned logit per query head joins the softmax's denominator.
-        value_in_key: a value is the first head_dim_v columns of its key (latent attention, see attention/hf/mla.py):
+        value_in_key: a value is the first head_dim_v columns of its key (MLA, see attention/hf/mla.py):
             the cache keeps keys only.
     """
 

@@ -24,9 +24,11 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_attention and bench_latent (kernels), check_pair and check_half (tokens and
-drafts against transformers and a head without cache), bench_builtin (the built-in pair); and `specdec eval`
-(acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
-round in which the GPU waits for the host. Acceptance is synthetic in rounds (random weights), real everywhere else.
+drafts against transformers and a head without cache), bench_builtin (the built-in pair), sweep (every causal-LM type of
+transformers in miniature, against its own forward); and `specdec eval` (acceptance, losslessness). Times of rounds are
+medians; *floor* is bytes over bandwidth; *exposed* is the share of a round in which the GPU waits for the host.
+Acceptance is synthetic in rounds (random weights), real everywhere else. What the numbers show is in
+[performance.md](performance.md).
 """
 
 
@@ -135,14 +137,15 @@ def halves(lines: list[Line]) -> list[list[str]]:
     ]
 
 
-def sweeps(lines: list[Line]) -> list[list[str]]:
-    """Every causal-LM type of the installed transformers: how many came out how, by dtype."""
-    outcomes = sorted({outcome for line in lines for counts in line["counts"].values() for outcome in counts})
-    return [["transformers", "dtype", *outcomes]] + [
-        [line["transformers"], dtype, *(str(counts.get(outcome, 0)) for outcome in outcomes)]
-        for line in lines
-        for dtype, counts in line["counts"].items()
-    ]
+def sweep(document: Line) -> list[list[str]]:
+    """Every causal-LM type: how many came to each outcome, and each one that is neither exact nor refused."""
+    table = [["dtype", "outcome", "models", "which, and why"]]
+    for dtype, found in document["counts"].items():
+        for outcome, count in found.items():
+            same = [m for m in document["models"] if (m["dtype"], m["outcome"]) == (dtype, outcome)]
+            named = [] if outcome in _AS_IT_SHOULD else [f"{m['name']}: {m['reason']}" for m in same]
+            table.append([dtype, outcome, str(count), "; ".join(named).replace("|", "/")])
+    return table
 
 
 def plain(lines: list[Line]) -> list[list[str]]:
@@ -191,8 +194,8 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "attention": kernels,
     "check_pair": pairs,
     "check_half": halves,
-    "sweep": sweeps,
 }
+_AS_IT_SHOULD = ("exact", "near ties", "refused")
 _DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {
     "specdec.acceptance": acceptance,
     "specdec.lossless": lossless,
@@ -219,7 +222,10 @@ def section(path: Path) -> str:
             f"{where}; {settings['data']['name']}; torch {versions['torch']}, transformers {versions['transformers']}"
         )
         return f"## {path.name}\n\n{facts}\n\n{_table(made(whole) if made else plain([whole]))}"
-    lines = [whole | whole.get("provenance", {})] if whole else [json.loads(line) for line in text.splitlines()]
+    whole |= whole.get("provenance", {}) if whole.get("benchmark") else {}
+    if whole.get("benchmark") == "sweep":
+        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(sweep(whole))}"
+    lines = [json.loads(line) for line in text.splitlines()]
     parts = [
         f"{facts}\n\n{_table(_LINES.get(kind, plain)(list(group)))}"
         for (kind, facts), group in itertools.groupby(lines, lambda line: (line["benchmark"], _measured_on(line)))

@@ -205,7 +205,7 @@ def flashinfer_stretch(mean: int) -> int:
 
 @contextmanager
 def divided_as_by_flashinfer() -> Iterator[None]:
-    """Inside, latent attention's work lists divide keys by FlashInfer's rule instead of ours."""
+    """Inside, MLA plans make KV chunks by FlashInfer's rule instead of ours."""
 
     def stretch(tiles: latent_work.Tiles, keys: np.ndarray) -> int:
         return flashinfer_stretch(max(-(-int(keys.sum()) // tiles.clusters), 1))

@@ -26,7 +26,7 @@ class AttentionBackend(Protocol):
 
     name: str
     batch_invariant: bool
-    """Whether a token's result is the same bits whatever else is in the batch, and however its row is cut in pieces."""
+    """Whether a token's result is the same bits whatever else is in the batch and however its row is chunked."""
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """Which kernels serve `key`, in words, for people."""

@@ -20,13 +20,13 @@ from attention.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class InvariantPlan:
-    """All that a launch needs to know beside the batch's arrays on the device."""
+    """All that a launch needs besides the batch's arrays on the device."""
 
     max_query_len: int
 
 
 class InvariantBuilder:
-    """Nothing is divided, so there is nothing to plan."""
+    """No split-KV, so there is nothing to plan."""
 
     def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
         """See `AttentionMetadataBuilder`."""
@@ -88,7 +88,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:
-        UnsupportedAttentionError: dtype, head dim, head counts, latent attention, or a cache in 8 bits.
+        UnsupportedAttentionError: dtype, head dim, head counts, MLA, or a cache in 8 bits.
     """
     where = f"group {group.name}: batch-invariant attention"
     if dtype not in HALF:
@@ -96,7 +96,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
             f"{where} takes float16 and bfloat16, given {dtype}; in float32 backend='torch' decides every answer alike"
         )
     if key.value_in_key:
-        raise UnsupportedAttentionError(f"{where} does not serve latent attention; use backend='flashinfer'")
+        raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer'")
     check_heads(key, where)
     if group.format.dtype is not None:
         raise UnsupportedAttentionError(f"{where} has no cache in 8 bits; use kv_cache_dtype='auto'")

@@ -14,8 +14,8 @@ from attention.checking import require
 class HostBatch:
     """One batch's attention on the host. Every transform is HostBatch -> HostBatch.
 
-    Lengths are exact, never upper bounds. Padding rows stand on the null page: seq_len 1, position 0, slot 0, block
-    table 0. Padding tokens behind a row's own (see specdec/rounds/static.py) write to slot 0.
+    Lengths are exact, never upper bounds. Padding rows are on the null page: seq_len 1, position 0, slot 0, block
+    table 0. Padding tokens after a row's own (see specdec/rounds/static.py) write to slot 0.
 
     Attributes:
         query_start_loc: [B+1] int32, row i's tokens are query_start_loc[i] … query_start_loc[i+1]-1.
@@ -24,7 +24,7 @@ class HostBatch:
         block_table: [B, P] int32 page ids; entries past the row's own pages are 0.
         slot_mapping: [T] int64, cache slot of every token (page·page_size + offset).
         positions: [T] int64, rotary position of every token.
-        page_size: tokens a page.
+        page_size: tokens per page.
     """
 
     query_start_loc: np.ndarray

@@ -16,7 +16,7 @@ def _fresh(name: str) -> Any:
 
 
 class LiveBatch(HostBatch):
-    """A batch whose arrays are views of staging buffers: whoever owns the buffers writes the next round into them.
+    """A batch whose arrays are views of staging buffers: the owner of the buffers writes the next round into them.
 
     So nothing derived from them is remembered, except page_indptr, which is a buffer itself.
     """

@@ -29,7 +29,7 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
 class CommonAttentionMetadata:
     """A batch's attention: exact host arrays, and the device views of those that kernels read.
 
-    Nobody edits it in place. Builders plan from `host`; kernels read the device side.
+    It is never edited in place. Builders plan from `host`; kernels read the device side.
 
     Attributes:
         host: the numpy side.

@@ -44,7 +44,7 @@ class Field:
 
 @dataclass(frozen=True)
 class ArenaLayout:
-    """Where each field lies for one bucket."""
+    """Offset of each field for one bucket."""
 
     offsets: Mapping[str, int]
     shapes: Mapping[str, tuple[int, ...]]
@@ -123,7 +123,7 @@ class StagingArena:
 
     @property
     def num_kept(self) -> int:
-        """Views that are kept for rounds to come."""
+        """Number of views in the cache."""
         return self._window.cache_info().currsize
 
     def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:

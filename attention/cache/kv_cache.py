@@ -61,7 +61,7 @@ class CacheGroup:
         name: for messages.
         attention_specs: one per layer, in layer order.
         num_pages: pages of the group's pool, page 0 (the null page) included.
-        page_size: tokens a page.
+        page_size: tokens per page.
         layout: order inside a page: NHD = [page_size, Hkv, D], HND = [Hkv, page_size, D].
         format: how keys and values are stored.
     """
@@ -80,7 +80,7 @@ class CacheGroup:
             raise InvalidInputError(f"KV cache scales of {scales} layers were given; group {self.name} has {layers}")
         if self.format.dtype is not None and any(key.value_in_key for key in self.attention_specs):
             raise UnsupportedAttentionError(
-                f"group {self.name}: latent attention has no cache in 8 bits, only one in the dtype of the model; use "
+                f"group {self.name}: MLA has no cache in 8 bits, only one in the dtype of the model; use "
                 "kv_cache_dtype='auto'"
             )
 
@@ -89,7 +89,7 @@ class CacheGroup:
 class LayerKV:
     """Cache tensors of one layer, NHD: keys [num_pages, page_size, Hkv, Dk], values [num_pages, page_size, Hkv, Dv].
 
-    `values` is a view of `keys` when `value_in_key` (latent attention): there is one tensor only. A key is what is
+    `values` is a view of `keys` when `value_in_key` (MLA): there is one tensor only. A key is what is
     stored times `key_scale`, see `KVFormat`; both scales are 1.0 when the cache has the dtype of the model.
     """
 
@@ -102,7 +102,7 @@ class LayerKV:
 
     @property
     def slot_and_head(self) -> tuple[int, int]:
-        """The axes of `keys` and `values` along which the slots of a page and its heads lie."""
+        """The axes of `keys` and `values` along which the slots of a page and its heads are."""
         return (1, 2) if self.layout == "NHD" else (2, 1)
 
 
@@ -113,9 +113,9 @@ def bytes_per_token(attention_specs: tuple[AttentionSpec, ...], dtype: torch.dty
 
 
 def allocate(group: CacheGroup, dtype: torch.dtype, device: torch.device) -> tuple[LayerKV, ...]:
-    """Allocate the group's tensors for a model of `dtype`, one LayerKV a layer, zeroed.
+    """Allocate the group's tensors for a model of `dtype`, one LayerKV per layer, zeroed.
 
-    Zeros, not garbage: masked-out slots of a page take part in 0·value products, and NaN there would spread.
+    Zeros, not garbage: masked-out slots of a page are multiplied by a probability of 0, and 0 · NaN is NaN.
     """
 
     def tensor(heads: int, dim: int) -> torch.Tensor:
@@ -169,7 +169,7 @@ def gather(pages: torch.Tensor, slots: torch.Tensor, layout: KVLayout, scale: fl
 
 
 def to_stored(states: torch.Tensor, dtype: torch.dtype, scale: float) -> torch.Tensor:
-    """Keys or values as the cache of `dtype` holds them; the rule stands in `KVFormat`.
+    """Keys or values as the cache of `dtype` holds them; the rule is in `KVFormat`.
 
     >>> to_stored(torch.tensor([1.0, 1.06, 500.0, -9.0]), FP8, 0.5).float().tolist()
     [2.0, 2.0, 448.0, -18.0]

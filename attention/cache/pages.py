@@ -1,4 +1,4 @@
-"""Page ownership: a free list, and block tables that say which row owns which page."""
+"""Page ownership: a free list, and block tables: which row owns which page."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attention.checking import checking, require
 from attention.errors import InvalidInputError, OutOfPagesError
 
 NULL_PAGE = 0
-"""Page 0 belongs to nobody: padding rows write and read there. No -1 ever reaches a kernel."""
+"""Page 0 has no owner: padding rows write and read there. So kernels need no test for -1."""
 
 
 class PageAllocator:
@@ -78,7 +78,7 @@ class BlockTables:
         self.resize([row], [0])
 
     def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
-        """Give each row exactly the pages that num_tokens[i] tokens need; what lies beyond is returned.
+        """Give each row exactly the pages that num_tokens[i] tokens need; the rest is returned.
 
         All or nothing: pages that lie beyond count as free for the other rows of the same call.
 
@@ -89,12 +89,12 @@ class BlockTables:
         self._set(np.asarray(rows, np.int64), self._pages_of(num_tokens))
 
     def extend(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
-        """As `resize`, but what a row has beyond stays with it."""
+        """As `resize`, but a row keeps surplus pages."""
         owners = np.asarray(rows, np.int64)
         self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
 
     def validate(self) -> None:
-        """Every page has exactly one owner: the free list, one place in one row, or (page 0) nobody.
+        """Every page has exactly one owner: the free list, one place in one row, or none (page 0).
 
         Raises:
             InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
@@ -113,9 +113,10 @@ class BlockTables:
     def _set(self, rows: np.ndarray, wanted: np.ndarray) -> None:
         """Give row rows[i] exactly wanted[i] pages."""
         more = wanted - self._counts[rows]
-        if more.any():
+        if more.any():  # in most rounds no row enters a new page
             self._check_fits(wanted, int(more.sum()))
             fewer, greater = more < 0, more > 0
+            # First, so that pages given back serve the rows that grow: `_check_fits` counted them as free.
             for row, count in zip(rows[fewer].tolist(), wanted[fewer].tolist(), strict=True):
                 self._shrink(row, count)
             self._grow(rows[greater], more[greater])
@@ -134,11 +135,11 @@ class BlockTables:
     def _shrink(self, row: int, count: int) -> None:
         have = self._counts[row]
         self.allocator.release(self.table[row, count:have].tolist())
-        self.table[row, count:have] = NULL_PAGE
+        self.table[row, count:have] = NULL_PAGE  # a stale id would be another row's page by the next round
         self._counts[row] = count
 
     def _grow(self, rows: np.ndarray, more: np.ndarray) -> None:
-        """more: [len(rows)] pages that each row gets behind its own."""
+        """more: [len(rows)] pages that each row gets after its own."""
         columns = np.repeat(self._counts[rows], more) + offsets_within(more)
         self.table[np.repeat(rows, more), columns] = self.allocator.allocate(len(columns))
         self._counts[rows] += more

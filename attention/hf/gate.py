@@ -1,7 +1,7 @@
 """One forward of a model at a time: a round's and the user's own on another thread wait for each other.
 
-While a forward of ours runs, the model's config names our attention, and no mask is built. A forward of the user's that
-began or went on meanwhile would attend without its mask, into our cache. So the gate of the config is held during each
+While a forward of ours runs, the model's config names our attention, and no mask is built. A forward of the user's in
+the meantime would attend without its mask, into our cache. So the gate of the config is held during each
 forward of ours, and by hooks on the model during each of the user's.
 """
 
@@ -32,7 +32,7 @@ class ForwardGate:
         self._holder: dict[str, tuple[int, bool]] = {}
 
     def enter(self, users: bool) -> None:
-        """Take the gate, waiting for other threads; `users`: for a forward of the user's. Twice is as good as once."""
+        """Take the gate, waiting for other threads; `users`: for a forward of the user's. Idempotent."""
         mine, look_again = (get_ident(), users), time.monotonic() + _STALE
         while self._holder.setdefault(_HOLDER, mine) != mine:
             if time.monotonic() > look_again:
@@ -93,7 +93,7 @@ def guard(root: torch.nn.Module) -> None:
 
 
 def gate_of(config: Any) -> ForwardGate:
-    """The gate of a guarded model's config; one that nobody else knows for any other."""
+    """The gate of a guarded model's config; a private one for any other."""
     return _gates.get(id(config)) or ForwardGate()
 
 

@@ -51,7 +51,7 @@ _KNOWN_ARGUMENTS = frozenset(
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What one attention module asked of the interface during the probe pass.
+    """One attention module's call of the interface during the probe pass.
 
     Attributes:
         module: the attention module.
@@ -188,7 +188,7 @@ class Probe:
     Attributes:
         calls: the attention calls in layer order.
         vocab_size: V, width of the logits.
-        selects_rows: whether the model's forward heeds `logits_to_keep`, the token rows whose logits are wanted. Where
+        selects_rows: whether the model's forward honours `logits_to_keep`, the logits indices. Where
             a forward has no such parameter, it disappears among **kwargs, and logits of all rows come back.
     """
 
@@ -198,15 +198,16 @@ class Probe:
 
 
 def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
-    """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
+    """Run a few dummy tokens and record what each attention layer needs. No config parsing.
 
     Raises:
-        UnsupportedAttentionError: as `recorded_calls`; or another number of logits comes back than of all the tokens or
-            of those that were asked for.
+        UnsupportedAttentionError: as `recorded_calls`; or the number of logits is neither that of all tokens nor
+            that of logits_to_keep.
     """
     ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
     if takes_selection := _takes(model.forward, "logits_to_keep"):
+        # The middle rows: all rows, or the last ones only, would come back from a forward that does not honour it.
         inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
     with torch.no_grad(), recorded_calls(model) as calls:
         logits = model(**inputs, use_cache=False).logits
@@ -227,7 +228,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 @contextmanager
 def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
-    """Record what the attention modules under `root` ask for while it runs; they get zeros back.
+    """Record the attention calls of modules under `root` while it runs; attention returns zeros.
 
     Raises (from inside the run):
         UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.

@@ -1,11 +1,11 @@
-"""Multi-head latent attention in absorbed form: the cache holds one latent vector a token instead of every head's K, V.
+"""MLA (multi-head latent attention) in absorbed form: the cache holds one latent vector per token, not the heads' K, V.
 
 Keys and values of all heads are linear in a shared latent c [c_kv], with per-head matrices W_UK and W_UV, plus one
-rotary key k_pe shared by the heads. Since q·(W_UK c) = (W_UKᵀ q)·c, the query is taken to the latent space instead of
-the keys out of it, and W_UV is applied after attention. To a kernel this is one KV head of width c_kv + d_rope whose
-value is the first c_kv columns of its key.
+rotary key k_pe shared by the heads. Since q·(W_UK c) = (W_UKᵀ q)·c, the query is projected to the latent space
+instead of the keys out of it, and W_UV is applied after attention. To a kernel this is one KV head of width
+c_kv + d_rope whose value is the first c_kv columns of its key.
 
-    DeepSeek-V3: 128 heads, c_kv 512, d_rope 64: 576 cached numbers a token instead of 128·(192 + 128) = 40,960.
+    DeepSeek-V3: 128 heads, c_kv 512, d_rope 64: 576 cached numbers per token instead of 128·(192 + 128) = 40,960.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; the projections are transformers' (`kv_b_proj`, `expand_kv`).
 """
@@ -102,5 +102,5 @@ def unexpanded(layers: Sequence[LatentAttention]) -> Iterator[None]:
 
 
 def _keep_latent(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Stands in for `expand_kv`: [1, 1, T, c_kv] and [1, 1, T, d_rope] -> key [1, 1, T, c_kv + d_rope], value."""
+    """Replaces `expand_kv`: [1, 1, T, c_kv] and [1, 1, T, d_rope] -> key [1, 1, T, c_kv + d_rope], value."""
     return torch.cat([kv_nope, k_rot], dim=-1), kv_nope

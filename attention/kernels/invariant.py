@@ -2,7 +2,7 @@
 
 A program serves one KV head of one row and one tile of the row's queries, and walks along the row's keys in tiles that
 begin at fixed positions. The tile has the same form for every query, there is no split-KV, and tiles without a visible
-key change nothing: the same bits alone, with drafts, in a chunk of a prompt, beside any other rows.
+key change nothing: the same bits alone, with drafts, in a chunk of a prompt, next to any other rows.
 
 Letters in the kernel: M query rows of a tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
 tile (TILE_KEYS), D head dimension (DIM).
@@ -32,7 +32,7 @@ keys 149; a prompt of 2,048 tokens 240 (tiles of 64 queries 142, but slower ever
 @triton.jit
 def _invariant_attention_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [T, Hq, D]
-    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: see the strides
     values_ptr,  # as keys
     sinks_ptr,  # [Hq]
     out_ptr,  # [T, Hq, D] contiguous

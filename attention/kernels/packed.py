@@ -33,7 +33,7 @@ leave a multiprocessor two programs, which need wide tiles: 27 and 33 (narrow on
 @triton.jit
 def _packed_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [B·query_len, Hq, D]
-    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: see the strides
     values_ptr,  # as keys
     out_ptr,  # [B·query_len, Hq, D] contiguous
     page_indices_ptr,  # [sum of the rows' pages] int32

@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits at its own start.
 
-Every kernel launched so must wait before it touches memory that a kernel may write (a model's weights it may read at
-once), and only then let the next one be launched: so each knows that everything before its predecessor is complete.
+Every kernel launched so must wait before it touches memory that a kernel may write (weights, which
+no kernel writes, may be read at once), and only then let the next one be launched. So when a kernel is launched,
+everything before its predecessor is complete.
 Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 
 Imported on CUDA only.

@@ -17,7 +17,7 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 def _write_kernel(  # type: ignore[no-untyped-def]
     key_ptr,  # [T, Hkv, D]
     value_ptr,  # [T, Hkv, D]
-    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: the strides say
+    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: see the strides
     values_ptr,  # as keys
     slot_ptr,  # [T] int64
     key_token,

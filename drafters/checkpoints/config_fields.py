@@ -67,7 +67,7 @@ def read(
         kind: int, float, bool or str.
         keys: dotted keys; none means `name`.
         default: used when no key is set; None means that one must be.
-        default_source: says where the default is from.
+        default_source: where the default is from, for reports.
 
     Raises:
         HeadLoadError: no key is set and there is no default, keys disagree, or a value is of another kind.
@@ -91,10 +91,10 @@ def _typed(key: str, value: Any, kind: type) -> Any:
 
 
 def by_presence(config: Config, name: str, tensor: str, present: bool, *keys: str) -> Field:
-    """Resolve an optional module by its tensor; config flags that are set must say the same.
+    """Resolve an optional module by its tensor; config flags that are set must agree.
 
     Raises:
-        HeadLoadError: a flag says otherwise.
+        HeadLoadError: a flag disagrees.
     """
     for key in keys:
         flag = lookup(config, key)

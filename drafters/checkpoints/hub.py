@@ -1,4 +1,4 @@
-"""Names of folders and of models on the Hugging Face hub told apart, and the hub asked once whether it answers."""
+"""Telling folders from hub names, and one quick test of whether the hub answers."""
 
 from __future__ import annotations
 

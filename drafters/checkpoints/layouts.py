@@ -1,4 +1,4 @@
-"""Which family a checkpoint belongs to, told from its tensor names (config.json's `architectures` is not trusted)."""
+"""Which family a checkpoint belongs to, by its tensor names (config.json's `architectures` is not trusted)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WHOLE_MODEL = {"embed_tokens.weight", "layers.0.input_layernorm.weight", "norm.
 
 
 class Layout(Enum):
-    """Checkpoint families that are told apart; the value is what messages call them."""
+    """Checkpoint families; the value is their name in messages."""
 
     EAGLE3 = "EAGLE-3"
     EAGLE3_MLA = "EAGLE-3 with multi-head latent attention (kv_a_proj_with_mqa)"
@@ -49,7 +49,7 @@ def strip_prefixes(names: Iterable[str]) -> dict[str, str]:
 
 
 def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
-    """Tell a checkpoint's family.
+    """A checkpoint's family.
 
     Args:
         config: config.json.
@@ -93,7 +93,7 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     """Refuse a checkpoint of another family.
 
     Raises:
-        HeadLoadError: says what the checkpoint is.
+        HeadLoadError: the message names what the checkpoint is.
     """
     if found is wanted:
         return

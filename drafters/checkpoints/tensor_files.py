@@ -28,7 +28,7 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
-        HeadLoadError: neither a folder nor a name that the hub (or its local cache) knows.
+        HeadLoadError: neither a folder nor a name on the hub (or in its local cache).
     """
     name = os.path.expanduser(path)
     if not name:
@@ -66,7 +66,7 @@ def _cut(name: str) -> str:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where one tensor lies and what it is."""
+    """One tensor: where it is stored, and its dtype and shape."""
 
     file: Path
     shape: tuple[int, ...]
@@ -93,7 +93,7 @@ class CheckpointFolder:
         Raises:
             HeadLoadError: a name is not in the folder, or a file cannot be read.
         """
-        by_file: dict[Path, list[str]] = {}
+        by_file: dict[Path, list[str]] = {}  # names of experts are spread over many files: each is opened once
         for name in names:
             if name not in self.tensors:
                 raise HeadLoadError(f"{self.path} has no tensor {name}")
@@ -189,7 +189,7 @@ def _unpickle(file: Path) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         raise HeadLoadError(
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
-            "which could run code and is never read; ask for the weights as safetensors"
+            "which could run code and is never read; use weights in safetensors"
         ) from error
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error

@@ -40,7 +40,7 @@ class Eagle3Attention(nn.Module):
         self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
 
     def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
-        """y [T, input size] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
         query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
         key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
         value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
@@ -86,7 +86,7 @@ class Eagle3Layer(nn.Module):
         attend: Attend,
         rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the selected rows [R] int64."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
@@ -107,7 +107,7 @@ class PlainLayer(nn.Module):
     def forward(
         self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """[T, H] -> [T, H], or [R, H] of the rows [R] int64 that are wanted."""
+        """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
         x = _only(rows, x) + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
         return x + self.mlp(self.post_attention_layernorm(x))
 
@@ -200,7 +200,7 @@ class Eagle3Head(nn.Module):
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
     def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """[T, A·Ht] tapped target states -> [T, H] input of step 1: norms if any, then `fc`."""
+        """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
         if not self.spec.has_fc:
             return tapped
         if self.spec.input_norm:
@@ -222,10 +222,10 @@ class Eagle3Head(nn.Module):
 
         Args:
             token_ids: [T] int64 target-vocabulary ids, the token at position p+1.
-            hidden: [T, H], `fuse`d taps at step 1, `feedback` afterwards.
+            hidden: [T, H], `fuse`d aux hidden states at step 1, `feedback` afterwards.
             positions: [T] integers, p.
             attend: remembers K and V and attends.
-            rows: [R] int64, those whose output is wanted, all by default. The others end at the last attention.
+            rows: [R] int64, those whose output is computed, all by default. The others end at the last attention.
 
         Returns:
             The block output [T, H] or [R, H], before the final norm.

@@ -1,6 +1,6 @@
 """The EAGLE-3 checkpoint layouts of SafeAILab and SpecForge/SGLang: names and config.json -> Eagle3Spec, and back.
 
-Whether an optional module exists is told from its tensor; a config flag that says otherwise is an error.
+Whether an optional module exists is decided by its tensor; a config flag that contradicts it is an error.
 Source: SafeAILab/EAGLE eagle/model/cnets.py; sgl-project/SpecForge; sgl-project/sglang
 python/sglang/srt/models/llama_eagle3.py (config keys and tensor names).
 """
@@ -28,7 +28,7 @@ _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """What a target's configuration must say for a head to be resolved against it."""
+    """Fields of a target's configuration that a head is resolved against."""
 
     hidden_size: int
     vocab_size: int
@@ -78,7 +78,7 @@ def _parameter_name(short: str) -> str:
 def resolve_spec(
     config: Config, shapes: Shapes, target: TargetSizes, overrides: Eagle3Overrides
 ) -> tuple[Eagle3Spec, tuple[Field, ...]]:
-    """Resolve every field of the spec and say where it came from.
+    """Resolve every field of the spec, with its source.
 
     Args:
         config: config.json of the head.
@@ -86,7 +86,7 @@ def resolve_spec(
 
     Raises:
         HeadMismatchError: made for a target of another hidden size or vocabulary.
-        HeadLoadError: the configuration is incomplete, contradictory or asks for something unsupported.
+        HeadLoadError: the configuration is incomplete, contradictory or needs something unsupported.
     """
     _refuse_unsupported(config)
     fields = (
@@ -168,8 +168,8 @@ def _presence(name: str, shapes: Shapes) -> str:
 
 
 def _taps(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
-    """Boundaries the head taps. Nested ids name the layer whose output is meant, so boundary = id + 1; unless the
-    largest id is the number of layers: then, as for top-level ids, they are boundaries already."""
+    """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
+    unless the largest id is the number of layers: then, like top-level ids, they are boundaries already."""
     readings = _tap_readings(config, target.num_layers)
     if overrides.taps is not None:
         field = Field("taps", overrides.taps, "chosen by the user")
@@ -193,6 +193,7 @@ def _tap_readings(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]
             continue
         if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
             raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
+        # No layer has the number num_layers: such an id can only be a boundary.
         outputs = nested and max(ids) != num_layers
         reading = "ids of layers whose output is tapped" if outputs else "boundaries"
         readings[f"{key} (read as {reading})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)

@@ -20,11 +20,11 @@ class Eagle3Spec:
         intermediate_size: width of the head's MLP.
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         vocab_size, draft_vocab_size: V and Vd.
-        taps: boundaries of the target, ascending, or (FINAL_NORM,) for a head on the target's last state.
+        taps: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
         rms_norm_eps, rope: from the head's configuration.
         fc_bias: `fc` has a bias.
-        input_norm: one RMSNorm over the concatenated taps before `fc`.
-        fc_norm: one RMSNorm per tap before `fc`.
+        input_norm: one RMSNorm over the concatenated aux hidden states before `fc`.
+        fc_norm: one RMSNorm per aux hidden state before `fc`.
         norm_before_residual: the residual is the normalised hidden state instead of the raw one.
         feedback: what the next draft step gets: the block output or its final norm.
         qkv_bias, qk_norm: biases of q, k, v; RMSNorm per head on q and k before RoPE.
@@ -90,22 +90,22 @@ class Eagle3Spec:
 
     @property
     def has_fc(self) -> bool:
-        """Whether tapped states are fused by `fc` (no for a head on the target's last state)."""
+        """Whether aux hidden states are fused by `fc` (no for a head on the target's last state)."""
         return self.taps != (FINAL_NORM,)
 
     @property
     def tapped_size(self) -> int:
-        """Width of the concatenated taps, A·Ht."""
+        """Width of the concatenated aux hidden states, A·Ht."""
         return len(self.taps) * self.target_hidden_size
 
     @property
     def attention_spec(self) -> AttentionSpec:
-        """What each attention layer of the head asks of a kernel."""
+        """What each attention layer of the head needs of a kernel."""
         return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
 
 
 def default_taps(num_layers: int) -> tuple[int, ...]:
-    """Boundaries tapped when nothing else is said, for a target of `num_layers` decoder layers.
+    """Default boundaries of the aux hidden states, for a target of `num_layers` decoder layers.
 
     Raises:
         InvalidInputError: the target is too shallow for three different states.

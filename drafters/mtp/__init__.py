@@ -1,1 +1,1 @@
-"""mtp."""
+"""Multi-token-prediction modules of the DeepSeek kind. What varies: tensor names, the block, the input convention."""

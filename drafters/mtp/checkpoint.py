@@ -103,7 +103,7 @@ def load_mtp(
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
         dtype: of the weights; block-fp8 weights are multiplied out first.
         device: of the weights, the target's.
-        reading: what no checkpoint says; default as the family's reference code reads it.
+        reading: the input convention, which no checkpoint records; default that of the family's reference code.
 
     Returns:
         Modules 0 … M-1.
@@ -169,7 +169,7 @@ def _module_fields(folder: CheckpointFolder, family: Family, names: Mapping[str,
 
 
 def _start(names: Mapping[str, str]) -> str:
-    """What the names of a module's tensors in the files begin with: "model.layers.61."."""
+    """Prefix of a module's tensor names in the files: "model.layers.61."."""
     rest, full = next(iter(names.items()))
     return full.removesuffix(rest) if full.endswith(rest) else full.split(".")[0]
 
@@ -178,7 +178,7 @@ def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """Patterns that find (re.search) the names of module tensors, of any family, and no others of a target.
 
     Args:
-        num_layers: N of the target; num_modules: how many its configuration says it has.
+        num_layers: N of the target; num_modules: how many its configuration has.
 
     >>> patterns = module_names(4, 1)
     >>> names = ("model.layers.4.enorm.weight", "model.layers.3.mlp.gate.weight", "mtp.fc.weight")
@@ -191,20 +191,20 @@ def module_names(num_layers: int, num_modules: int) -> tuple[str, ...]:
 
 
 def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
-    """A module's tensors under the names that DeepSeek checkpoints give them; what is the target's is left out.
+    """A module's tensors under the names that DeepSeek checkpoints give them; tensors of the target are left out.
 
-    A projection that reads [hidden, embedding] is turned round: these checkpoints read [embedding, hidden].
+    A projection of [hidden, embedding] has its halves swapped: these checkpoints have [embedding, hidden].
 
     Args:
         layer: N + k, the number of the target's layers plus the module's own.
 
     Raises:
-        HeadLoadError: the module has what these checkpoints cannot say.
+        HeadLoadError: the module has something that these checkpoints cannot hold.
     """
     spec, state = head.spec, head.state_dict()
     if not spec.final_norm or spec.projection_bias:
         raise HeadLoadError(f"a DeepSeek-style module has a final norm and no bias in its projection; given is {spec}")
-    if spec.hidden_first:
+    if spec.hidden_first:  # the halves are columns of the weight, so swapping them changes no result
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
     back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
     named = {}

@@ -45,7 +45,7 @@ class MtpHead(nn.Module):
                 `load_state_dict(..., assign=True)`.
 
         Raises:
-            UnsupportedAttentionError: the block asks something of its attention that the paged cache does not offer.
+            UnsupportedAttentionError: the block's attention needs something that the paged cache does not offer.
         """
         super().__init__()
         self.spec = spec
@@ -53,6 +53,7 @@ class MtpHead(nn.Module):
         self.taps: tuple[int, ...] = (FINAL_NORM,)
         self.hidden_size = target.embedding.shape[1]
         self.draft_vocab_size = target.lm_head.shape[0]
+        # Not persistent: they are the target's, so they are no part of the head's checkpoint.
         self.register_buffer("target_embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target.lm_head.detach(), persistent=False)
         self.rotary = copy.deepcopy(target.rotary)
@@ -71,7 +72,7 @@ class MtpHead(nn.Module):
         self.norm = norm(size, eps=eps) if self.spec.final_norm else nn.Identity()
 
     def _probe(self) -> tuple[AttentionCall, ...]:
-        """Run the block's attention on two dummy rows and record what it asks for."""
+        """Run the block's attention on two dummy rows and record what it needs."""
         weight = self.eh_proj.weight
         with torch.no_grad(), recorded_calls(self.block) as calls:
             attention: nn.Module = self.block.self_attn  # type: ignore[assignment]

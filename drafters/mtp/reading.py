@@ -1,11 +1,11 @@
-"""Whether a multi-token-prediction module is read as it was trained.
+"""Whether a multi-token-prediction module is run with the input convention it was trained with.
 
-No checkpoint says in which order the projection reads its two halves, nor what a module was fed back. A wrong choice
-raises nothing and only costs acceptance. So the module is run over a short text in the chosen reading and in the other
-one, and both are asked for the tokens that the target itself would say next.
+No checkpoint records the order of the projection's two halves, nor what a module was fed back. A wrong choice raises
+nothing and only costs acceptance. So the module runs over a short text with the chosen input convention and with the
+other one, and both are scored on the tokens that the target itself would generate next.
 
-Only a clear difference counts. Random weights know no reading; and where the final norm's weights are all alike, both
-ways of feeding back are the same function (the module's own norm removes the length), so neither is wrong.
+Only a clear difference counts. Random weights have no convention; and where the final norm's weights are all alike,
+both ways of feeding back are the same function (the module's own norm removes the length), so neither is wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from drafters.mtp.spec import MtpSpec
 from drafters.unroll import TttAttend, shift_left, unroll
 
 _MARGIN, _SIGMAS = 0.1, 4.0
-"""The other reading must be better by so many nats a token, and by so many standard errors."""
+"""The other convention must be better by so many nats per token, and by so many standard errors."""
 _LEAST = 16
-"""Tokens of a text that says anything."""
+"""Fewest tokens of a text for a comparison."""
 _KNOWS = 0.7
-"""A reading that needs more than this share of log V nats a token knows too little of the target to be believed."""
+"""A convention whose surprise is more than this share of log V nats per token has not been trained for this target."""
 _FIRST, _FED_BACK = range(1, 2), range(2, 5)
-"""The drafts on which the projection's order is judged, and what is fed back: its effect grows with each step."""
+"""The drafts that decide the projection's order, and those that decide what is fed back: its effect grows per step."""
 
 
 class ReadModule(Head, Protocol):
@@ -54,14 +54,14 @@ class ReadHead(Protocol):
 
 @dataclass(frozen=True)
 class Comparison:
-    """The chosen reading against the other one.
+    """The chosen input convention against the other one.
 
     Attributes:
         option: the option of `SpeculativeModel.from_pretrained` that decides it; other: its other value.
         chosen_nats, other_nats: mean surprise of the drafts at the target's own tokens.
         error: standard error of their difference.
-        limit: most nats of a reading that is believed.
-        num_tokens: tokens judged.
+        limit: most nats of a convention that can be right.
+        num_tokens: tokens compared.
     """
 
     option: str
@@ -74,7 +74,7 @@ class Comparison:
 
     @property
     def other_is_right(self) -> bool:
-        """Whether the other reading is better beyond doubt."""
+        """Whether the other convention is better beyond doubt."""
         gain = self.chosen_nats - self.other_nats
         return self.other_nats <= self.limit and gain >= max(_MARGIN, _SIGMAS * self.error)
 
@@ -113,7 +113,7 @@ def check_reading(head: ReadHead, token_ids: torch.Tensor, states: torch.Tensor,
     """Refuse modules that are plainly read the wrong way; arguments as for `compare_readings`.
 
     Raises:
-        HeadLoadError: the other reading says the target's tokens far better; the message names the option to change.
+        HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
     """
     for found in compare_readings(head, token_ids, states, num_drafts):
         if found.other_is_right:

@@ -19,7 +19,7 @@ class MtpSpec:
 
     Attributes:
         hidden_first: the projection reads [hidden, embedding] (MiMo) instead of [embedding, hidden].
-        final_norm: a norm stands between the block and the target's lm_head (Ernie has none).
+        final_norm: there is a norm between the block and the target's lm_head (Ernie has none).
         feedback: what the next draft step gets: the final norm's output or the block's. Without a norm they are one.
         projection_bias: the projection has a bias.
         experts: the block's MLP is a mixture of experts.

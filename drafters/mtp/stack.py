@@ -1,6 +1,6 @@
 """Several multi-token-prediction modules (M > 1) as one drafter: module j mod M makes draft j+1.
 
-Which rows each module runs, and why one vector a request and module is carried from round to round, stands in
+Which rows each module runs, and why one vector per request and module is carried from round to round: see
 `drafters.loops.modules.index`.
 """
 

@@ -1,1 +1,1 @@
-"""Training draft heads. Needs no engine: generation, features and evaluation come in as callables."""
+"""Training a head of either family on a target's answers, without the engine. What varies: head and objective."""

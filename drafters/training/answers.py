@@ -47,7 +47,7 @@ class AnswerSet:
         return offsets >= np.repeat(self.answer_starts, self.lengths)
 
     def token_counts(self, vocab_size: int) -> torch.Tensor:
-        """How often each token stands in the answers: [V] int64, for `drafters.vocab.most_frequent`."""
+        """How often each token occurs in the answers: [V] int64, for `drafters.vocab.most_frequent`."""
         return torch.from_numpy(np.bincount(self.tokens[self.answer_mask()], minlength=vocab_size))
 
     def subset(self, indices: np.ndarray) -> AnswerSet:
@@ -84,7 +84,7 @@ def answer(prompts: Sequence[Sequence[int]], regenerate: Regenerate, max_length:
         prompts: token ids of each prompt.
         regenerate: generates the answers.
         max_length: longer sequences are cut; one whose answer keeps fewer than two tokens is left out (a draft
-            needs a root and a token after it).
+            needs a bonus token and a token after it).
 
     Raises:
         InvalidInputError: the number of answers differs from that of the prompts, or no sequence is left.

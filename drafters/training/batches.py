@@ -1,4 +1,4 @@
-"""Batches: which sequences stand in which step, and how they become tensors."""
+"""Batches: which sequences are in which step, and how they become tensors."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ def epoch_order(lengths: np.ndarray, batch_size: int, seed: int, epoch: int) -> 
     for start in range(0, len(order), _MEGABATCH * batch_size):
         group = order[start : start + _MEGABATCH * batch_size]
         group = group[np.argsort(lengths[group] * rng.uniform(0.8, 1.2, len(group)), kind="stable")]
+        # An incomplete batch would weigh its sequences more and be another shape to compile.
         rest = len(group) % batch_size if len(order) >= batch_size else 0
         group = np.delete(group, rng.choice(len(group), rest, replace=False))
         batches += [group[i : i + batch_size] for i in range(0, len(group), batch_size)]

@@ -14,7 +14,7 @@ class TrainConfig:
 
     Attributes:
         steps: optimizer steps; the learning rate's cosine ends here.
-        batch_size: sequences a step.
+        batch_size: sequences per step.
         ttt_steps, decay: steps of the training-time test, and the loss weight decay^i of step i.
         learning_rate, warmup_steps, weight_decay, beta2, clip: AdamW (beta1 0.9), linear warm-up, gradient norm.
         seed: of the batches.

@@ -29,7 +29,7 @@ def write_file(path: Path, content: bytes) -> None:
     try:
         with partial.open("wb") as out:
             out.write(content)
-            sync(out.fileno())
+            sync(out.fileno())  # before the rename: after a crash the new name must not be an empty file
         os.replace(partial, path)
         _sync_folder(path.parent)
     except OSError as error:
@@ -45,7 +45,7 @@ def whole_folder(path: Path, *, manifest: bool = True) -> Iterator[Path]:
         manifest: add one, so that `damage` can tell later whether the files are still what was written.
 
     Yields:
-        An empty folder beside `path` to write into. After an error it is removed, and `path` is as it was.
+        An empty folder next to `path` to write into. After an error it is removed, and `path` is as it was.
 
     Raises:
         RunFolderError: it cannot be written.

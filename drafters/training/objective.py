@@ -13,7 +13,7 @@ from drafters.training.batches import Batch
 from drafters.unroll import shift_left, unroll
 
 Features = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""(token ids [B, S] int64, attention mask [B, S] bool) -> (tapped states [B, S, A·Ht], final logits [B, S, V])."""
+"""(token ids [B, S] int64, attention mask [B, S] bool) -> (aux hidden states [B, S, A·Ht], final logits [B, S, V])."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Outcome:
 def chain_mask(answer: torch.Tensor, step: int) -> torch.Tensor:
     """Rows [B, S] whose chain is inside an answer up to the token that `step` predicts.
 
-    The chain of row p has its root at p+1 and predicts p+2 at step 0; all of p+1 … p+2+step must be answer tokens.
+    Row p's chain has its bonus token at p+1 and predicts p+2 at step 0; all of p+1 … p+2+step must be answer tokens.
     answer [B, S] bool.
     """
     mask = shift_left(answer, 1)
@@ -77,7 +77,7 @@ def evaluate_batch(
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)
     losses, accepted, possible = [], [], []
-    right = torch.ones_like(batch.answer)
+    right = torch.ones_like(batch.answer)  # of the whole chain so far: one wrong draft ends it
     for step, x in enumerate(unroll(head, batch.token_ids, tapped, steps)):
         scores = head.logits(x).view(*batch.token_ids.shape, -1)  # [B, S, Vd]
         mask = chain_mask(batch.answer, step)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training run: a killed run goes on where it was and ends with the same head."""
+"""Checkpoints of a training run: a killed run continues where it was and ends with the same head."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Measurement:
     Attributes:
         loss: of the step's batch.
         acceptance: share of held-out chains that are right up to and including draft 1, 2, …
-        evaluation: what the caller's `evaluate` said of the finished head.
+        evaluation: result of the caller's `evaluate` for the finished head.
     """
 
     step: int
@@ -51,7 +51,7 @@ class Measurement:
 
     @property
     def tau(self) -> float:
-        """Tokens per target pass that chains as long as the training-time test would give, root included."""
+        """Tokens per verification for chains as long as the training-time test, bonus token included."""
         return 1.0 + sum(self.acceptance)
 
 
@@ -147,7 +147,7 @@ def restore(run: Run, learner: Learner[TrainedHead], console: Console) -> tuple[
 
 
 def keep_evaluation(checkpoint: Path, evaluation: Mapping[str, float]) -> None:
-    """Write what was found out about the finished head beside its last checkpoint.
+    """Write the finished head's evaluation next to its last checkpoint.
 
     Raises:
         RunFolderError: it cannot be written.

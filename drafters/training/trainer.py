@@ -73,11 +73,11 @@ def train(
     *,
     save: Save[TrainedHead],
 ) -> TrainResult:
-    """Train a head in place; goes on from the newest checkpoint in `output` when there is one.
+    """Train a head in place; continue from the newest checkpoint in `output` when there is one.
 
     Args:
-        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to go on with.
-        features: the target's tapped states and logits of a batch, on the head's device.
+        head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to continue with.
+        features: the target's aux hidden states and logits of a batch, on the head's device.
         evaluate: judges the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
@@ -102,6 +102,7 @@ def train(
             display.advance(step)
             measure = _is_due(step, config.held_out_every, config.steps)
             keep = _is_due(step, config.checkpoint_every, config.steps)
+            # Only then, as reading the loss waits for the GPU; and before a checkpoint, so that none is saved from NaN.
             if step % config.log_every == 0 or measure or keep:
                 display.loss(_finite(loss, step))
             if measure:
@@ -142,6 +143,7 @@ class _Scorer(Generic[TrainedHead]):
 
 
 def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:
+    # Norm weights and biases are not decayed: pulled towards zero they would scale what they norm.
     matrices = [p for p in head.parameters() if p.dim() >= 2]
     vectors = [p for p in head.parameters() if p.dim() < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
@@ -174,7 +176,7 @@ def _measure(
 def _evaluated(
     evaluate: Evaluate[TrainedHead], head: TrainedHead, output: Path, console: Console
 ) -> Mapping[str, float]:
-    """The finished head's evaluation, kept beside its last checkpoint: a run killed in it goes on with it."""
+    """The finished head's evaluation, kept next to its last checkpoint: a run killed in it continues with it."""
     last = checkpoints(output)[-1]
     found = kept_evaluation(last)
     if found is None:

@@ -1,1 +1,1 @@
-"""cli."""
+"""`specdec eval`: options in, a document and a table out."""

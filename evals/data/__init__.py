@@ -1,1 +1,1 @@
-"""data."""
+"""Questions and prompts. What varies: the data set and its format."""

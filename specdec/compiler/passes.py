@@ -28,10 +28,10 @@ _PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm
 
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Equal products become one; products with a weight, norms and rotations become operators with kernels of ours."""
+    """Equal matmuls become one; matmuls with a weight, norms and rotary embeddings become operators with kernels."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
-        """batch_invariant: products with a weight are to give a token the same bits in any batch."""
+        """batch_invariant: matmuls with a weight must give a token the same bits in any batch."""
         self._batch_invariant = batch_invariant
 
     def __call__(self, graph: Graph) -> None:
@@ -61,24 +61,24 @@ def leave_one_product(graph: Graph) -> None:
 
 
 def read_weights_once(graph: Graph) -> None:
-    """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph asks `few_tokens_linear`."""
+    """Every mm of a matrix [T, I] with a transposed input [O, I] of the graph becomes `few_tokens_linear`."""
     for node in list(graph.nodes):
         if node.target is aten.mm.default and (weight := _transposed_input(node.args[1])):
             _replace(graph, node, torch.ops.specdec.few_tokens_linear, (node.args[0], weight))
 
 
 def sum_alike(graph: Graph) -> None:
-    """Every product of a matrix [T, I] with a transposed input [O, I], a bias [O] added or not: `invariant_linear`.
+    """Every matmul of [T, I] with a transposed input [O, I], with or without a bias [O], becomes `invariant_linear`.
 
     Raises:
-        UnsupportedModelError: there is a product of another form, or not in half precision.
+        UnsupportedModelError: there is a matmul of another form, or not in half precision.
     """
     for node in list(graph.nodes):
         if node.target not in _PRODUCTS or _sums_nothing(node):
             continue
         if (args := _product_with_weight(node)) is None:
             sizes = (f"{list(_shape(arg))} {_dtype(arg)}" for arg in node.args if _shape(arg))
-            raise UnsupportedModelError(f"not batch-invariant: a product {node.target} of {' and '.join(sizes)}")
+            raise UnsupportedModelError(f"not batch-invariant: a matmul {node.target} of {' and '.join(sizes)}")
         _replace(graph, node, torch.ops.specdec.invariant_linear, args)
 
 
@@ -94,20 +94,20 @@ def _product_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
 
 
 def _sums_nothing(node: Node) -> bool:
-    """Whether a product has one term a result, as that of rotary frequencies with positions."""
+    """Whether each result of a matmul is one term, as in rotary frequencies times positions."""
     return not node.kwargs and len(node.args) == 2 and _shape(node.args[0])[-1:] == (1,)
 
 
 def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> None:
     with graph.inserting_before(node):
         new = _call(graph, packet, args)
-    new.meta.update(node.meta)
+    new.meta.update(node.meta)  # shapes and dtypes, which the later rewritings read
     node.replace_all_uses_with(new)
     graph.erase_node(node)
 
 
 def norm_at_once(graph: Graph) -> None:
-    """Every RMS norm of hidden states [1, T, H] asks `rms_norm`, or `add_rms_norm` where it norms a sum."""
+    """Every RMS norm of hidden states [1, T, H] becomes `rms_norm`, or `add_rms_norm` where its input is a sum."""
     for node in list(graph.nodes):
         norm = _norm_around(node)
         if norm is None:
@@ -136,7 +136,7 @@ class _Norm:
 
 
 def _norm_around(rsqrt: Any) -> _Norm | None:
-    """The norm in half precision that a reciprocal root belongs to: weight · half(float(x) · rsqrt(mean(x²) + eps))."""
+    """The norm in half precision around a reciprocal square root: weight · half(float(x) · rsqrt(mean(x²) + eps))."""
     if not _is(rsqrt, aten.rsqrt.default) or not _is(shifted := rsqrt.args[0], aten.add.Tensor):
         return None
     mean, eps = shifted.args
@@ -147,6 +147,7 @@ def _norm_around(rsqrt: Any) -> _Norm | None:
     square = mean.args[0]
     if not _is(square, aten.pow.Tensor_Scalar) or square.args[1] != 2 or not _is(wide := square.args[0], convert):
         return None
+    # Only users: a second reader of an inner value would need it computed as well, and nothing would be saved.
     scaled = _only_user(rsqrt, aten.mul.Tensor)
     if scaled is None or set(scaled.args) != {wide, rsqrt} or (half := _only_user(scaled, convert)) is None:
         return None
@@ -161,9 +162,10 @@ def _norm_around(rsqrt: Any) -> _Norm | None:
 
 
 def rotate_at_once(graph: Graph) -> None:
-    """Query and key [1, heads, T, D] that the same angles rotate ask `rotated` together."""
+    """The rotary embeddings of a query and a key [1, heads, T, D] with the same cos and sin become one `rotated`."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     waiting: dict[tuple[Node, Node], _Rotation] = {}
+    # Queries and keys come in one order in every model: the first rotation with these cos and sin waits for the second.
     for node in list(graph.nodes):
         key = _rotation_at(node)
         if key is None:
@@ -178,7 +180,7 @@ def rotate_at_once(graph: Graph) -> None:
         place |= dict.fromkeys((both, *results), place[key.out])
         for rotation, result in zip((query, key), results, strict=True):
             rotation.out.replace_all_uses_with(result)
-    stable_topological_sort(graph)  # what reads a query may have stood before its key
+    stable_topological_sort(graph)  # a reader of the rotated query may come before the key in the old order
 
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:
@@ -218,7 +220,7 @@ def _rotation_at(out: Any) -> _Rotation | None:
 
 
 def _is_turned(node: Any, x: Any, dim: Any) -> bool:
-    """Whether `node` is cat(-second half of x, first half of x)."""
+    """Whether `node` is rotate_half of x: cat(-second half of x, first half of x)."""
     if not _is(node, aten.cat.default) or node.args[1:] not in ((-1,), (3,)) or len(node.args[0]) != 2:
         return False
     negated, first = node.args[0]
@@ -238,7 +240,7 @@ def _call(graph: Graph, packet: Any, args: tuple[Any, ...]) -> Node:
 
 
 def _results(graph: Graph, node: Node, old: tuple[Node, ...]) -> list[Node]:
-    """The results of `node`, which take the places of `old`."""
+    """The results of `node`, which replace `old`."""
     node.meta["val"] = tuple(_value(o) for o in old)
     results = [graph.call_function(operator.getitem, (node, i)) for i in range(len(old))]
     for result, o in zip(results, old, strict=True):
@@ -256,7 +258,7 @@ def _only_user(node: Any, target: Callable[..., Any]) -> Any:
 
 
 def _value(node: Any) -> torch.Tensor | None:
-    """The tensor without data that stands for a node's result; None for what is no node or gives no tensor."""
+    """The fake tensor of a node's result; None for anything that is no node or has no tensor as its result."""
     value = node.meta.get("val") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 

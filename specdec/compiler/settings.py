@@ -1,8 +1,8 @@
-"""torch.compile of target and head, with sibling projections fused.
+"""torch.compile of target and head, with QKV and gate/up fusion.
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and
-`rewriting` leaves one of the equal products. In eager code it is the linear layer it was, on a view.
+projection stays a module of its own: in compiled code it computes the whole fused matmul and takes its slice, and
+`passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from specdec.errors import SpecdecError
 
 
 class SiblingLinear(nn.Linear):
-    """A linear layer whose weight is a slice of a tensor it shares with its siblings."""
+    """A linear layer whose weight is a slice of a tensor that it shares with the other projections of its group."""
 
     def __init__(self, own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> None:
         """Take the place of `own`: rows start … start + out_features of fused_weight [sum of widths, in_features]."""
+        # On meta: the weight is replaced below, so none is allocated.
         super().__init__(own.in_features, own.out_features, bias=False, device="meta")
         self.rows = slice(start, start + own.out_features)
         self.weight = nn.Parameter(fused_weight[self.rows], requires_grad=False)
@@ -100,7 +101,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 
 
 def store_angles(model: nn.Module) -> int:
-    """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
+    """Keep rotary cos and sin as tensors in compiled code; otherwise the compiler fuses them into every layer's kernel.
 
     Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
 
@@ -128,7 +129,7 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
 
     batch_invariant: one code for all sizes (two sizes that happen to be equal at the first call stay two), which rounds
-    where eager code rounds, whatever it fuses, and whose form is not chosen by timing.
+    where eager code rounds, whatever it fuses, and whose kernels are not chosen by timing.
     """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
     if batch_invariant:
@@ -160,10 +161,11 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
 def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
     """A batch-invariant compiled model for calls of the engine's: it runs the code of the graphs, compiled once.
 
-    The engine calls in inference mode, whose tensors the compiler would tell from those of the capture.
+    The engine calls in inference mode, whose tensors the compiler would treat as different from those of the capture.
     """
 
     def run(**inputs: Any) -> Any:
+        # Clones made here are normal tensors, like those of the capture; inference tensors would be compiled for again.
         with torch.inference_mode(False), torch.no_grad(), compiler_settings(batch_invariant=True):
             return model(**{name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in inputs.items()})
 

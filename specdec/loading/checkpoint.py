@@ -49,7 +49,7 @@ class Checkpoint:
 
     @property
     def is_folder(self) -> bool:
-        """Whether it lies on this machine under its own path."""
+        """Whether it is a folder on this machine."""
         return os.path.isdir(self.path)
 
     @property
@@ -65,7 +65,7 @@ class Checkpoint:
 def find_checkpoint(
     name: str | Path, revision: str | None = None, trust_remote_code: bool = False, what: str = "the target model"
 ) -> Checkpoint:
-    """Find a target (or a tokenizer) by name. A name that can only be a folder is never asked of the hub.
+    """Find a target (or a tokenizer) by name. A name that can only be a folder is not looked up on the hub.
 
     Args:
         what: what is looked for, for the message.
@@ -99,7 +99,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     """Refuse a folder that holds no causal language model as transformers reads one. Hub names pass.
 
     Raises:
-        ModelLoadError: it says what the folder is.
+        ModelLoadError: the message names what the folder is.
     """
     if not checkpoint.is_folder:
         return
@@ -151,7 +151,7 @@ def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], wha
             f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
         ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only: whatever it is, transformers says
+        return  # tensors that differ by a prefix only: if that is wrong, transformers reports it
     if layout in _HEADS:
         raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
 

@@ -18,7 +18,7 @@ _DTYPES = {
 
 
 def resolve_device(device: Any) -> torch.device:
-    """The device asked for (a name, a torch.device, or the index of a GPU); by default CUDA where there is one.
+    """The chosen device (a name, a torch.device, or the index of a GPU); by default CUDA where there is one.
 
     Raises:
         InvalidInputError: the name is no device of torch, or one that is not supported or not there.

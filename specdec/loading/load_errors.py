@@ -1,4 +1,4 @@
-"""What goes wrong in transformers while a model or a tokenizer is read, as a `ModelLoadError` that says what to do.
+"""What goes wrong in transformers while a model or a tokenizer is read, as a `ModelLoadError` with what to do.
 
 Its own messages recommend options of its own (`weights_only=False`, `ignore_mismatched_sizes=True`, `token=…`) that
 this library does not have: they are left out, the error itself stays as the cause.
@@ -67,10 +67,10 @@ def _reason(error: BaseException, checkpoint: Checkpoint) -> str:
     if any(isinstance(e, pickle.UnpicklingError) for e in chain):
         return (
             "its weights are a damaged pickle, or one of more than tensors, which could run code and is never read; "
-            "ask for the weights as safetensors"
+            "use weights in safetensors"
         )
     if any(isinstance(e, GatedRepoError) for e in chain):
-        return "its owner asks for a login: accept the terms on its page, then `hf auth login`, or set HF_TOKEN"
+        return "access needs a login: accept the terms on its page, then `hf auth login`, or set HF_TOKEN"
     if any(isinstance(e, RevisionNotFoundError) for e in chain):
         return f"the hub has no revision {checkpoint.revision!r} of it"
     if any(isinstance(e, RepositoryNotFoundError) for e in chain):

@@ -1,4 +1,4 @@
-"""Device memory at start: what fits, told in numbers, before anything is allocated."""
+"""Device memory at start: whether it fits, in numbers, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _RESERVE_BYTES = 4 << 30
 _ID_BYTES = 4
 _ARENA_COPIES = 2
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
-"""What torch's allocators for the host say, in a plain RuntimeError."""
+"""Words of torch's host allocators, in a plain RuntimeError."""
 
 
 def host_bytes() -> int | None:
-    """Memory of this machine; None where the system does not say (Windows)."""
+    """Memory of this machine; None where the system does not report it (Windows)."""
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -70,6 +70,7 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
     """
     if device.type != "cuda":
         return
+    # What is on a GPU already needs no room: a model may be there in part.
     needed = sum(t.nbytes for t in chain(model.parameters(), model.buffers()) if t.device.type != "cuda")
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
@@ -91,7 +92,7 @@ def cache_room(device: torch.device, utilization: float, token_bytes: int) -> in
         raise CacheTooSmallError(
             f"no room for a KV cache: {_gib(free)} of {_gib(total)} are free on {device}, "
             f"gpu_memory_utilization={utilization} leaves {_gib(max(0, room + _RESERVE_BYTES))} of it, and "
-            f"{_gib(_RESERVE_BYTES)} are kept for activations and graphs; raise gpu_memory_utilization or take a "
+            f"{_gib(_RESERVE_BYTES)} are reserved for activations and graphs; raise gpu_memory_utilization or take a "
             "smaller model"
         )
     return room
@@ -101,7 +102,7 @@ def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: 
     """Refuse a KV cache larger than what a GPU has free, or than the machine's memory.
 
     Args:
-        what: what asked for these tokens, for the message.
+        what: the option that these tokens come from, for the message.
 
     Raises:
         CacheTooSmallError: it is.
@@ -113,14 +114,14 @@ def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: 
         free, has = host_bytes() or tokens * token_bytes, f"{_gib(host_bytes() or 0)}"
     if tokens * token_bytes > free:
         raise CacheTooSmallError(
-            f"{what} takes {_gib(tokens * token_bytes)} ({token_bytes} bytes a token); {device} "
+            f"{what} takes {_gib(tokens * token_bytes)} ({token_bytes} bytes per token); {device} "
             f"has {has}: room for {free // token_bytes} tokens; lower kv_cache_tokens or page_size"
         )
 
 
 @contextmanager
 def memory_named(device: torch.device, cache_tokens: int, token_bytes: int) -> Iterator[None]:
-    """Tell what took the memory when it runs out while the engine is built.
+    """Name what took the memory when it runs out while the engine is built.
 
     Raises:
         OutOfDeviceMemoryError: in place of torch's and numpy's.

@@ -1,4 +1,4 @@
-"""Objects given as a target or as a head: what they are, told before they are used as one."""
+"""Objects given as a target or as a head: what they are, checked before they are used as one."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ _WRAPPERS = {
     "PeftModel": "a model with an adapter of peft; give what its merge_and_unload() returns",
     "SpeculativeModel": "a SpeculativeModel already; give its hf_model to wrap it anew",
 }
-"""By class name: no package is imported to tell its classes."""
+"""By class name: no package is imported to recognise its classes."""
 
 
 def check_target_type(target: Any) -> None:
     """Refuse what is neither a name nor a loaded model.
 
     Raises:
-        InvalidInputError: it says what the object is.
+        InvalidInputError: the message names what the object is.
     """
     names = {kind.__name__ for kind in type(target).__mro__}
     found = next((text for name, text in _WRAPPERS.items() if name in names), None)
@@ -63,7 +63,7 @@ def check_loaded_target(model: PreTrainedModel) -> None:
     if len(places) > 1:
         raise InvalidInputError(f"the model's weights lie on several devices ({', '.join(places)}); move it to one")
     if model.device.type not in ("cpu", "cuda"):
-        raise InvalidInputError(f"the model lies on {model.device}; CPU and CUDA are supported; use model.to(…)")
+        raise InvalidInputError(f"the model is on {model.device}; CPU and CUDA are supported; use model.to(…)")
     part = part_in_training(model)
     if part is not None:
         raise InvalidInputError(

@@ -16,7 +16,7 @@ _CPU_CACHE_BYTES = 1 << 30
 
 
 def num_drafts(asked: int | None, head: Head | None) -> int:
-    """K: what was asked for, else 5 with a head and 0 without.
+    """K: the given one, else 5 with a head and 0 without.
 
     Raises:
         InvalidInputError: drafts without a head.
@@ -29,20 +29,20 @@ def num_drafts(asked: int | None, head: Head | None) -> int:
 
 
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
-    """Most tokens of one request: what was asked for, else the model's own limit.
+    """Most tokens of one request: the given limit, else the model's own limit.
 
     Rotary embeddings of type longrope and dynamic look at the largest position of the whole batch: one long request
     would change the others. So with them no request may be longer than the length from which on they change.
 
     Raises:
-        InvalidInputError: more than the model was made for, or the model does not say.
+        InvalidInputError: more than the model was made for, or the model has no limit.
     """
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     kind, original = _changing_rope(config)
     if asked is None:
         if most is None:
-            raise InvalidInputError("the model does not say its longest sequence; give max_model_len=…")
+            raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
         return int(most) if original is None else min(int(most), original)
     if most is not None and asked > most:
         raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
@@ -71,10 +71,10 @@ def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) 
 
 
 def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, wanted: int, utilization: float) -> int:
-    """Tokens of the KV cache: what was asked for, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
+    """Tokens of the KV cache: the given size, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
 
     Raises:
-        CacheTooSmallError: the device has no room for a cache, or not for the one asked for.
+        CacheTooSmallError: the device has no room for a cache, or not for the given one.
     """
     if asked is not None:
         check_cache_fits(device, asked, token_bytes, f"kv_cache_tokens={asked}")

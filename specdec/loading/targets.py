@@ -48,7 +48,7 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
                 config=config,
                 dtype=dtype,
                 output_loading_info=True,
-                ignore_mismatched_sizes=True,  # told by name in check_complete
+                ignore_mismatched_sizes=True,  # reported by name in check_complete
                 **checkpoint.options,
             )
         model, found = loaded

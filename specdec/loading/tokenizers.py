@@ -49,9 +49,9 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
 
 
 def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
-    """Warn of a tokenizer that knows more tokens than the target; prompts that use them are refused one by one.
+    """Warn of a tokenizer with more tokens than the target; prompts that use them are refused one by one.
 
-    Not an error: checkpoints with a padding token behind the last row of their embedding are common.
+    Not an error: checkpoints with a padding token after the last row of their embedding are common.
     """
     if not hasattr(type(tokenizer), "__len__"):
         return

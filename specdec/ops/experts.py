@@ -2,7 +2,7 @@
 
 transformers' grouped matmul needs bfloat16 under torch.compile: for any other dtype it reads the group sizes back to
 the host, which no graph can hold. Its batched matmul copies the weights of every (token, expert) pair before it
-multiplies. `paired_experts` reads each chosen expert's weights once, where they lie, and sorts nothing. The grouped
+multiplies. `paired_experts` reads each chosen expert's weights once, in place, and sorts nothing. The grouped
 matmul is left to batches in which experts have many tokens.
 """
 
@@ -19,7 +19,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 CAPTURABLE = "specdec"
 MOST_PAIRS = 1024
 """Up to so many (token, expert) pairs the paired form is the faster one. DeepSeek-V2-Lite's experts in bfloat16 on an
-H200, µs a layer at 1, 4, 8, 32 and 128 tokens of 6 experts: paired 32, 98, 156, 256, 374 (its two products); grouped
+H200, µs per layer at 1, 4, 8, 32 and 128 tokens of 6 experts: paired 32, 98, 156, 256, 374 (its two matmuls); grouped
 87, 187, 270, 432, 445; batched 88, 317, 609, 2331, not measured; each chosen expert read once 24, 87, 146, 250, 261."""
 
 
@@ -34,7 +34,7 @@ def capturable_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, 
 
 
 def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """One product a (token, expert) pair; the arguments are those of transformers' experts interface.
+    """One matmul per (token, expert) pair; the arguments are those of transformers' experts interface.
 
     Args:
         experts: a module with stacked weights, as transformers' `use_experts_implementation` describes it.
@@ -78,7 +78,7 @@ def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor
 
 
 def mixtures(*roots: nn.Module) -> list[Any]:
-    """The modules with stacked experts under `roots` whose implementation transformers lets one choose."""
+    """The modules with stacked experts under `roots` whose implementation can be chosen in transformers."""
     return [m for root in roots for m in root.modules() if hasattr(m, "has_gate") and hasattr(m, "is_transposed")]
 
 

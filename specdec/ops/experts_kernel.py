@@ -23,7 +23,7 @@ LAUNCH_PAIRS = 1024
 @triton.jit
 def _products_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, 1 or k, I]
-    stack_ptr,  # [E, O, I]: the strides say
+    stack_ptr,  # [E, O, I]: see the strides
     index_ptr,  # [T·k] int64, the expert of every (token, expert) pair
     out_ptr,  # [T, k, O] contiguous
     num_pairs,

@@ -1,4 +1,4 @@
-"""Linear layers on a handful of tokens, whose time is that of reading the weight."""
+"""Linear layers on a handful of tokens, where the time is that of reading the weight."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from attention.backends.limits import HALF
 
 MOST_TOKENS = 16
-"""Up to so many tokens the kernel of `triton_linear` runs."""
+"""Most tokens of the kernel in `linear_kernel`."""
 MOST_TOKENS_BIASED = 96
-"""Up to so many tokens, and where the sum is as long as the output is wide or longer, a bias of zeros is added: torch
-then asks cuBLASLt, where cuBLAS splits the sum and adds the parts with a second kernel. µs on an H200 with 48 tokens:
-4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens 40.1 and
-37.9, 37.9 and 33.6, 15.0 and 14.9. Wide products take as long either way."""
+"""Up to so many tokens, and where the sum is at least as long as the output is wide, a bias of zeros is added: torch
+then calls cuBLASLt, where cuBLAS would use split-K with a second kernel for the reduction. µs on an H200 with 48
+tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 4,096 12.5 and 13.8; with 128 tokens
+40.1 and 37.9, 37.9 and 33.6, 15.0 and 14.9. Wide matmuls take as long either way."""
 
 
 @torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())
@@ -45,12 +45,12 @@ def invariant_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor |
         ValueError: tensors that are not in half precision on a GPU.
     """
     if not x.is_cuda or x.dtype not in HALF:
-        raise ValueError(f"batch-invariant products are for half precision on a GPU, not {x.dtype} on {x.device}")
+        raise ValueError(f"batch-invariant matmuls are for half precision on a GPU, not {x.dtype} on {x.device}")
     from specdec.ops.invariant_linear_kernel import launch_invariant_linear
     from specdec.ops.linear_kernel import fits, launch_linear
 
     if bias is None and len(x) <= MOST_TOKENS and fits(x, weight):
-        return launch_linear(x, weight)  # sums alike
+        return launch_linear(x, weight)  # its order of summation gives the same bits
     return launch_invariant_linear(_without_gaps(x), _without_gaps(weight), bias)
 
 
@@ -65,5 +65,5 @@ def _without_gaps(x: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _zeros(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    with torch.inference_mode(False):
+    with torch.inference_mode(False):  # cached for all callers, in inference mode or not
         return torch.zeros(size, dtype=dtype, device=device)

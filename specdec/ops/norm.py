@@ -9,7 +9,7 @@ import torch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [1, T, H], weight [H], both of one half-precision dtype -> weight · round(x / rms(x)) [1, T, H].
 
-    Computed in float32 and rounded before and after the product with the weight.
+    Computed in float32 and rounded before and after the multiplication by the weight.
     Source: transformers, models/llama/modeling_llama.py (LlamaRMSNorm).
     """
     if x.is_cuda:

@@ -12,7 +12,7 @@ def rotated(
     """query [1, Hq, T, D], key [1, Hkv, T, D], cos and sin [1, 1, T, D], all of one half-precision dtype -> rotated.
 
     Dimension i is paired with i + D/2: x · cos + (-x₂, x₁) · sin. Computed in float32 and rounded once, as the compiler
-    does it; eager code rounds the products too. The results lie in memory as [T, H, D].
+    does it; eager code rounds the two terms as well. The memory layout of the results is [T, H, D].
     Source: transformers, models/llama/modeling_llama.py (apply_rotary_pos_emb).
     """
     if query.is_cuda:
@@ -32,7 +32,7 @@ def _(
 
 
 def token_major(x: torch.Tensor) -> torch.Tensor:
-    """An uninitialised tensor like x [1, H, T, D] that lies in memory as [T, H, D]."""
+    """An uninitialised tensor like x [1, H, T, D] whose memory layout is [T, H, D]."""
     _, heads, tokens, dim = x.shape
     return x.new_empty(1, tokens, heads, dim).transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys as one Triton kernel, some heads of one token a program.
+"""Rotary embedding of queries and keys as one Triton kernel, some heads of one token per program.
 
 Imported on CUDA only.
 """

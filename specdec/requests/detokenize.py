@@ -1,10 +1,10 @@
 """Incremental decoding: the text of the first n tokens, without decoding all of them each time.
 
 The text of n tokens is defined as `tokenizer.decode(first n tokens, skip_special_tokens=True)`. A token's text depends
-on its neighbours: a character may be spelled by several tokens, sentencepiece decoders drop the space of the first one,
-and a run of byte tokens (<0xE2> …) that is not valid UTF-8 as a whole becomes one U+FFFD a byte, however many good
-characters it began with. So only a window of tokens is decoded, with earlier tokens as context, and it moves on where
-the text before it can no longer change.
+on the tokens around it: a character may be spelled by several tokens, sentencepiece decoders drop the space of the
+first one, and a run of byte tokens (<0xE2> …) that is not valid UTF-8 as a whole becomes one U+FFFD per byte, even if
+it begins with good characters. So only a window of tokens is decoded, with earlier tokens as context, and it advances
+where the text before it can no longer change.
 
 Source: huggingface/tokenizers, decoders/byte_fallback.rs, strip.rs and metaspace.rs (what a decoder may change later);
 huggingface/text-generation-inference, models/model.py, decode_token (decode a window twice, take the difference).
@@ -55,7 +55,7 @@ class Spelling:
 
 
 class Vocabulary:
-    """A tokenizer, and the spelling of every token that was asked for."""
+    """A tokenizer, and the spellings of tokens, cached."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -159,7 +159,7 @@ class Detokenizer:
         self._vocabulary = vocabulary
         self._ids: list[int] = []  # those that leave text; all places below are places in it
         self._context, self._context_text = 0, ""
-        self._mark = 0  # the window is [mark, …), decoded behind [context, mark)
+        self._mark = 0  # the window is [mark, …), decoded after [context, mark)
         self._cut, self._cut_text = 0, 0  # where the window may move to, and the characters of `tail` before it
         self._decoded = 0
         self._run: _ByteRun | None = None
@@ -215,7 +215,7 @@ class Detokenizer:
             self._settle_behind(num - _SETTLING)
 
     def _settle_behind(self, cut: int) -> None:
-        """Text that has looked unfinished for long: what stands `_SETTLING` tokens back is what it will stay."""
+        """Text that has looked unfinished for long: beyond `_SETTLING` tokens back it no longer changes."""
         text = self._text(cut)
         if self.tail.startswith(text):
             self._cut, self._cut_text = cut, len(text)

@@ -1,7 +1,7 @@
 """What a generation_config means here: a caller's transformers.GenerationConfig, and the model's own.
 
 Greedy decoding is "the model's own output" only if nothing else changes the arg max. transformers' `generate` applies
-what the model's generation_config.json says (penalties, suppressed tokens, …) to every call; what of it this library
+the model's generation_config.json (penalties, suppressed tokens, …) to every call; what of it this library
 does not do is refused, never ignored, unless the model is loaded with generation_config="ignore".
 
 Source: huggingface/transformers, generation/utils.py: `_prepare_generation_config` (what is merged),
@@ -61,7 +61,7 @@ def sampling_fields(
         use: "ignore": of the model's generation config only the token ids (eos, bos, pad) are merged.
 
     Raises:
-        InvalidInputError: the config asks for something that is not supported (beams, penalties, watermarks, …), or has
+        InvalidInputError: the config needs something that is not supported (beams, penalties, watermarks, …), or has
             values of a wrong type.
     """
     check_values(config)

@@ -15,7 +15,7 @@ Prompts = Any
 
 _KINDS = "a str, a list of token ids, a list of chat messages, or a list of these; or a tensor, array or BatchEncoding"
 _BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
-"""What may stand beside input_ids in a BatchEncoding: the mask is read, the others say nothing to a causal model."""
+"""Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to a causal model."""
 _MASK_HINT = (
     "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
     "attention_mask), or the rows without padding"
@@ -60,7 +60,7 @@ def split_prompts(prompts: Prompts) -> list[Any]:
 
 
 class _Masked(list[int]):
-    """Token ids whose padding an attention_mask has told: every one is read."""
+    """Token ids without padding, by their attention_mask: every one is read."""
 
 
 def _encode(prompt: Any, tokenizer: Any) -> list[int]:
@@ -100,14 +100,15 @@ def _tokenised(text: str, tokenizer: Any) -> list[int]:
 
 
 def _check_padding(ids: Sequence[int], tokenizer: Any) -> None:
-    """Refuse ids that begin or end with the pad id: nobody said that it is padding, and it would be read as text."""
+    """Refuse ids that begin or end with the pad id: most likely padding, which without a mask is read as text."""
     pad = getattr(tokenizer, "pad_token_id", None)
     own = {getattr(tokenizer, name, None) for name in ("eos_token_id", "bos_token_id")}
+    # Many tokenizers pad with eos or bos, which may well begin or end a prompt that has no padding.
     if not ids or pad is None or pad in own or pad not in (ids[0], ids[-1]):
         return
     raise InvalidInputError(
         f"a prompt of {len(ids)} token ids begins or ends with the tokenizer's pad id {pad}, which would be read as "
-        f"text; {_MASK_HINT}. Where the token is meant, an attention_mask of ones says so"
+        f"text; {_MASK_HINT}. Where the token is meant as text, give an attention_mask of ones"
     )
 
 
@@ -115,11 +116,11 @@ def _batch_rows(batch: Mapping[str, Any]) -> Sequence[list[int]]:
     """Rows of a BatchEncoding, or of a mapping like it, without padding."""
     keys = set(batch)
     if "input_ids" not in keys:
-        raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message stands in a list; give {_KINDS}")
+        raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message goes in a list; give {_KINDS}")
     odd = sorted(str(key) for key in keys - _BESIDE - {"input_ids"})
     if odd:
         raise InvalidInputError(
-            f"a prompt has input_ids and attention_mask; not supported beside them: {', '.join(odd)}"
+            f"a prompt has input_ids and attention_mask; not supported next to them: {', '.join(odd)}"
         )
     ids = _rows("input_ids", batch["input_ids"])
     mask = batch["attention_mask"] if "attention_mask" in keys else None
@@ -181,7 +182,7 @@ def _is_chat(prompt: Any) -> bool:
         isinstance(prompt, Sequence)
         and not isinstance(prompt, (str, bytes))
         and len(prompt) > 0
-        and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)
+        and all(isinstance(m, dict) and "input_ids" not in m for m in prompt)  # those would be several prompts
     )
 
 

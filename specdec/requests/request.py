@@ -44,8 +44,8 @@ class Completion:
 
 
 class Progress(NamedTuple):
-    """How much of a request was reported: new tokens, recorded rounds, characters of text. Where it goes on after an
-    interrupt."""
+    """How much of a request was reported: new tokens, recorded rounds, characters of text. It continues from there
+    after an interrupt."""
 
     num_tokens: int = 0
     num_rounds: int = 0
@@ -83,7 +83,7 @@ class Update:
 
 @dataclass(frozen=True)
 class RowRound:
-    """What one verification gave one request: tokens kept, drafts accepted (before trimming), draft ids."""
+    """One request's result of one verification: tokens committed, drafts accepted (before trimming), draft ids."""
 
     token_ids: list[int]
     num_accepted: int
@@ -140,7 +140,7 @@ class Request:
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
 
-        Tokens that stand after a stop are dropped.
+        Tokens after a stop are dropped.
         """
         first = not self.new_tokens
         self.new_tokens += round_.token_ids
@@ -148,7 +148,7 @@ class Request:
         if surplus:
             del self.new_tokens[-surplus:]
         emitted = len(round_.token_ids) - surplus
-        if first:
+        if first:  # from prefill, which verifies nothing and so is no recorded round
             self.times.first_token = now
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))

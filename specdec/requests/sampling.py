@@ -23,7 +23,7 @@ TEMPERATURES = (1e-6, 1e6)
 class SamplingParams:
     """How one request is sampled and when it ends.
 
-    It means what it says: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
+    Nothing is added to it: `do_sample`, `temperature`, `top_k`, … of the model's generation_config do not apply to it
     (see `from_model`). Numbers may be numpy or torch scalars; they are kept as int and float.
 
     Attributes:
@@ -35,17 +35,17 @@ class SamplingParams:
             contains one of them. The text ends before the string, the ids with that token. The text is
             `tokenizer.decode(new tokens, skip_special_tokens=True)` without an unfinished character at its end; a
             stop string may also contain special tokens as they are written.
-        stop_token_ids: ids that end the request beside the model's own eos ids.
-        ignore_eos: go on past the model's eos ids.
+        stop_token_ids: ids that end the request, in addition to the model's own eos ids.
+        ignore_eos: continue past the model's eos ids.
         seed: fixes the request's randomness. In float32 the same prompt, SamplingParams, draft head and options of the
             model give the same tokens, drafts and rounds, whatever else is in the batch, however prompts are split into
             chunks, and after any preemption (but where a uniform falls closer to a boundary of the distribution than
             rounding). What it does not fix: another num_speculative_tokens (0 included) draws other tokens of the same
             distribution; another max_new_tokens may change the last K tokens, for which there are fewer drafts; in half
-            precision logits round by the batch's shape, so that neighbours may change a token ("batch_invariant" rules
-            that out for the target, not for what the head drafts).
+            precision logits round by the batch's shape, so that other requests may change a token ("batch_invariant"
+            rules that out for the target, not for what the head drafts).
             None: the model's seed, and how many requests were submitted before.
-        num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same road).
+        num_speculative_tokens: K of this request; None is the model's, 0 is no speculation (the same path).
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
             whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
@@ -91,7 +91,7 @@ class SamplingParams:
             if not fits(kept[name]):
                 raise refuse(name, given, allowed)
         for name, value in kept.items():
-            object.__setattr__(self, name, value)
+            object.__setattr__(self, name, value)  # frozen, but the checked values replace the given ones
         if self.n > 1 and self.greedy:
             raise InvalidInputError(
                 f"n={self.n} with temperature=0: greedy decoding has one completion; give a temperature, or n=1"
@@ -119,7 +119,7 @@ class SamplingParams:
 
     @classmethod
     def from_model(cls, model: Any, **options: Any) -> SamplingParams:
-        """What the model's own generation_config says: do_sample, temperature, top_k, top_p, min_p, stop_strings,
+        """From the model's own generation_config: do_sample, temperature, top_k, top_p, min_p, stop_strings,
         max_new_tokens and num_return_sequences, unset ones as transformers' `generate` takes them (top_k=50 when
         sampling).
 
@@ -211,6 +211,7 @@ def target_probs(logits: torch.Tensor, sampling: SamplingTensors) -> torch.Tenso
     """
     logits = logits.float()
     greedy = sampling.temperature == 0
+    # A greedy row has temperature 0: any divisor will do, as its one-hot replaces the result.
     scaled = logits / torch.where(greedy, 1.0, sampling.temperature)[:, None]
     if sampling.filters:
         scaled = _min_p(_top_p(_top_k(scaled, sampling.top_k), sampling.top_p), sampling.min_p)
@@ -231,7 +232,7 @@ def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     ordered, index = logits.sort(-1, descending=False)
     mass = ordered.softmax(-1).cumsum(-1)
     drop = mass <= (1 - top_p)[:, None]
-    drop[:, -1] = False
+    drop[:, -1] = False  # the most probable token remains, even if rounding puts its mass at 1
     drop &= (top_p < 1)[:, None]
     return logits.masked_fill(torch.zeros_like(drop).scatter_(1, index, drop), float("-inf"))
 
@@ -251,8 +252,10 @@ def draw(probs: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     Returns:
         [R] int64. Never an index of probability zero.
     """
+    # double: float32 sums over a vocabulary of 100,000 would drop the smallest probabilities.
     cumulative = probs.double().cumsum(-1)
     target = uniform.double()[:, None] * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, target, right=True)[:, 0]
+    # u·total may round to the total, which lies past the last token with a probability.
     last = probs.shape[-1] - 1 - (probs > 0).flip(-1).int().argmax(-1)
     return torch.minimum(index, last)

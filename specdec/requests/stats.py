@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class RoundRecord:
-    """One verification of one request. Rounds that only read a prompt are not recorded.
+    """One verification of one request. Prefill is not recorded.
 
     Attributes:
         drafted: drafts verified (n_i of that round; 0 without speculation).
         accepted: how many of them the target accepted, before trimming at a stop.
-        emitted: tokens the request kept of this round (accepted + 1, less what lies after a stop or the length limit).
+        emitted: tokens committed in this round (accepted + 1, less those after a stop or the length limit).
     """
 
     drafted: int
@@ -22,7 +22,7 @@ class RoundRecord:
 
     @property
     def trimmed(self) -> RoundRecord:
-        """The round as if nothing stood after the stop: drafts past it neither offered nor accepted."""
+        """The round cut at the stop: drafts past it count neither as offered nor as accepted."""
         if self.emitted > self.accepted:
             return self
         return RoundRecord(self.emitted, self.emitted, self.emitted)
@@ -54,7 +54,7 @@ class AcceptanceStats:
 
     Attributes:
         rounds: verification rounds.
-        emitted: tokens kept of them.
+        emitted: tokens committed in them.
         drafted, accepted: drafts verified and drafts accepted.
         reached: reached[j] = rounds in which drafts 1..j were accepted and draft j+1 existed (conditional denominator).
         offered: offered[j] = rounds that had a draft j+1 (unconditional denominator).

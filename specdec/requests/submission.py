@@ -1,4 +1,4 @@
-"""What a call asks for: prompts and parameters -> requests, read and checked before anything is started."""
+"""A call's prompts and parameters -> requests, checked before anything is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specdec.requests.sampling import SamplingParams
 from specdec.values import short
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
-_KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts or a list with one a prompt"
+_KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts or a list with one per prompt"
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def from_generation_config(
     """The sampling parameters that transformers' own `generate` would use, see `sampling_fields`.
 
     Raises:
-        InvalidInputError: the config asks for something that is not supported, or has values of a wrong type.
+        InvalidInputError: the config needs something that is not supported, or has values of a wrong type.
     """
     return SamplingParams(**sampling_fields(config, model, prompt_len, use))
 
@@ -71,7 +71,7 @@ def _one_each(params: Params, num_prompts: int) -> list[SamplingParams | Generat
     if odd:
         raise InvalidInputError(f"params has {short(odd[0])}: allowed is {_KINDS}")
     if len(params) != num_prompts:
-        raise InvalidInputError(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one a prompt")
+        raise InvalidInputError(f"{len(params)} SamplingParams for {num_prompts} prompts; give one, or one per prompt")
     return list(params)
 
 

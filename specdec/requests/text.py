@@ -76,7 +76,7 @@ class TextStream:
         self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
-        """The whole text of a request that ended with these new tokens, and what of it was not shown yet."""
+        """The whole text of a request that ended with these new tokens, and the part that was not shown yet."""
         text = self._vocabulary.decode(list(token_ids))[: self._cut]
         return text, text[self._sent :]
 
@@ -92,7 +92,7 @@ class TextStream:
         return self._unsent + self._detokenizer.tail[max(self._sent - self._detokenizer.start, 0) :]
 
     def _find(self) -> int | None:
-        """How many characters of the text stand before the first stop string, if there is one."""
+        """Number of characters before the first stop string, if there is one."""
         text = self._text().rstrip(UNFINISHED)
         found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
         if self._specials:

@@ -1,7 +1,7 @@
 """Whether a wrapped model is still what the engine was built around.
 
 The engine runs the user's own model and reads its weights at every forward, so new values in place (`load_state_dict`,
-an optimiser's step, an adapter merged in place) simply count from the next round on, in captured graphs too: those
+an optimiser's step, an adapter merged in place) are used from the next round on, in captured graphs too: those
 read the same memory. What it has taken over at loading is another matter: the dtype and device of its caches, which
 modules attend, what is hooked, the vocabulary, and in graphs the weights' addresses.
 """
@@ -120,7 +120,7 @@ class LiveModel:
 
 
 def _parts(model: nn.Module) -> tuple[object, ...]:
-    """Plain linear layers by their sizes (two may take each other's place: nobody keeps them), others by identity."""
+    """Plain linear layers by their sizes (one may replace another: the engine holds none), others by identity."""
     return tuple((m.in_features, m.out_features) if isinstance(m, nn.Linear) else id(m) for m in model.modules())
 
 

@@ -19,7 +19,7 @@ from specdec.target.target import Target
 
 @contextmanager
 def errors_named(model: PreTrainedModel, tried: str) -> Iterator[None]:
-    """Raise what the model's code raises inside as an error of ours that says what was tried.
+    """Raise what the model's code raises inside as an error of ours that names what was tried.
 
     Raises:
         UnsupportedModelError: for errors without a name of ours; out of memory stays what it is.

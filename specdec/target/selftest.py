@@ -51,7 +51,7 @@ _TEXT = (
     "each year. A train leaves the station at 9 and drives 60 miles in an hour. After 3 hours it has gone 180 miles. "
     "The children went to school and learned to read and to write. When it rained they played inside."
 )
-"""Plain enough for any tokenizer and any target that knows English."""
+"""Plain enough for any tokenizer and any target trained on English."""
 _MOST_TOKENS = 256
 _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
@@ -60,7 +60,7 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 def check_target(target: Target, probed: TargetProbe, max_model_len: int) -> tuple[float, TwinReport]:
     """The self-test of the real weights and that of the model's twin; see `self_test` and `twin.twin_test`.
 
-    A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning says what was not tested.
+    A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as these two.
@@ -90,7 +90,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int) -> tup
 def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
-    The verification is read once more as a batch of one row of which the last logits alone are asked for.
+    The verification is read once more as a batch of one row with logits for its last token alone.
 
     Args:
         longest: tokens of the longest row; more where nothing else tests long rows. At least 23.
@@ -191,7 +191,7 @@ def products_test(model: PreTrainedModel) -> None:
         whole = invariant_linear(x, weight, None)
         if not all(torch.equal(invariant_linear(x[:n], weight, None), whole[:n]) for n in _BATCHES):
             raise UnsupportedModelError(
-                f"products with a weight of {list(weight.shape)} are not batch-invariant on "
+                f"matmuls with a weight of {list(weight.shape)} are not batch-invariant on "
                 f"{torch.cuda.get_device_name(weight.device)}; use backend='flashinfer'"
             )
 
@@ -201,7 +201,7 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
     """Read a short text with the target and check on it how the head is read; heads without such a check pass.
 
     Args:
-        num_drafts: K; with 0 nothing is judged.
+        num_drafts: K; with 0 nothing is tested.
 
     Raises:
         HeadLoadError: see `drafters.base.InputConvention`.

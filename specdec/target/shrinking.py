@@ -147,7 +147,7 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
         if not name.startswith("_") and isinstance(value, (int, float, list, tuple)):
             setattr(config, name, _narrowed(name, value, low, heads))
     if rotary and {"head_dim", "qk_rope_head_dim"} <= set(vars(config)):
-        config.head_dim = _ROPE_DIM  # the width that the rotary embedding of latent attention reads
+        config.head_dim = _ROPE_DIM  # the width that the rotary embedding of MLA reads
     if overrides:
         config.per_layer_config = {
             place: {n: _narrowed_override(n, v, low, heads) for n, v in overrides[layer].items()}
@@ -157,7 +157,7 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
 
 
 def _narrowed_override(name: str, value: Any, low: Sequence[str], heads: int) -> Any:
-    """As `_narrowed`; a layer's own width of a head stays another than that of the rest."""
+    """As `_narrowed`; a layer's own head width stays different from that of the others."""
     return 2 * _HEAD_DIM if name == "head_dim" else _narrowed(name, value, low, heads)
 
 

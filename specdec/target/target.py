@@ -28,7 +28,7 @@ _MASK_READERS = {
 
 @dataclass(frozen=True)
 class TargetProbe:
-    """What a probe pass told about a model.
+    """What a probe pass found out about a model.
 
     Attributes:
         model: the model, on its device, in its dtype.
@@ -101,7 +101,7 @@ def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) ->
 
 
 class TapRecorder:
-    """Copies the target states a head wants into one static buffer [max_tokens, A·Ht] while the target runs.
+    """Copies the aux hidden states that a head reads into one static buffer [max_tokens, A·Ht] while the target runs.
 
     Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
     """
@@ -135,13 +135,13 @@ class TapRecorder:
                 self._copy(place, states)
         finally:
             self._on = False
-            self._caught.clear()
+            self._caught.clear()  # a forward that raised leaves no states to the next one
 
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
             return
         if torch.compiler.is_compiling():
-            # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms a round at 8B.
+            # A copy into the buffer inside compiled code would rewrite the whole buffer: 0.56 ms per round at 8B.
             self._caught[place] = states
         elif self._thread == get_ident():
             self._copy(place, states)
@@ -173,7 +173,10 @@ class TapRecorder:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits [R, V] of the judged rows; tapped [T, A·Ht], a view of the static buffer, valid until the next forward."""
+    """logits [R, V] at the logits indices; tapped [T, A·Ht], the aux hidden states.
+
+    `tapped` is a view of the static buffer, valid until the next forward.
+    """
 
     logits: torch.Tensor
     tapped: torch.Tensor
@@ -192,7 +195,7 @@ class Target:
 
     @property
     def num_embeddings(self) -> int:
-        """Token ids that the model can read and say: its logits may be wider than its input embedding (padding)."""
+        """Token ids that the model can read and predict: logits may be wider than the input embedding (padding)."""
         embedding: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
         return min(self.vocab_size, len(embedding))
 
@@ -207,10 +210,10 @@ class Target:
 
         Args:
             token_ids: [T] int64; planned: the batch's attention, positions included.
-            judged_rows: [R] int64 token rows whose logits are wanted, or None for all.
+            judged_rows: [R] int64 logits indices, token rows whose logits are computed; None for all.
             model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
-                two judged rows: code compiled for any number is compiled anew for one and for none, and where nothing
-                is judged the compiler leaves out all that nobody reads, the cache's keys and values among it.
+                two logits indices: code compiled for any number is compiled again for one and for none, and without
+                logits the compiler removes all that nothing reads, the writes of the cache included.
         """
         attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
         count = len(token_ids if judged_rows is None else judged_rows)
@@ -229,11 +232,12 @@ class Target:
         return TargetOutput(logits[:count], self.tapped(len(token_ids)))
 
     def tapped(self, num_tokens: int) -> torch.Tensor:
-        """[T, A·Ht] tapped states of the last forward; always the same memory."""
+        """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
         return self._taps.buffer[:num_tokens]
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:
+    # The compiler specialises sizes 0 and 1. Logits of what is added are cut off, and `_once` keeps it from the cache.
     return x if len(x) > 1 else F.pad(x, (0, 2 - len(x)))
 
 

@@ -49,7 +49,7 @@ class TwinReport:
     """What the twin showed.
 
     Attributes:
-        passed: the thresholds past which it was exact; all that a request can pass.
+        passed: the thresholds past which it was exact; all that a request can reach.
         unbuilt: why there is no twin, or None.
     """
 
@@ -219,7 +219,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
 
 
 def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
-    """Token rows whose logits are asked for: all, the last of each row as after a prompt, and none as within one."""
+    """Logits indices to test: all, the last of each row as after a prompt, and none as within one."""
     last = torch.from_numpy(np.cumsum(lens) - 1)
     return (torch.arange(int(lens.sum())), last, last[:0])[: 3 if with_none else 2]
 
@@ -232,6 +232,6 @@ def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
 
 
 def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, bool, bool]]:
-    """The variants of attention that layers ask for: window, softcap, sinks."""
+    """The variants of attention that layers use: window, softcap, sinks."""
     keys = [call.attention_spec for call in calls]
     return {(key.window is not None, key.softcap is not None, key.has_sinks) for key in keys}

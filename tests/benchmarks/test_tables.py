@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,21 @@ def test_an_unknown_kind_of_line_is_shown_and_not_dropped(tmp_path: Path) -> Non
     line = '{"benchmark": "new", "speed": 3.5, "torch": "2", "transformers": "5", "commit": "c"}\n'
     (tmp_path / "new.jsonl").write_text(line, "utf-8")
     assert "| speed | 3.5 |" in tables.page(tmp_path)
+
+
+def test_a_sweep_names_the_models_that_are_not_as_they_should(tmp_path: Path) -> None:
+    good = {"name": "llama", "dtype": "float32", "outcome": "exact", "reason": ""}
+    bad = {"name": "odd", "dtype": "float32", "outcome": "WRONG", "reason": "a | b"}
+    document = {
+        "benchmark": "sweep",
+        "device": "cpu",
+        "counts": {"float32": {"exact": 1, "WRONG": 1}},
+        "models": [good, bad],
+        "torch": "2",
+        "transformers": "5",
+        "commit": "c",
+    }
+    (tmp_path / "sweep.json").write_text(json.dumps(document, indent=1), "utf-8")
+    page = tables.page(tmp_path)
+    assert "| float32 | exact | 1 |  |" in page
+    assert "| float32 | WRONG | 1 | odd: a / b |" in page

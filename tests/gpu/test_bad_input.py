@@ -59,7 +59,7 @@ def test_a_request_larger_than_the_cache() -> None:
 
 def test_a_cache_larger_than_the_memory() -> None:
     with pytest.raises(
-        CacheTooSmallError, match=r"kv_cache_tokens=1000000000 takes 953\.67 GiB \(1024 bytes a token\)"
+        CacheTooSmallError, match=r"kv_cache_tokens=1000000000 takes 953\.67 GiB \(1024 bytes per token\)"
     ):
         load(llama(), kv_cache_tokens=10**9)
 

@@ -203,7 +203,7 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a bool array": (lambda: np.zeros((2, 3), bool), r"bool and shape \(2, 3\).*tolist"),
     "a number": (lambda: torch.tensor(3), r"shape \(\).*tolist"),
     "three dimensions": (lambda: np.zeros((200, 200, 3), np.int64), r"shape \(200, 200, 3\).*tolist"),
-    "one message": (lambda: {"role": "user", "content": "hi"}, "no input_ids; a chat message stands in a list"),
+    "one message": (lambda: {"role": "user", "content": "hi"}, "no input_ids; a chat message goes in a list"),
     "embeddings": (lambda: {"inputs_embeds": torch.zeros(1, 3, 32)}, "no input_ids"),
     "more than ids": (lambda: {"input_ids": [1], "pixel_values": [2]}, "not supported.*pixel_values"),
     "a mask with a hole": (lambda: {"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}, "zeros between ones"),

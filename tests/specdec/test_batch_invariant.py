@@ -216,7 +216,7 @@ OTHERS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype]] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_products_are_refused(name: str) -> None:
-    with pytest.raises(UnsupportedModelError, match="not batch-invariant: a product aten"):
+    with pytest.raises(UnsupportedModelError, match="not batch-invariant: a matmul aten"):
         sum_alike(graph_of(*OTHERS[name]))
 
 

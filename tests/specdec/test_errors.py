@@ -70,7 +70,7 @@ MISTAKES: dict[str, tuple[Callable[[Any], object], type[SpecdecError], str]] = {
     "params do not match prompts": (
         lambda w: w.generate(PROMPTS, [SHORT] * 3),
         InvalidInputError,
-        "3 SamplingParams for 2 prompts; give one, or one a prompt",
+        "3 SamplingParams for 2 prompts; give one, or one per prompt",
     ),
     "a wrong kind of prompt": (lambda w: w.generate([PROMPTS[0], 3.5]), InvalidInputError, "not float"),
     "chat without a template": (

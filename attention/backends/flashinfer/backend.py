@@ -1,10 +1,10 @@
-"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). Latent attention: `flashinfer_mla`.
+"""FlashInfer over the paged cache (0.7.2 tested; supported: >=0.7.2,<0.8). MLA: `mla`.
 
-Everything a plan needs on the device already lies there: the metadata travelled with the round's own transfer, so a
-plan is FlashInfer's C++ planner over the host arrays plus its own copy of the work list. Two rules keep that sound:
+Everything a plan needs on the device is already there: the metadata came with the round's own transfer. So planning is
+FlashInfer's C++ planner over the host arrays plus its own copy of the plan. Two rules keep that sound:
 
-- The work list is copied from the wrapper's pinned buffer without an event. A wrapper is planned anew only after an
-  event of ours shows that its last copy is done; until then another wrapper is taken.
+- FlashInfer copies the plan from the wrapper's pinned buffer without an event. A wrapper is planned again only after an
+  event of ours shows that its last copy is done; until then another wrapper is used.
 - Wrappers share the float workspace (used only inside one launch) and nothing else.
 """
 
@@ -37,14 +37,14 @@ from attention.spec import AttentionSpec
 
 PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
-"""Rows with at most this many query tokens are planned apart from prompt chunks: the kernel takes one tile size a plan,
-from the mean query length."""
+"""Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
+chosen from the mean query length."""
 FA3_QUERY = 512
-"""Prompt chunks of at least this many tokens a row on average take fa3.
+"""Prompt chunks of at least this many tokens per row on average take fa3.
 
 On an H200 it needs 22 % of fa2's time at 512 tokens, 57 % at 2,048 and 64 % at 8,192 (bench_attention); 16 rows of 128
-tokens take as long, and its plan costs the host 60-420 µs more, once a batch. With few query tokens it is up to 4 times
-slower than fa2.
+tokens take as long, and its plan costs the host 60-420 µs more, once per batch. With few query tokens it is up to
+4 times slower than fa2.
 """
 _HOPPER = (9, 0)
 
@@ -55,7 +55,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:
-        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or latent attention.
+        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or MLA.
     """
     if key.value_in_key:
         check_latent_supported(group, key, dtype)
@@ -151,12 +151,12 @@ def _name(dtype: torch.dtype) -> str:
 class FixedBuilder:
     """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
 
-    A captured graph that holds the launches of one plan attends whatever was planned last. Two builders may share a
-    kernel: its launches find pages and lengths where they were at the capture, and the plan divides the work only.
+    A captured graph with the launches of one plan runs the plan that was made last. Two builders may share a kernel:
+    its launches read pages and lengths at the addresses of the capture, and the plan only distributes the work.
     """
 
     def __init__(self, kernel: Kernel | PackedKernel, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on beside the page counts."""
+        """geometry: all that a plan depends on except the page counts."""
         self._kernel = kernel
         self.geometry = geometry
         self._part: Part | None = None
@@ -239,7 +239,7 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
 
 class FlashInferBackend:
     """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and latent attention in absorbed form (fa3 on Hopper)."""
+    caches; and MLA in absorbed form (fa3 on Hopper)."""
 
     name = "flashinfer"
     batch_invariant = False

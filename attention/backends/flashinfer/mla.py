@@ -1,10 +1,9 @@
-"""Latent attention through FlashInfer's MLA kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
+"""MLA through FlashInfer's kernels (those of BatchMLAPagedAttentionWrapper; 0.7.2 tested).
 
-The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. It walks a work list, which `latent_work` makes on the
-host: a few KB from a pinned buffer of ours, where the wrapper's own `plan` stages 590 KB whatever the batch, clones its
-device buffers, and reads lengths back where they are given on the device. As in `flashinfer_backend`, a work list is
-filled anew only after an event shows that its last copy is done, and the float workspace, used inside one launch only,
-is all that plans share.
+The kernel is fa3 on Hopper and fa2 on other GPUs from Ampere on. Its plan is made by `mla_plan` on the host: a few KB
+from a pinned buffer of ours. The wrapper's own `plan` stages 590 KB for any batch, clones its device buffers, and reads
+lengths back when they are on the device. As in `backend`, a pinned buffer is rewritten only after an event shows that
+its last copy is done. Plans share the float workspace, which is used inside one launch only, and nothing else.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ def check_latent_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.d
     Raises:
         UnsupportedAttentionError: dtype, widths, page size, number of heads, window, softcap or sinks.
     """
-    where, elsewhere = f"group {group.name}: FlashInfer's latent attention", "; use backend='torch'"
+    where, elsewhere = f"group {group.name}: FlashInfer's MLA", "; use backend='torch'"
     widths = (key.head_dim_v, key.head_dim_k - key.head_dim_v)
     if dtype not in HALF:
         raise UnsupportedAttentionError(f"{where} has no {dtype}, only float16 and bfloat16{elsewhere}")
@@ -70,7 +69,7 @@ class WorkList:
 
     @property
     def ready(self) -> bool:
-        """Whether the last copy has left the pinned buffer. Asks, never waits."""
+        """Whether the last copy has left the pinned buffer. Does not wait."""
         return self._copied.query()
 
     def wait(self) -> None:
@@ -87,7 +86,7 @@ class WorkList:
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """A planned batch: whose work list, the how-manieth plan in it, what a launch is told, and the pages."""
+    """A planned batch: its buffer and the generation of the plan in it, the launch's arguments, and the pages."""
 
     kernel: LatentKernel
     work: WorkList
@@ -118,7 +117,7 @@ class LatentKernel:
         return Tiles.of(query_start_loc, self.num_heads, self.sms)
 
     def layout(self, tiles: Tiles, items: int) -> Layout:
-        """The layout of a work list with room for `items` items."""
+        """The layout of a plan with room for `items` work items."""
         return Layout.of(tiles, items, self.sms)
 
     def run(self, plan: LatentPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
@@ -140,7 +139,7 @@ class LatentKernel:
 
 
 class LatentBuilder:
-    """Plans any batch, into one of several work lists in turn."""
+    """Plans any batch, into one of several buffers in turn."""
 
     def __init__(self, kernel: LatentKernel) -> None:
         self._kernel = kernel
@@ -168,18 +167,18 @@ class LatentBuilder:
 
 
 class FixedLatentBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same work list.
+    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer.
 
-    Two builders may share one: plans say where in the list of pages a row begins, not which pages they are.
+    Two builders may share one: a plan has offsets into the list of pages, not the pages themselves.
     """
 
     def __init__(self, plans: FixedLatentPlans, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on beside the lengths."""
+        """geometry: all that a plan depends on except the lengths."""
         self._plans = plans
         self.geometry = geometry
 
     def sharing(self) -> FixedLatentBuilder:
-        """Another builder over the same work list."""
+        """Another builder over the same buffer."""
         return FixedLatentBuilder(self._plans, self.geometry)
 
     def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
@@ -209,7 +208,7 @@ class FixedLatentPlans:
         return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
 
     def replan(self, host: HostBatch) -> None:
-        """Plan rows of other lengths; for the same lengths the plan is kept."""
+        """Plan rows of other lengths; for the same lengths the plan is reused."""
         if (host.seq_lens == self._planned).all():
             return
         keys = self._tiles.keys(host.seq_lens)
@@ -237,7 +236,7 @@ def run_latent(
 
     if checking():
         metadata.staged.ensure_fresh()
-        require(plan.work.generation == plan.generation, "a work list was planned anew before this plan ran")
+        require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_latent(layer_kv, key_states, metadata.slot_mapping)
     out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
     plan.kernel.run(plan, query, layer_kv, out)

@@ -1,16 +1,16 @@
-"""The work list of FlashInfer's latent attention kernels, made on the host in numpy.
+"""The plan of FlashInfer's MLA kernels, made on the host in numpy.
 
 A tile is 64 (token, head) pairs of one row, or 128 shared by a cluster of two blocks where rows have more than 64 pairs
-on average. An item is a tile and a stretch of keys; every cluster walks its own items. A tile whose keys are divided
-leaves its parts in the workspace, rounded to the output's dtype, and some blocks merge them afterwards.
+on average. A work item is a tile and a KV chunk; each cluster processes its own items. With split-KV a tile has several
+items: their partial results are stored in the workspace, rounded to the output's dtype, and some blocks reduce them.
 
-FlashInfer's planner divides keys down to stretches of 32, by what the whole batch has to do. So a row's result depends
-on its neighbours, through the rounding of its parts. Here stretches are `LEAST_KEYS` long while the batch has no more
-than that many keys a cluster, and as FlashInfer's beyond; a tile that reads up to `WHOLE_KEYS` is not divided. So only
-in batches of more than `LEAST_KEYS` keys a cluster does a row depend on its neighbours.
+FlashInfer's planner makes KV chunks as short as 32 keys, depending on the total work of the batch. So a row's result
+depends on the other rows, through the rounding of its partial results. Here KV chunks are `LEAST_KEYS` long while the
+batch has no more than that many keys per cluster, and as FlashInfer's beyond; a tile of up to `WHOLE_KEYS` keys is not
+split. So only in batches of more than `LEAST_KEYS` keys per cluster does a row depend on the others.
 
-Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (MLAPlan) and mla_hopper.cuh, which says
-what each array means.
+Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (MLAPlan); mla_hopper.cuh for the meaning
+of each array.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from attention.checking import require
 
 PAIRS = 64
 LEAST_KEYS, WHOLE_KEYS = 128, 256
-"""Merging costs as much as reading some hundred keys. µs on an H200, 16 heads, stretches of 32 and fewer, of 128, and
-whole rows: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens 20.9,
-20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
+"""A reduction costs as much as reading some hundred keys. µs on an H200, 16 heads, KV chunks of up to 32, of 128, and
+no split-KV: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens
+20.9, 20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
 LATENT_DIM = 512
 _PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
 _MERGES = (
@@ -41,18 +41,19 @@ _ORDER = (*_PER_ITEM[:3], *_MERGES, *_PER_ITEM[3:], "work_indptr")
 """The arrays as the kernel's plan names them, in its order."""
 
 Arrays = Mapping[str, np.ndarray]
-"""The arrays of a work list, int32, by name."""
+"""The arrays of a plan, int32, by name."""
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """What the lengths of the queries decide.
+    """The tiles of a batch: all that depends on the queries' lengths alone.
 
     Attributes:
-        cluster: blocks a cluster, 1 or 2; clusters: how many there are; size: most pairs of a tile.
+        cluster: blocks per cluster, 1 or 2; clusters: how many there are; size: most pairs of a tile.
         query_lens: [B]; query_start_loc: [B+1].
         row: [T] the row of each tile; first: [T] its first pair, in the row; width: [T] its pairs.
-        start: [T] its first pair, in the batch; unseen: [T] keys at the end of the row that none of its pairs sees.
+        start: [T] its first pair, in the batch; unseen: [T] keys at the end of the row that are masked for all
+            its pairs.
     """
 
     cluster: int
@@ -93,7 +94,7 @@ class Tiles:
 
     @property
     def most_items(self) -> int:
-        """Items that a batch of these tiles has at most: dividing keys adds no more than one a cluster."""
+        """Most items of a batch of these tiles: split-KV adds no more than one per cluster."""
         return len(self.row) + self.clusters
 
     def keys(self, seq_lens: np.ndarray) -> np.ndarray:
@@ -108,14 +109,14 @@ class Tiles:
 
 @dataclass(frozen=True)
 class Division:
-    """How keys are divided into items.
+    """The KV chunks of every tile, and their distribution over the clusters.
 
     Attributes:
-        stretch: most keys of an item of a divided tile; parts: [T] items of each tile.
+        stretch: KV chunk size of a split tile; parts: [T] KV chunks of each tile.
         tile, row: [N] the tile of each item, clusters one after the other, and its row; begin: [N] its first key;
-            limit: [N] the key behind its last where the tile goes on.
+            limit: [N] the key after its last, without a bound in a tile's only chunk.
         starts: [clusters+1] item `starts[c]` is the first of cluster c.
-        place: [T] where a divided tile's parts begin in the workspace, in pairs.
+        place: [T] offset of a split tile's partial results in the workspace, in pairs.
     """
 
     stretch: int
@@ -134,6 +135,7 @@ class Division:
         parts = _parts(keys, stretch)
         tile = np.repeat(np.arange(len(parts)), parts)
         begin = offsets_within(parts) * stretch
+        # A tile's only chunk has no end of its own: growing rows then change kv_end, and the chunks stay.
         limit = np.where(parts[tile] > 1, begin + stretch, np.iinfo(np.int32).max)
         order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
         size = np.where(parts > 1, parts * tiles.width, 0)
@@ -141,7 +143,7 @@ class Division:
         return cls(stretch, parts, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size)
 
     def serves(self, tiles: Tiles, keys: np.ndarray) -> bool:
-        """Whether rows of other lengths are divided the same way."""
+        """Whether rows of other lengths have the same KV chunks."""
         stretch = tiles.stretch(keys)
         return stretch == self.stretch and bool((_parts(keys, stretch) == self.parts).all())
 
@@ -153,11 +155,12 @@ def _parts(keys: np.ndarray, stretch: int) -> np.ndarray:
 def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
     """The order of items with `keys` [N] by cluster, and where each cluster's begin [clusters+1].
 
-    One a cluster while that is enough; then the longest first, to and fro over the clusters.
+    One per cluster while that is enough; otherwise longest first, in alternating direction over the clusters.
     """
     count = len(keys)
     if count <= clusters:
         return np.arange(count), np.minimum(np.arange(clusters + 1), count)
+    # Longest first in alternating direction evens out the load without a heap: a few numpy calls.
     turn, place = np.divmod(np.arange(count), clusters)
     cluster = np.where(turn % 2, clusters - 1 - place, place)
     order = np.argsort(-keys, kind="stable")[np.argsort(cluster, kind="stable")]
@@ -166,11 +169,11 @@ def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray
 
 @dataclass(frozen=True)
 class Layout:
-    """Where the arrays of a work list lie, one after the other, each on a multiple of 16 bytes.
+    """Offsets of a plan's arrays in one buffer, each at a multiple of 16 bytes.
 
     Attributes:
-        info: what a launch is told: the grid, the arrays' byte offsets, and where in the workspace the parts and their
-            sums of exponentials begin. starts: the arrays' first entries; counts: their entries; nbytes: of all.
+        info: arguments of a launch: the grid, the arrays' byte offsets, and the offsets in the workspace of the partial
+            results and of their log-sum-exps. starts: the arrays' first entries; counts: their entries; nbytes: of all.
     """
 
     info: tuple[int, ...]
@@ -196,9 +199,9 @@ class Layout:
 
 
 def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray, host: HostBatch) -> None:
-    """Write a whole work list for tiles with keys [T] of a batch; entries past the last item stay as they are."""
+    """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
     tile, row, count = division.tile, division.row, len(division.tile)
-    require(count <= len(arrays["q_len"]), f"a work list has no room for {count} items")
+    require(count <= len(arrays["q_len"]), f"a plan has no room for {count} items")
     arrays["q_indptr"][:count] = tiles.query_start_loc[row]
     arrays["q_len"][:count] = tiles.query_lens[row]
     arrays["q_start"][:count] = tiles.first[tile]
@@ -213,7 +216,7 @@ def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray
 
 
 def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: HostBatch) -> None:
-    """Write what other lengths change in a list whose division stays."""
+    """Update a plan whose KV chunks stay for other lengths: page offsets, lengths and last keys."""
     tile, row, count = division.tile, division.row, len(division.tile)
     arrays["kv_indptr"][:count] = host.page_indptr[row]
     arrays["kv_len"][:count] = host.seq_lens[row]
@@ -221,7 +224,7 @@ def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: Ho
 
 
 def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:
-    """[5, M] int64, one column a block that merges some pairs of a divided tile, in the order of `_MERGES`."""
+    """[5, M] int64, one column per block that reduces some pairs of a split tile, in the order of `_MERGES`."""
     divided = np.flatnonzero(division.parts > 1)
     width = tiles.width[divided]
     wanted = np.maximum(keys[divided] * tiles.cluster // division.stretch, 1)

@@ -1,8 +1,8 @@
 """Attention of full batches with short queries, by a kernel of ours instead of FlashInfer's.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
-verification with K = 5 has 24 such queries, so that two thirds of its tensor work are for nobody, and on a card at its
-power limit that is time. Here the tile is 16 or 32. Only batches that fill the card without dividing keys are served.
+verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
+at its power limit. Here the tile is 16 or 32. Only batches that fill the GPU without split-KV are served.
 """
 
 from __future__ import annotations

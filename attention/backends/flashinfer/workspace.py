@@ -1,8 +1,8 @@
-"""How many bytes FlashInfer's fa2 kernels need for the parts of divided keys.
+"""How many bytes of workspace FlashInfer's fa2 kernels need for split-KV.
 
-Where the planner divides a row's keys, every part leaves its output and its log-sum-exp in the float workspace, in
-float32, and a plan that finds no room fails. The room grows with query heads × rows × tokens a row × head dimension, so
-it is computed from the plan's geometry, for the batch that needs most of it.
+Where the planner splits a row's KV, each chunk writes a partial output and its log-sum-exp to the float workspace, in
+float32, and planning fails when it is too small. It grows with query heads × rows × tokens per row × head
+dimension, so it is computed from the plan's geometry, for the batch that needs most of it.
 
 Source: flashinfer-ai/flashinfer 0.7.2, include/flashinfer/attention/scheduler.cuh (PrefillSplitQOKVIndptr,
 PrefillPlanImpl) and utils.cuh (FA2DetermineCtaTileQ).
@@ -15,7 +15,7 @@ import math
 from attention.spec import AttentionSpec
 
 LEAST_BYTES = 256 << 20
-"""What FlashInfer's documentation advises, twice; latent attention's parts need 18 MB of it on 132 multiprocessors."""
+"""Twice what FlashInfer's documentation recommends; MLA's partial results need 18 MB of it on 132 multiprocessors."""
 _SHORT_TILE, _LONG_TILE = 64, 128
 _WIDE_HEAD = 256
 """From this head dimension on, tiles have 64 queries at most."""
@@ -23,12 +23,12 @@ _ALIGNMENT = 16
 
 
 def split_bytes(key: AttentionSpec, sms: int, rows: int | None = None, query_len: int | None = None) -> int:
-    """Most bytes that the parts of one plan take.
+    """Most bytes that the partial results of one plan take.
 
     Args:
         key: heads and head dimensions; sms: multiprocessors.
-        rows, query_len: of a batch for CUDA graphs, whose grid has two blocks a multiprocessor at least, and one a
-            tile; default any batch outside graphs, whose divided tiles are never more than two a multiprocessor.
+        rows, query_len: of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and one per
+            tile; default any batch outside graphs, with at most two split tiles per multiprocessor.
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 

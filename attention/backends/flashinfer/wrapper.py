@@ -1,7 +1,7 @@
 """One FlashInfer paged-attention wrapper: which kernel it is, and planning it from host arrays.
 
-Two routes. "fa2" splits the keys of a row over the card, for few query tokens against many keys; it reads 8-bit caches
-and has sinks. "fa3" is Hopper's own pipeline, for long prompt chunks.
+Two routes. "fa2" splits the KV of a row over the GPU (split-KV), for few query tokens against many keys; it
+reads 8-bit caches and has sinks. "fa3" is Hopper's own pipeline, for long prompt chunks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from attention.spec import AttentionSpec
 Route = Literal["fa2", "fa3"]
 _INT_WORKSPACE_BYTES = 2 << 20
 _SPLIT_SHARE = 0.9
-"""Rows, as a share of `most_tiles`, from which on there is next to nothing left to divide."""
+"""Rows, as a share of `most_tiles`, from which on split-KV gains next to nothing."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Part:
 
 
 def most_tiles(key: AttentionSpec, device: torch.device) -> int:
-    """Tiles of queries up to which FlashInfer's fa2 planner divides keys: two blocks a multiprocessor in all.
+    """Tiles of queries up to which FlashInfer's fa2 planner uses split-KV: two blocks per multiprocessor in all.
 
     Source: flashinfer-ai/flashinfer, include/flashinfer/attention/scheduler.cuh (PrefillPlanImpl).
     """
@@ -47,20 +47,20 @@ def most_tiles(key: AttentionSpec, device: torch.device) -> int:
 
 
 def least_undivided(key: AttentionSpec, device: torch.device) -> int:
-    """So many rows fill the card, and the planner would hardly divide the keys of one."""
+    """The fewest rows that fill the GPU, so that the planner would hardly split the KV of any."""
     return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
 
 
 def divides_keys(key: AttentionSpec, rows: int, device: torch.device) -> bool:
-    """Whether there are so few rows that the planner would divide the keys of a row over the card."""
+    """Whether there are so few rows that the planner would split the KV of a row over the GPU."""
     return rows < least_undivided(key, device)
 
 
 class Kernel:
     """One FlashInfer wrapper: holds one plan at a time.
 
-    Where a plan divides the keys of a row over the card, it depends on lengths. A fixed batch with so many rows that
-    the planner would not divide them gets a kernel without the parts and their merging, planned once.
+    A plan with split-KV depends on lengths. A fixed batch with so many rows that the planner would not split gets a
+    kernel without split-KV and its reduction, planned once.
 
     Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
     """
@@ -121,7 +121,7 @@ class Kernel:
 
     @property
     def ready(self) -> bool:
-        """Whether the last plan's copy has left the pinned buffer. Asks, never waits."""
+        """Whether the last plan's copy has left the pinned buffer. Does not wait."""
         return self._copied.query()
 
     def plan(self, part: Part) -> None:
@@ -162,7 +162,7 @@ class Kernel:
         """Whether the last plan serves rows with these pages, [B+1] int32, as it does those that it was made for.
 
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
-        csrc/batch_prefill.cu: kv_len_arr is not read). A plan that divides no keys serves all.
+        csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves all.
         """
         return not self._splits or bool((page_indptr == self._planned).all())
 

@@ -30,7 +30,7 @@ HALF = torch.bfloat16
         ),
         (GROUP, replace(KEY, head_dim_v=128), HALF, "given 64 and 128"),
         (GROUP, replace(KEY, num_q_heads=5), HALF, "the 5 query heads to be a multiple of the 2 KV heads"),
-        (GROUP, replace(KEY, value_in_key=True), HALF, "does not serve latent attention; use backend='flashinfer'"),
+        (GROUP, replace(KEY, value_in_key=True), HALF, "does not serve MLA; use backend='flashinfer'"),
         (replace(GROUP, format=KVFormat(FP8)), KEY, HALF, "has no cache in 8 bits; use kv_cache_dtype='auto'"),
     ],
 )

@@ -137,7 +137,5 @@ def test_scales_of_other_layers_are_refused() -> None:
 
 
 def test_latents_in_8_bits_are_refused() -> None:
-    with pytest.raises(
-        UnsupportedAttentionError, match=r"latent attention has no cache in 8 bits.*kv_cache_dtype='auto'"
-    ):
+    with pytest.raises(UnsupportedAttentionError, match=r"MLA has no cache in 8 bits.*kv_cache_dtype='auto'"):
         group(KVFormat(FP8), (AttentionSpec(4, 1, 24, 16, 0.2, value_in_key=True),))

@@ -1,4 +1,4 @@
-"""Absorbed latent attention gives the logits of transformers' expanded forward, and leaves the model as it was."""
+"""Absorbed MLA gives the logits of transformers' expanded forward, and leaves the model as it was."""
 
 from __future__ import annotations
 

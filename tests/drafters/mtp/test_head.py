@@ -74,7 +74,7 @@ def transformers_mtp(case: Any) -> MtpModel:
 @pytest.mark.parametrize("name", ["deepseek_v3", "glm4_moe"])
 @torch.inference_mode()
 def test_logits_equal_transformers_own_module(name: str, tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
-    """Absorbed attention where the family has latent attention; transformers runs expanded."""
+    """Absorbed attention where the family has MLA; transformers runs expanded."""
     case = tiny_case(name)
     own, head = transformers_mtp(case), load(case, tmp_path)
     ids, hidden, positions = inputs()

@@ -266,7 +266,7 @@ def test_buckets() -> None:
 
 
 def latent_mixture_pair() -> tuple[Any, MtpHead]:
-    """A tiny target with latent attention and experts, and a multi-token-prediction module of its kind."""
+    """A tiny target with MLA and experts, and a multi-token-prediction module of its kind."""
     torch.manual_seed(0)
     config = DeepseekV2Config(
         vocab_size=VOCAB,

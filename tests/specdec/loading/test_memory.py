@@ -36,7 +36,7 @@ def test_the_cache_takes_what_is_left(gpu: None) -> None:
 def test_no_room_for_a_cache(gpu: None) -> None:
     message = (
         r"64\.00 GiB of 80\.00 GiB are free on cuda, gpu_memory_utilization=0\.24 leaves 3\.20 GiB of it, and 4\.00 "
-        "GiB are kept for activations and graphs; raise gpu_memory_utilization or take a smaller model"
+        "GiB are reserved for activations and graphs; raise gpu_memory_utilization or take a smaller model"
     )
     with pytest.raises(CacheTooSmallError, match=message):
         cache_tokens(None, CUDA, TOKEN, 10**9, 0.24)
@@ -45,7 +45,8 @@ def test_no_room_for_a_cache(gpu: None) -> None:
 def test_a_cache_that_was_asked_for_and_does_not_fit(gpu: None) -> None:
     assert cache_tokens(65536, CUDA, TOKEN, 1, 0.9) == 65536, "what is asked for may use all that is free"
     message = (
-        r"kv_cache_tokens=65537 takes 64\.00 GiB \(1048576 bytes a token\).*64\.00 GiB of 80\.00.*room for 65536 tokens"
+        r"kv_cache_tokens=65537 takes 64\.00 GiB \(1048576 bytes per token\).*"
+        r"64\.00 GiB of 80\.00.*room for 65536 tokens"
     )
     with pytest.raises(CacheTooSmallError, match=message):
         cache_tokens(65537, CUDA, TOKEN, 1, 0.9)

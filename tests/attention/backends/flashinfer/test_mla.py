@@ -1,4 +1,4 @@
-"""What FlashInfer's latent attention refuses; its work list is in test_latent_work.py, the kernels are in tests/gpu."""
+"""What FlashInfer's MLA refuses; its plan is in test_mla_plan.py, the kernels are in tests/gpu."""
 
 from __future__ import annotations
 

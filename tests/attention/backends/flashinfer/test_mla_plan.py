@@ -1,4 +1,4 @@
-"""The work list of latent attention: every pair reads every key it sees once, and parts are merged where they lie.
+"""The MLA plan: every pair reads every key it sees once, and partial results are reduced at their places.
 
 `walk` reads a list as the kernel does.
 """
