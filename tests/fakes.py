@@ -221,12 +221,57 @@ def count_calls(monkeypatch: Any, owner: type, name: str) -> list[Any]:
     return calls
 
 
+def results_of(monkeypatch: Any, owner: type, name: str) -> list[Any]:
+    """What the method returned, from now on."""
+    plain, results = getattr(owner, name), []
+
+    def noting(self: Any, *args: Any) -> Any:
+        results.append(plain(self, *args))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, noting)
+    return results
+
+
+@contextmanager
+def backend_of_ours(backend: Any) -> Iterator[None]:
+    """Models that are wrapped inside run on `backend`, whatever is asked for."""
+    with patch("specdec.model.make_backend", lambda name, device: backend):
+        yield
+
+
+def engine_of(wrapped: Any) -> Any:
+    """The model's `Engine`, whose rounds a test steps itself."""
+    return wrapped._engine
+
+
+def scheduler_of(wrapped: Any) -> Any:
+    """The `Scheduler` of the model's engine."""
+    return engine_of(wrapped)._scheduler
+
+
+def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
+    """Whether a verification is queued behind the draft loop before the host goes on, as on a GPU."""
+    engine_of(wrapped)._launch_ahead = ahead
+
+
+def attention_form(model: Any) -> Any:
+    """The name of the attention that a transformers model runs."""
+    return model.config._attn_implementation
+
+
+def experts_form(model: Any) -> Any:
+    """The name of the form in which a transformers model runs its experts."""
+    return model.config._experts_implementation
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Queue a kernel that spins for so many clock cycles: what is launched next waits behind it."""
+    torch.cuda._sleep(cycles)
+
+
 def free_everywhere(wrapped: Any) -> bool:
-    """Whether no request holds a row or a page any more."""
-    engine = wrapped._engine
-    scheduler = engine._scheduler
-    pools = [scheduler.target_pages] + ([scheduler.head_pages] if scheduler.head_pages is not None else [])
-    for pool in pools:
-        pool.validate()
-    empty = all(pool.allocator.num_free == pool.allocator.num_pages - 1 for pool in pools)
-    return empty and scheduler.idle and not engine._requests and engine._table.num_free == engine.config.max_num_seqs
+    """Whether no request holds a row or a page any more, and every page has one owner."""
+    from specdec.engine.scheduler import Usage
+
+    return bool(engine_of(wrapped).usage() == Usage())

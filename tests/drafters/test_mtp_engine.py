@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import free_everywhere, random_prompts, wrap
+from fakes import engine_of, free_everywhere, random_prompts, wrap
 
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
@@ -103,7 +103,8 @@ def test_a_request_must_not_carry_anothers_vector(
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
-    engine, step = wrapped._engine, wrapped._engine.step
+    engine = engine_of(wrapped)
+    step = engine.step
 
     def forgetful() -> Any:
         updates = step()

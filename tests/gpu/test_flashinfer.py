@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import keep_gpu_busy
 
 from attention.backends.base import AttentionBackend
 from attention.backends.reference import TorchBackend
@@ -228,7 +229,7 @@ def test_replanning_behind_a_slow_kernel() -> None:
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    keep_gpu_busy(200_000_000)
     got = [pair.flashinfer.attend(pair.flashinfer.plan(m), 0, *s) for m, s in zip(metadata, states, strict=True)]
     for out, m, s in zip(got, metadata, states, strict=True):
         assert relative_error(out, pair.expected(m, s)) <= 3e-3
@@ -296,7 +297,7 @@ def test_planning_never_synchronises() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(1_000_000)
+        keep_gpu_busy(1_000_000)
         pair.flashinfer.plan(metadata)
         planner.plan(metadata)
         with pytest.raises(RuntimeError, match="synchroniz"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import divided_as_by_flashinfer
+from fakes import divided_as_by_flashinfer, keep_gpu_busy
 
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
@@ -227,7 +227,7 @@ def test_replanning_behind_a_slow_kernel() -> None:
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    keep_gpu_busy(200_000_000)
     got = [pair.attend(m, s) for m, s in zip(metadata, states, strict=True)]
     for out, m, s in zip(got, metadata, states, strict=True):
         assert relative_error(out, pair.expected(m, s)) <= LIMIT
@@ -242,7 +242,7 @@ def test_planning_never_synchronises(pair: Pair) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(1_000_000)
+        keep_gpu_busy(1_000_000)
         pair.flashinfer.plan(metadata)
         planner.replan(metadata.host)
         with pytest.raises(RuntimeError, match="synchroniz"):
