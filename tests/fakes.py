@@ -7,6 +7,7 @@ import functools
 import string
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -139,6 +140,24 @@ def table_head(
     return TableHead(table, taps, model.config.hidden_size, disturbance, ids)
 
 
+def eagle3_spec(**changes: Any) -> Any:
+    """The `Eagle3Spec` of a very small head, with these fields changed."""
+    from drafters.eagle3.spec import Eagle3Spec
+
+    spec = Eagle3Spec(
+        hidden_size=16,
+        target_hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        vocab_size=40,
+        draft_vocab_size=11,
+        taps=(1, 2, 4),
+    )
+    return replace(spec, **changes)
+
+
 def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None) -> Head:
     """A random EAGLE-3 head for a tiny Llama."""
     from drafters.eagle3.head import Eagle3Head
@@ -184,6 +203,24 @@ def _hf_greedy(vocab_size: int, seed: int, context: float, prompt: tuple[int, ..
 def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 0, context: float = 0.03) -> list[int]:
     """What transformers' own greedy `generate` says of `tiny_llama` with the same arguments."""
     return list(_hf_greedy(vocab_size, seed, context, tuple(prompt), new))
+
+
+def wrong_rounds(head: Head, completion: Any) -> list[int]:
+    """Rounds of a `tiny_llama` whose drafts are not the oracle's. True states come from transformers' own forward."""
+    from drafters.oracle import oracle_drafts
+
+    ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
+    wrong, root = [], len(completion.prompt_token_ids)
+    with torch.no_grad():
+        states = tiny_llama()(ids[None], output_hidden_states=True).hidden_states
+        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
+        assert completion.drafts is not None and len(completion.drafts) == len(completion.stats.rounds)
+        for index, (drafts, round_) in enumerate(zip(completion.drafts, completion.stats.rounds, strict=True)):
+            assert len(drafts) == round_.drafted
+            if list(drafts) != oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)):
+                wrong.append(index)
+            root += round_.emitted
+    return wrong
 
 
 def random_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = VOCAB) -> list[list[int]]:

@@ -39,10 +39,13 @@ def attention_spec(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: 
     return AttentionSpec(*heads, dim, dim, scale=dim**-0.5, **options)  # type: ignore[arg-type]
 
 
-def host_batch(query_lens: list[int], computed: list[int], page_size: int, seed: int = 0) -> HostBatch:
+def host_batch(
+    query_lens: list[int], computed: list[int], page_size: int, seed: int = 0, slots: int = NUM_PAGES * 16
+) -> HostBatch:
+    """Rows on random pages of a cache of `slots` tokens."""
     start = np.array(computed)
     counts = -(-(start + query_lens) // page_size)
-    pages = np.random.default_rng(seed).permutation(np.arange(1, NUM_PAGES * 16 // page_size))[: counts.sum()]
+    pages = np.random.default_rng(seed).permutation(np.arange(1, slots // page_size))[: counts.sum()]
     table = np.zeros((len(counts), counts.max()), np.int32)
     table[np.arange(counts.max()) < counts[:, None]] = pages
     return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)

@@ -16,6 +16,8 @@ from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
+from tests.gpu.test_flashinfer import host_batch as paged_batch
+from tests.gpu.test_flashinfer import metadata_of, relative_error
 
 CUDA = torch.device("cuda")
 SLOTS = 40_000
@@ -27,26 +29,12 @@ MIXED = ([4, 1, 200, 3, 33], [500, 80, 0, 14, 128])
 ODD = ([3, 5, 1, 2], [1, 61, 62, 63])
 
 
+def host_batch(query_lens: list[int], computed: list[int], page_size: int = 16, seed: int = 0) -> HostBatch:
+    return paged_batch(query_lens, computed, page_size, seed, SLOTS)
+
+
 def attention_spec(heads: int = 16) -> AttentionSpec:
     return AttentionSpec(heads, 1, 576, 512, scale=192**-0.5, value_in_key=True)
-
-
-def host_batch(query_lens: list[int], computed: list[int], page_size: int = 16, seed: int = 0) -> HostBatch:
-    start = np.array(computed)
-    counts = -(-(start + query_lens) // page_size)
-    pages = np.random.default_rng(seed).permutation(np.arange(1, SLOTS // page_size))[: counts.sum()]
-    table = np.zeros((len(counts), counts.max()), np.int32)
-    table[np.arange(counts.max()) < counts[:, None]] = pages
-    return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
-
-
-def metadata_of(batch: HostBatch) -> CommonAttentionMetadata:
-    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], CUDA)
-    return stage(batch, arena, bucket)
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Pair:
