@@ -24,7 +24,7 @@ def test_whole_numbers_come_back_as_int(value: Any) -> None:
 
 @pytest.mark.parametrize("value", [*NOT_WHOLE, -1, 4, 10**400], ids=lambda v: repr(v)[:20])
 def test_others_are_refused_by_name(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^k=.*: allowed is 0 … 3$"):
+    with pytest.raises(InvalidInputError, match=r"^k=.*allowed is 0 … 3"):
         whole("k", value, 0, 3, "0 … 3")
 
 
@@ -43,14 +43,14 @@ def test_numbers_come_back_as_float(value: Any) -> None:
     "value", [True, np.True_, "1.5", None, np.array([1.5]), 10**400, 1j], ids=lambda v: repr(v)[:20]
 )
 def test_what_is_no_number_is_refused(value: Any) -> None:
-    with pytest.raises(InvalidInputError, match=r"^t=.*: allowed is a number$"):
+    with pytest.raises(InvalidInputError, match=r"^t=.*allowed is a number"):
         real("t", value, "a number")
 
 
 def test_flags_are_bools() -> None:
     assert flag("f", True) is flag("f", np.True_) is True and flag("f", np.False_) is False
     for value in (1, 0, "yes", None, torch.tensor(True)):
-        with pytest.raises(InvalidInputError, match=r"^f=.*: allowed is True or False$"):
+        with pytest.raises(InvalidInputError, match=r"^f=.*allowed is True or False"):
             flag("f", value)
 
 
