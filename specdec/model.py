@@ -18,6 +18,7 @@ from drafters.mtp.convention import Concat, Feedback, MtpReading
 from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
+from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
 from specdec.errors import InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
@@ -282,6 +283,17 @@ class SpeculativeModel:
     def engine_stats(self) -> EngineStats:
         """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
         return self._shared.stats
+
+    def usage(self) -> Usage:
+        """What requests hold at this moment: requests waiting and running, rows, pages of both caches; 0 when idle.
+
+        Waits for the end of a round that another thread runs.
+
+        Raises:
+            InvariantError: with SPECDEC_CHECK=1, when a page of a cache has no owner, or two.
+            SpecdecError: called from inside a round.
+        """
+        return self._shared.usage()
 
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate for one prompt or many, batched continuously.

@@ -7,6 +7,7 @@ import functools
 import string
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -144,6 +145,24 @@ def table_head(
     return TableHead(table, taps, model.config.hidden_size, disturbance, ids)
 
 
+def eagle3_spec(**changes: Any) -> Any:
+    """The `Eagle3Spec` of a very small head, with these fields changed."""
+    from drafters.eagle3.spec import Eagle3Spec
+
+    spec = Eagle3Spec(
+        hidden_size=16,
+        target_hidden_size=16,
+        intermediate_size=24,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=4,
+        vocab_size=40,
+        draft_vocab_size=11,
+        taps=(1, 2, 4),
+    )
+    return replace(spec, **changes)
+
+
 def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None) -> Head:
     """A random EAGLE-3 head for a tiny Llama."""
     from drafters.eagle3.head import Eagle3Head
@@ -191,6 +210,24 @@ def hf_greedy(prompt: list[int], new: int, vocab_size: int = VOCAB, seed: int = 
     return list(_hf_greedy(vocab_size, seed, context, tuple(prompt), new))
 
 
+def wrong_rounds(head: Head, completion: Any) -> list[int]:
+    """Rounds of a `tiny_llama` whose drafts are not the oracle's. True states come from transformers' own forward."""
+    from drafters.oracle import oracle_drafts
+
+    ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
+    wrong, root = [], len(completion.prompt_token_ids)
+    with torch.no_grad():
+        states = tiny_llama()(ids[None], output_hidden_states=True).hidden_states
+        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
+        assert completion.drafts is not None and len(completion.drafts) == len(completion.stats.rounds)
+        for index, (drafts, round_) in enumerate(zip(completion.drafts, completion.stats.rounds, strict=True)):
+            assert len(drafts) == round_.drafted
+            if list(drafts) != oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)):
+                wrong.append(index)
+            root += round_.emitted
+    return wrong
+
+
 def random_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = VOCAB) -> list[list[int]]:
     """Random prompts of these lengths."""
     generator = torch.Generator().manual_seed(seed)
@@ -226,12 +263,57 @@ def count_calls(monkeypatch: Any, owner: type, name: str) -> list[Any]:
     return calls
 
 
+def results_of(monkeypatch: Any, owner: type, name: str) -> list[Any]:
+    """What the method returned, from now on."""
+    plain, results = getattr(owner, name), []
+
+    def noting(self: Any, *args: Any) -> Any:
+        results.append(plain(self, *args))
+        return results[-1]
+
+    monkeypatch.setattr(owner, name, noting)
+    return results
+
+
+@contextmanager
+def backend_of_ours(backend: Any) -> Iterator[None]:
+    """Models that are wrapped inside run on `backend`, whatever is asked for."""
+    with patch("specdec.model.make_backend", lambda name, device: backend):
+        yield
+
+
+def engine_of(wrapped: Any) -> Any:
+    """The model's `Engine`, whose rounds a test steps itself."""
+    return wrapped._engine
+
+
+def scheduler_of(wrapped: Any) -> Any:
+    """The `Scheduler` of the model's engine."""
+    return engine_of(wrapped)._scheduler
+
+
+def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
+    """Whether a verification is queued behind the draft loop before the host goes on, as on a GPU."""
+    engine_of(wrapped)._launch_ahead = ahead
+
+
+def attention_form(model: Any) -> Any:
+    """The name of the attention that a transformers model runs."""
+    return model.config._attn_implementation
+
+
+def experts_form(model: Any) -> Any:
+    """The name of the form in which a transformers model runs its experts."""
+    return model.config._experts_implementation
+
+
+def keep_gpu_busy(cycles: int) -> None:
+    """Queue a kernel that spins for so many clock cycles: what is launched next waits behind it."""
+    torch.cuda._sleep(cycles)
+
+
 def free_everywhere(wrapped: Any) -> bool:
-    """Whether no request holds a row or a page any more."""
-    engine = wrapped._engine
-    scheduler = engine._scheduler
-    pools = [scheduler.target_pages] + ([scheduler.head_pages] if scheduler.head_pages is not None else [])
-    for pool in pools:
-        pool.validate()
-    empty = all(pool.allocator.num_free == pool.allocator.num_pages - 1 for pool in pools)
-    return empty and scheduler.idle and not engine._requests and engine._table.num_free == engine.config.max_num_seqs
+    """Whether no request holds a row or a page any more, and every page has one owner."""
+    from specdec.engine.scheduler import Usage
+
+    return bool(engine_of(wrapped).usage() == Usage())

@@ -12,24 +12,34 @@ ROOMS = ("attention", "drafters", "specdec", "evals")
 
 
 def mapped_files() -> set[str]:
-    """Paths in the table of docs/architecture.md; a row without a room belongs to the room above it."""
+    """Paths in the tables of docs/architecture.md: a row is a room and its files."""
     text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
-    room, found = "", set()
-    for first, names in re.findall(r"^\|([^|]*)\|([^|]*)\|", text, re.MULTILINE):
-        room = first.strip() or room
-        found |= {f"{room}/{name}" for name in re.findall(r"`([^`]+)`", names)}
-    return found
+    rows = re.findall(r"^\| `([\w/]+)/` \|([^|]*)\|", text, re.MULTILINE)
+    return {f"{room}/{name}" for room, names in rows for name in re.findall(r"`([^`]+)`", names)}
 
 
 def test_the_map_names_every_file_and_no_other() -> None:
     mapped = mapped_files()
-    files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).glob("*.py")}
+    files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
     assert {name for name in files if not name.endswith("__init__.py")} - mapped == set()
     assert [name for name in mapped if not (ROOT / name).exists()] == []
+
+
+def moves() -> dict[str, str]:
+    """Old path -> new path, of docs/moves.md."""
+    text = (ROOT / "docs" / "moves.md").read_text("utf-8")
+    return dict(re.findall(r"^\| `([^`]+)` \| `([^`]+)` \|$", text, re.MULTILINE))
+
+
+def test_moved_files_are_listed_once_in_order() -> None:
+    text = (ROOT / "docs" / "moves.md").read_text("utf-8")
+    assert len(moves()) == text.count("\n| `") > 200
+    assert list(moves()) == sorted(moves())
 
 
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")
     named = re.findall(r"\b((?:attention|drafters|specdec|evals|benchmarks|tests|examples|docs)/[\w./-]*\w)", text)
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    old = moves() if page == "docs/moves.md" else {}
+    assert [name for name in named if not (ROOT / name).exists() and name not in old] == []

@@ -65,6 +65,11 @@ class BlockTables:
         self._counts = np.zeros(max_rows, np.int64)
 
     @property
+    def num_used(self) -> int:
+        """Pages that rows own."""
+        return int(self._counts.sum())
+
+    @property
     def capacity_tokens(self) -> int:
         """Tokens that fit when one request has every page."""
         return (self.allocator.num_pages - 1) * self.page_size

@@ -15,7 +15,7 @@ from specdec.acceptance.packed import Outcome, unpack_outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed, commit, ending_tokens
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.scheduler import Scheduler, Usage
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.execution.base import Drafter, Executor, Round, Verification
 from specdec.execution.eager import EagerExecutor
@@ -119,6 +119,10 @@ class Engine:
     def has_work(self) -> bool:
         """Whether any request waits or runs."""
         return bool(self._requests)
+
+    def usage(self) -> Usage:
+        """What requests hold now: see `Scheduler.usage`."""
+        return self._scheduler.usage(len(self._requests))
 
     @property
     def next_id(self) -> int:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import numpy as np
 
 from attention.cache.pages import BlockTables
+from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig
@@ -15,6 +17,23 @@ from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What the requests of an engine hold at one moment; all 0 when it is idle.
+
+    Attributes:
+        requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
+        target_pages, head_pages: pages of the target's and of the head's KV cache.
+    """
+
+    requests: int = 0
+    waiting: int = 0
+    running: int = 0
+    rows: int = 0
+    target_pages: int = 0
+    head_pages: int = 0
 
 
 class Scheduler:
@@ -48,6 +67,15 @@ class Scheduler:
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
         return not self.waiting and not self.running
+
+    def usage(self, requests: int) -> Usage:
+        """What the engine's `requests` hold. Raises InvariantError, in check mode, when a page has no owner or two."""
+        pools = [pages for pages in (self.target_pages, self.head_pages) if pages is not None]
+        if checking():
+            for pages in pools:
+                pages.validate()
+        rows = self._config.max_num_seqs - self._table.num_free
+        return Usage(requests, len(self.waiting), len(self.running), rows, *(pages.num_used for pages in pools))
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.

@@ -25,6 +25,7 @@ from threading import get_ident
 import torch
 
 from specdec.engine.engine import Engine, EngineStats
+from specdec.engine.scheduler import Usage
 from specdec.errors import SpecdecError
 from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission
@@ -98,6 +99,11 @@ class SharedEngine:
     def stats(self) -> EngineStats:
         """A snapshot of the engine's counters."""
         return self._engine.stats
+
+    def usage(self) -> Usage:
+        """What requests hold between two rounds: see `Engine.usage`. Raises SpecdecError inside a round."""
+        with self.between_rounds():
+            return self._engine.usage()
 
     def submit(self, requests: Sequence[Submission]) -> Call:
         """Queue the requests of a call.

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes import eagle3_spec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -20,17 +21,7 @@ from drafters.training.objective import chain_mask, draft_targets, evaluate_batc
 from drafters.unroll import TttAttend, shift_left, unroll
 from drafters.vocab import most_frequent
 
-SPEC = Eagle3Spec(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    vocab_size=300,
-    draft_vocab_size=200,
-    taps=(1, 2, 4),
-)
+SPEC = eagle3_spec(head_dim=8, vocab_size=300, draft_vocab_size=200)
 VARIANTS = [SPEC, replace(SPEC, feedback="post_norm"), replace(SPEC, num_layers=2, qkv_bias=True)]
 STEPS, LENGTH = 5, 14
 ANCHORS = range(1, 9)

@@ -74,10 +74,10 @@ class ScriptedModel:
         texts = [p if isinstance(p, str) else self.tokenizer.decode(p) for p in prompts]
         if self.poison and any(self.poison in text for text in texts):
             raise InvalidInputError("the prompt is poisoned")
-        done = [(i, self._complete(text, p)) for i, (text, p) in enumerate(zip(texts, each, strict=True))]
+        done = [(i, self.complete(text, p)) for i, (text, p) in enumerate(zip(texts, each, strict=True))]
         return reversed(done)
 
-    def _complete(self, prompt: str, params: SamplingParams) -> Completion:
+    def complete(self, prompt: str, params: SamplingParams) -> Completion:
         k = self.max_k if params.num_speculative_tokens is None else params.num_speculative_tokens
         ids = self._ids(prompt, params, k)
         rng = random.Random(f"{prompt}/{params.seed}")

@@ -73,9 +73,13 @@ def test_the_comparison_can_fail() -> None:
 def mixture() -> DeepseekV2Experts:
     torch.manual_seed(0)
     config = DeepseekV2Config(
-        hidden_size=256, moe_intermediate_size=96, n_routed_experts=16, num_experts_per_tok=4, num_attention_heads=4
+        hidden_size=256,
+        moe_intermediate_size=96,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        num_attention_heads=4,
+        experts_implementation="grouped_mm",
     )
-    config._experts_implementation = "grouped_mm"
     with CUDA:
         experts = DeepseekV2Experts(config).to(torch.bfloat16).requires_grad_(False)
     for parameter in experts.parameters():

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import keep_gpu_busy
 
 from attention.backends.base import AttentionBackend
 from attention.backends.reference import TorchBackend
@@ -38,10 +39,13 @@ def attention_spec(heads: tuple[int, int] = (32, 8), dim: int = 128, **options: 
     return AttentionSpec(*heads, dim, dim, scale=dim**-0.5, **options)  # type: ignore[arg-type]
 
 
-def host_batch(query_lens: list[int], computed: list[int], page_size: int, seed: int = 0) -> HostBatch:
+def host_batch(
+    query_lens: list[int], computed: list[int], page_size: int, seed: int = 0, slots: int = NUM_PAGES * 16
+) -> HostBatch:
+    """Rows on random pages of a cache of `slots` tokens."""
     start = np.array(computed)
     counts = -(-(start + query_lens) // page_size)
-    pages = np.random.default_rng(seed).permutation(np.arange(1, NUM_PAGES * 16 // page_size))[: counts.sum()]
+    pages = np.random.default_rng(seed).permutation(np.arange(1, slots // page_size))[: counts.sum()]
     table = np.zeros((len(counts), counts.max()), np.int32)
     table[np.arange(counts.max()) < counts[:, None]] = pages
     return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
@@ -228,7 +232,7 @@ def test_replanning_behind_a_slow_kernel() -> None:
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    keep_gpu_busy(200_000_000)
     got = [pair.flashinfer.attend(pair.flashinfer.plan(m), 0, *s) for m, s in zip(metadata, states, strict=True)]
     for out, m, s in zip(got, metadata, states, strict=True):
         assert relative_error(out, pair.expected(m, s)) <= 3e-3
@@ -296,7 +300,7 @@ def test_planning_never_synchronises() -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(1_000_000)
+        keep_gpu_busy(1_000_000)
         pair.flashinfer.plan(metadata)
         planner.plan(metadata)
         with pytest.raises(RuntimeError, match="synchroniz"):

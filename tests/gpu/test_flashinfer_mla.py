@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import divided_as_by_flashinfer
+from fakes import divided_as_by_flashinfer, keep_gpu_busy
 
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
@@ -16,6 +16,8 @@ from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
+from tests.gpu.test_flashinfer import host_batch as paged_batch
+from tests.gpu.test_flashinfer import metadata_of, relative_error
 
 CUDA = torch.device("cuda")
 SLOTS = 40_000
@@ -27,26 +29,12 @@ MIXED = ([4, 1, 200, 3, 33], [500, 80, 0, 14, 128])
 ODD = ([3, 5, 1, 2], [1, 61, 62, 63])
 
 
+def host_batch(query_lens: list[int], computed: list[int], page_size: int = 16, seed: int = 0) -> HostBatch:
+    return paged_batch(query_lens, computed, page_size, seed, SLOTS)
+
+
 def attention_spec(heads: int = 16) -> AttentionSpec:
     return AttentionSpec(heads, 1, 576, 512, scale=192**-0.5, value_in_key=True)
-
-
-def host_batch(query_lens: list[int], computed: list[int], page_size: int = 16, seed: int = 0) -> HostBatch:
-    start = np.array(computed)
-    counts = -(-(start + query_lens) // page_size)
-    pages = np.random.default_rng(seed).permutation(np.arange(1, SLOTS // page_size))[: counts.sum()]
-    table = np.zeros((len(counts), counts.max()), np.int32)
-    table[np.arange(counts.max()) < counts[:, None]] = pages
-    return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
-
-
-def metadata_of(batch: HostBatch) -> CommonAttentionMetadata:
-    arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], CUDA)
-    return stage(batch, arena, bucket)
-
-
-def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
 class Pair:
@@ -227,7 +215,7 @@ def test_replanning_behind_a_slow_kernel() -> None:
     metadata = [metadata_of(batch) for batch in batches]
     states = [pair.states(batch.num_tokens, seed=i) for i, batch in enumerate(batches)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
+    keep_gpu_busy(200_000_000)
     got = [pair.attend(m, s) for m, s in zip(metadata, states, strict=True)]
     for out, m, s in zip(got, metadata, states, strict=True):
         assert relative_error(out, pair.expected(m, s)) <= LIMIT
@@ -242,7 +230,7 @@ def test_planning_never_synchronises(pair: Pair) -> None:
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        torch.cuda._sleep(1_000_000)
+        keep_gpu_busy(1_000_000)
         pair.flashinfer.plan(metadata)
         planner.replan(metadata.host)
         with pytest.raises(RuntimeError, match="synchroniz"):

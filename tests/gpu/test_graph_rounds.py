@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fakes import count_calls
+from fakes import count_calls, keep_gpu_busy
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.backends.flashinfer.packed import PackedKernel
@@ -16,6 +18,7 @@ from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
+from specdec.execution.eager import Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -162,21 +165,34 @@ def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.Monk
         go_on()
 
 
+def replace_drafting(monkeypatch: pytest.MonkeyPatch, wrapped: SpeculativeModel, drafting: Callable[..., Any]) -> None:
+    """From now on `drafting(draft_on, *args)` runs in place of each verification's `draft_on(*args)`."""
+    executor: Any = wrapped.executor
+    verify = executor.verify
+
+    def verified(*args: Any) -> Verification:
+        verification = verify(*args)
+        if verification.draft_on is None:
+            return verification
+        return replace(verification, draft_on=partial(drafting, verification.draft_on))
+
+    monkeypatch.setattr(executor, "verify", verified)
+
+
 def test_the_draft_loop_is_launched_in_a_millisecond_behind_a_slow_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing in it waits for the device: 20 ms of work stand in front of it."""
     wrapped = model(5, True)
     go_on = steady(wrapped, 8)
-    executor: Any = wrapped.executor
-    plain, seconds = executor._draft_on, []
+    seconds: list[float] = []
 
-    def behind_a_slow_kernel(*args: Any) -> Any:
-        torch.cuda._sleep(int(20e-3 * torch.cuda.get_device_properties(CUDA).clock_rate * 1e3))
+    def behind_a_slow_kernel(draft_on: Any, *args: Any) -> Any:
+        keep_gpu_busy(int(20e-3 * torch.cuda.get_device_properties(CUDA).clock_rate * 1e3))
         started = time.perf_counter()
-        drafted = plain(*args)
+        drafted = draft_on(*args)
         seconds.append(time.perf_counter() - started)
         return drafted
 
-    monkeypatch.setattr(executor, "_draft_on", behind_a_slow_kernel)
+    replace_drafting(monkeypatch, wrapped, behind_a_slow_kernel)
     started = time.perf_counter()
     go_on()
     assert time.perf_counter() - started > 8 * 15e-3  # the kernel was slow indeed
@@ -187,14 +203,12 @@ def test_plans_made_behind_a_slow_kernel_draft_the_same(monkeypatch: pytest.Monk
     params = SamplingParams(max_new_tokens=32, return_drafts=True)
     plain = model(5, True).generate(PROMPTS, params)
     wrapped = model(5, True)
-    executor: Any = wrapped.executor
-    draft_on = executor._draft_on
 
-    def behind_a_slow_kernel(*args: Any) -> Any:
-        torch.cuda._sleep(10_000_000)
+    def behind_a_slow_kernel(draft_on: Any, *args: Any) -> Any:
+        keep_gpu_busy(10_000_000)
         return draft_on(*args)
 
-    monkeypatch.setattr(executor, "_draft_on", behind_a_slow_kernel)
+    replace_drafting(monkeypatch, wrapped, behind_a_slow_kernel)
     slow = wrapped.generate(PROMPTS, params)
     assert [c.token_ids for c in slow] == [c.token_ids for c in plain]
     assert [c.drafts for c in slow] == [c.drafts for c in plain]

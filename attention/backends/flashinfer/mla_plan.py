@@ -29,15 +29,15 @@ LEAST_KEYS, WHOLE_KEYS = 128, 256
 no split-KV: 200 keys in 1 row of 1 token 9.8, 12.2, 14.4; 8 rows of 4 tokens 17.9, 22.4, 15.6; 32 rows of 2 tokens
 20.9, 20.8, 15.6. 640 keys: 14.4, 11.9, 23.9; 21.8, 21.9, 33.6; 21.8, 21.7, 29.8."""
 LATENT_DIM = 512
-_PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
-_MERGES = (
+PER_ITEM = ("q_indptr", "kv_indptr", "partial_indptr", "q_len", "kv_len", "q_start", "kv_start", "kv_end")
+MERGES = (
     "merge_packed_offset_start",
     "merge_packed_offset_end",
     "merge_partial_packed_offset_start",
     "merge_partial_packed_offset_end",
     "merge_partial_stride",
 )
-_ORDER = (*_PER_ITEM[:3], *_MERGES, *_PER_ITEM[3:], "work_indptr")
+ORDER = (*PER_ITEM[:3], *MERGES, *PER_ITEM[3:], "work_indptr")
 """The arrays as the kernel's plan names them, in its order."""
 
 Arrays = Mapping[str, np.ndarray]
@@ -184,9 +184,9 @@ class Layout:
     @classmethod
     def of(cls, tiles: Tiles, items: int, sms: int) -> Layout:
         """Room for `items` items."""
-        counts = dict.fromkeys(_PER_ITEM, items) | dict.fromkeys(_MERGES, sms) | {"work_indptr": tiles.clusters + 1}
+        counts = dict.fromkeys(PER_ITEM, items) | dict.fromkeys(MERGES, sms) | {"work_indptr": tiles.clusters + 1}
         starts, end = {}, 0
-        for name in _ORDER:
+        for name in ORDER:
             starts[name] = end
             end += -(-counts[name] // 4) * 4
         places = [4 * start for start in starts.values()]
@@ -209,7 +209,7 @@ def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray
     places = division.place[tile] + division.begin // division.stretch * tiles.width[tile]
     arrays["partial_indptr"][:count] = np.where(division.parts[tile] > 1, places, -1)
     arrays["work_indptr"][:] = division.starts
-    for name, values in zip(_MERGES, _merges(tiles, division, keys), strict=True):
+    for name, values in zip(MERGES, _merges(tiles, division, keys), strict=True):
         arrays[name][:] = 0
         arrays[name][: len(values)] = values
     write_lengths(arrays, division, keys, host)
@@ -224,7 +224,7 @@ def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: Ho
 
 
 def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:
-    """[5, M] int64, one column per block that reduces some pairs of a split tile, in the order of `_MERGES`."""
+    """[5, M] int64, one column per block that reduces some pairs of a split tile, in the order of `MERGES`."""
     divided = np.flatnonzero(division.parts > 1)
     width = tiles.width[divided]
     wanted = np.maximum(keys[divided] * tiles.cluster // division.stretch, 1)

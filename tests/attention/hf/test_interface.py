@@ -6,9 +6,10 @@ import copy
 
 import pytest
 import torch
-from fakes import random_prompts, tiny_llama, wrap
+from fakes import attention_form, random_prompts, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from attention.backends.reference import TorchBackend
 from attention.errors import UnsupportedAttentionError
 from attention.hf.interface import ATTENTION_NAME, AttentionPort, attention_implementation, probe
 from specdec.errors import RoundFailedError
@@ -51,13 +52,13 @@ def test_the_probe_reads_windows_softcap_and_sinks() -> None:
 
 def test_the_users_own_generate_works_as_before() -> None:
     model = tiny_llama(context=0.35)
-    before, attention = generated(model), model.config._attn_implementation
+    before, attention = generated(model), attention_form(model)
     wrapped = wrap(model)
     assert generated(model) == before
     ours = wrapped.generate(PROMPT, SamplingParams(max_new_tokens=10))[0].token_ids
     assert PROMPT + ours == before
     assert generated(model) == before
-    assert model.config._attn_implementation == attention
+    assert attention_form(model) == attention
 
 
 def test_the_users_own_generate_may_run_between_two_rounds() -> None:
@@ -73,15 +74,15 @@ def test_the_users_own_generate_may_run_between_two_rounds() -> None:
 
 def test_a_failing_forward_puts_the_attention_back(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
-    wrapped, attention = wrap(model), model.config._attn_implementation
+    wrapped, attention = wrap(model), attention_form(model)
 
     def fail(*args: object) -> object:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(type(wrapped.target.runner._backend), "run", fail)
+    monkeypatch.setattr(TorchBackend, "run", fail)
     with pytest.raises(RoundFailedError, match="RuntimeError: planted"):
         wrapped.generate(PROMPT, SamplingParams(max_new_tokens=2))
-    assert model.config._attn_implementation == attention
+    assert attention_form(model) == attention
 
 
 def test_attention_outside_a_forward_of_ours_raises() -> None:

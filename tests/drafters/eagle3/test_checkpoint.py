@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import eagle3_spec
 from safetensors.torch import load_file, save_file
 
 from drafters.base import FINAL_NORM
@@ -21,17 +22,7 @@ from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.rope import RopeSpec
 from drafters.vocab import most_frequent
 
-SPEC = Eagle3Spec(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=4,
-    vocab_size=40,
-    draft_vocab_size=11,
-    taps=(2, 4, 5),
-)
+SPEC = eagle3_spec(taps=(2, 4, 5))
 YARN = RopeSpec(theta=5e5, kind="yarn", max_positions=64, scaling=(("factor", 4.0), ("truncate", False)))
 FULL = replace(
     SPEC,

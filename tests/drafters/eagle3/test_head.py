@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from fakes import eagle3_spec
 
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, Head
@@ -16,17 +17,7 @@ from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.rope import RopeSpec, Rotary
 from drafters.vocab import most_frequent
 
-SPEC = Eagle3Spec(
-    hidden_size=16,
-    target_hidden_size=16,
-    intermediate_size=24,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=6,
-    vocab_size=40,
-    draft_vocab_size=11,
-    taps=(1, 2, 4),
-)
+SPEC = eagle3_spec(head_dim=6)
 LLAMA3 = (
     ("factor", 8.0),
     ("low_freq_factor", 1.0),

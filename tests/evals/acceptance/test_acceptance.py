@@ -135,8 +135,8 @@ def test_two_arms_without_a_baseline_are_compared_in_pairs(plant: SimpleNamespac
 def test_second_turn_sees_the_models_own_first_answer(plant: SimpleNamespace) -> None:
     asked: list[str] = []
     model = plant.Model()
-    plain = model._complete
-    model._complete = lambda prompt, params: asked.append(prompt) or plain(prompt, params)
+    plain = model.complete
+    model.complete = lambda prompt, params: asked.append(prompt) or plain(prompt, params)
     (answer,) = run_chunk({"main": model}, [Arm("a", 0)], plant.questions(1, turns=2).questions, plant.asking())
     first = answer.turns[0].text
     assert asked[1] == f"<user>question 0 turn 0<assistant>{first}<user>question 0 turn 1<assistant>"
@@ -145,8 +145,8 @@ def test_second_turn_sees_the_models_own_first_answer(plant: SimpleNamespace) ->
 def test_arms_take_turns_at_being_first(plant: SimpleNamespace) -> None:
     order: list[int] = []
     model = plant.Model()
-    plain = model._complete
-    model._complete = lambda prompt, params: order.append(params.num_speculative_tokens) or plain(prompt, params)
+    plain = model.complete
+    model.complete = lambda prompt, params: order.append(params.num_speculative_tokens) or plain(prompt, params)
     chunk = plant.questions(1).questions
     answers = [run_chunk({"main": model}, sweep((1, 3)), chunk, plant.asking(), rotation=i) for i in range(3)]
     assert order == [0, 1, 3, 1, 3, 0, 3, 0, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,15 +45,15 @@ def load(plant: SimpleNamespace, tmp_path: Path) -> Callable[..., Any]:
 
         def loader(spec: ModelSpec) -> Any:
             model = scripted()
-            plain = model._complete
+            plain = model.complete
 
             def complete(prompt: str, params: Any) -> Any:
                 if deadly and deadly in prompt and len(list(marks.iterdir())) < times:
                     (marks / str(os.getpid())).touch()
-                    os._exit(1)
+                    os.kill(os.getpid(), signal.SIGKILL)
                 return plain(prompt, params)
 
-            model._complete = complete
+            model.complete = complete
             return model
 
         return loader

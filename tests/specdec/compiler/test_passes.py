@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._dynamo import config as dynamo
+from torch._dynamo import mark_dynamic
 from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
 from specdec.compiler.passes import Rewriting
@@ -47,11 +50,11 @@ class Counted(Rewriting):
 
 def any_tokens(args: Sequence[torch.Tensor]) -> None:
     """Compile for any number of tokens: the axes that have TOKENS entries."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     for x in args:
         for axis in range(x.dim()):
             if x.shape[axis] == TOKENS:
-                torch._dynamo.mark_dynamic(x, axis)
+                mark_dynamic(x, axis)
 
 
 def compiled(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counted]:
@@ -59,7 +62,7 @@ def compiled(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counted]:
     any_tokens(args)
     counted = Counted()
     settings = {"post_grad_custom_pre_pass": counted, "force_disable_caches": True}
-    with torch.no_grad(), torch._inductor.config.patch(settings), torch._dynamo.config.patch(specialize_float=True):
+    with torch.no_grad(), inductor.patch(settings), dynamo.patch(specialize_float=True):
         return torch.compile(run, fullgraph=True)(*args), counted
 
 
@@ -74,7 +77,7 @@ def rewritten(run: Run, *args: torch.Tensor) -> tuple[torch.Tensor, Counter[str]
         return module
 
     backend = aot_autograd(fw_compiler=compile_inference, decompositions=select_decomp_table())
-    with torch.no_grad(), torch._dynamo.config.patch(specialize_float=True):
+    with torch.no_grad(), dynamo.patch(specialize_float=True):
         return torch.compile(run, fullgraph=True, backend=backend)(*args), counted.after
 
 

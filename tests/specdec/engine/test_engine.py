@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from fakes import eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import eagle3_head, engine_of, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
@@ -80,7 +80,7 @@ def test_each_request_may_have_its_own_k() -> None:
 def test_requests_join_and_leave_between_rounds() -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3, max_num_seqs=4, max_num_batched_tokens=32)
-    engine, done, ids = wrapped._engine, {}, {}
+    engine, done, ids = engine_of(wrapped), {}, {}
     for turn in range(200):
         if turn % 3 == 0 and len(ids) < len(PROMPTS):
             index = len(ids)
@@ -105,7 +105,7 @@ def test_one_copy_each_way_a_round() -> None:
 
 def test_an_idle_engine_does_nothing() -> None:
     wrapped = wrap(tiny_llama())
-    assert wrapped._engine.step() == []
+    assert engine_of(wrapped).step() == []
     assert wrapped.engine_stats.rounds == 0
 
 

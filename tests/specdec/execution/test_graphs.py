@@ -14,16 +14,22 @@ import pytest
 import torch
 from fakes import (
     VOCAB,
+    backend_of_ours,
     count_calls,
     eagle3_head,
+    engine_of,
     enlarge,
+    experts_form,
     free_everywhere,
     hf_greedy,
+    launch_ahead,
     random_prompts,
+    results_of,
     table_head,
     tiny_llama,
     wrap,
 )
+from torch._inductor import config as inductor
 from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import specdec.execution.capture
@@ -37,6 +43,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
+from specdec.engine.scheduler import Scheduler
 from specdec.execution.graphs import GraphExecutor, graph_rows
 from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
@@ -57,14 +64,15 @@ class FixedPlaceBackend(TorchBackend):
     def fixed_builder(
         self, group: Any, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
     ) -> Any:
-        return FixedPlaceBuilder(self.builder(group, key, dtype), rows, query_len)
+        return FixedPlaceBuilder(self.builder(group, key, dtype), group, rows, query_len)
 
     def run(self, plan: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().run(plan.plan if isinstance(plan, Box) else plan, *args, **kwargs)
 
 
 class FixedPlaceBuilder:
-    def __init__(self, builder: Any, rows: int, query_len: int) -> None:
+    def __init__(self, builder: Any, group: Any, rows: int, query_len: int) -> None:
+        self.group = group
         self.builder, self.rows, self.query_len, self.box = builder, rows, query_len, Box()
 
     def build(self, metadata: CommonAttentionMetadata) -> Box:
@@ -119,14 +127,9 @@ def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPat
 
 
 def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: Any) -> Any:
-    wrapped = wrap(tiny_llama() if target is None else target, head, **options)
-    backend = backend or FixedPlaceBackend(torch.device("cpu"))
-    wrapped.target.runner._backend = backend
-    if wrapped.executor.drafter is not None:
-        wrapped.executor.drafter.runner._backend = backend
-    executor = GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
-    wrapped._engine._executor = executor
-    wrapped._engine._launch_ahead = True
+    with backend_of_ours(backend or FixedPlaceBackend(torch.device("cpu"))):
+        wrapped = wrap(tiny_llama() if target is None else target, head, cuda_graphs=True, **options)
+    launch_ahead(wrapped)
     return wrapped
 
 
@@ -226,7 +229,7 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
     completions = graphed.generate(PROMPTS, params)
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
     assert [c.drafts for c in completions] == [c.drafts for c in eager]
-    assert graphed._engine._executor.report.fused_groups == 2 * 4 + 2
+    assert graphed.executor.report.fused_groups == 2 * 4 + 2
     assert sum(g.replays for g in recorded_on_cpu) > 30
 
 
@@ -243,7 +246,7 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
         graphs.append(Counter(str(node.target) for node in graph.nodes))
 
     monkeypatch.setattr(Rewriting, "__call__", count)
-    with torch._inductor.config.patch(force_disable_caches=True):
+    with inductor.patch(force_disable_caches=True):
         with_graphs(None, tiny_llama().to(torch.bfloat16), num_speculative_tokens=0, max_num_seqs=4)
     layers = tiny_llama().config.num_hidden_layers
     names = ("rms_norm", "add_rms_norm", "rotated")
@@ -253,8 +256,14 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the verification is not planned anew."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
-    for bucket in graphed._engine._executor._buckets.values():
-        monkeypatch.setattr(bucket.planner, "replan", lambda host: None)
+    verification = graphed.target.runner.group
+    replan = FixedPlaceBuilder.replan
+
+    def stale(self: FixedPlaceBuilder, host: HostBatch) -> None:
+        if self.group is not verification:
+            replan(self, host)
+
+    monkeypatch.setattr(FixedPlaceBuilder, "replan", stale)
     completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
 
@@ -307,7 +316,7 @@ def check_latent_mixture(drafts: int, rows: int = 4) -> None:
         completions = graphed.generate(PROMPTS, params)
     assert [c.token_ids for c in completions] == [c.token_ids for c in eager]
     assert [c.drafts for c in completions] == [c.drafts for c in eager]
-    assert target.config._experts_implementation != CAPTURABLE  # the model's own form is back
+    assert experts_form(target) != CAPTURABLE  # the model's own form is back
 
 
 @pytest.mark.slow
@@ -366,16 +375,16 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     target = tiny_llama()
     models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
     plain, early = models
-    monkeypatch.setattr(plain._engine, "_go_on", lambda *_: None)
+    monkeypatch.setattr(engine_of(plain), "_go_on", lambda *_: None)
     found: list[Any] = []
-    go_on = early._engine._go_on
-    monkeypatch.setattr(early._engine, "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
+    go_on = engine_of(early)._go_on
+    monkeypatch.setattr(engine_of(early), "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
     eos = hf_greedy(PROMPTS[1], 24)[7]
     lengths = (50, 50, 3, 40, 50, 9)
 
     def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
-        engine = model._engine
-        engine._launch_ahead = ahead
+        launch_ahead(model, ahead)
+        engine = engine_of(model)
         params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
         ids = [engine.submit(p, own, eos_token_ids=[eos]) for p, own in zip(PROMPTS, params, strict=True)]
         done = {}
@@ -390,7 +399,7 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     assert answers(early) == expected
     assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
     launched = sum(follower is not None for follower in found)
-    assert 8 <= launched < early._engine.stats.rounds - 8
+    assert 8 <= launched < early.engine_stats.rounds - 8
     assert free_everywhere(early)
 
 
@@ -413,7 +422,8 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
 ) -> None:
     graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
     followed = count_calls(monkeypatch, GraphExecutor, "follow")
-    engine = graphed._engine
+    engine = engine_of(graphed)
+    schedules = results_of(monkeypatch, Scheduler, "schedule")
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
     for _ in range(4):
         engine.step()
@@ -423,4 +433,4 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
     engine.step()
     assert len(followed) == before, "the waiting request has to be let in first"
     engine.step()
-    assert len(engine._inflight.schedule.rows) == 2
+    assert len(schedules[-1].rows) == 2

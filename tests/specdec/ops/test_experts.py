@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import experts_form
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, GptOssConfig, Qwen3MoeConfig
 
 from specdec.ops import experts
@@ -47,9 +48,9 @@ def test_paired_experts_compute_what_transformers_does(name: str) -> None:
     ids = torch.arange(9)[None]
     own = model(ids, use_cache=False).logits
     with using_capturable_experts(model):
-        assert model.config._experts_implementation == CAPTURABLE
+        assert experts_form(model) == CAPTURABLE
         paired = model(ids, use_cache=False).logits
-    assert model.config._experts_implementation != CAPTURABLE
+    assert experts_form(model) != CAPTURABLE
     assert float(own.std()) > 0.1
     torch.testing.assert_close(paired, own, rtol=1e-4, atol=1e-4)
 
@@ -95,7 +96,7 @@ def test_compiled_for_both_sides_of_the_limit() -> None:
     model = model_of("deepseek_v2").to(torch.bfloat16)
     mixture = mixtures(model)[0]
     compiled = torch.compile(mixture, fullgraph=True, dynamic=True, backend="aot_eager")
-    torch._dynamo.reset()
+    torch.compiler.reset()
     with using_capturable_experts(model):
         for tokens in (200, 8, 100, 30):
             hidden = torch.randn(tokens, 32).to(torch.bfloat16)
@@ -106,10 +107,10 @@ def test_compiled_for_both_sides_of_the_limit() -> None:
 
 def test_the_models_own_form_comes_back_after_an_error() -> None:
     model = model_of("qwen3_moe")
-    before = model.config._experts_implementation
+    before = experts_form(model)
     with pytest.raises(RuntimeError, match="inside"), using_capturable_experts(model):
         raise RuntimeError("inside")
-    assert model.config._experts_implementation == before
+    assert experts_form(model) == before
 
 
 def test_a_model_without_experts_is_left_alone() -> None:

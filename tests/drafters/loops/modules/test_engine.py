@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import free_everywhere, random_prompts, wrap
+from fakes import engine_of, free_everywhere, random_prompts, wrap
 
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
@@ -108,7 +108,8 @@ def test_a_request_must_not_carry_anothers_vector(
     completions = wrapped.generate(PROMPTS, GREEDY)
     compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
     assert len(compared) > 60 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]
-    engine, step = wrapped._engine, wrapped._engine.step
+    engine = engine_of(wrapped)
+    step = engine.step
 
     def forgetful() -> Any:
         updates = step()

@@ -6,33 +6,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from fakes import eagle3_head, random_prompts, table_head, tiny_llama, wrap
+from fakes import eagle3_head, random_prompts, scheduler_of, table_head, tiny_llama, wrap, wrong_rounds
 
 from drafters.base import Head
-from drafters.oracle import oracle_drafts
-from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 PARAMS = SamplingParams(max_new_tokens=24, return_drafts=True)
 TAPS = (1, 2, 3)
-
-
-def wrong_rounds(head: Head, completion: Completion, context: float = 0.03) -> list[int]:
-    """Rounds whose drafts are not the oracle's. True states come from transformers' own forward."""
-    ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
-    wrong, root = [], len(completion.prompt_token_ids)
-    with torch.no_grad():
-        states = tiny_llama(context=context)(ids[None], output_hidden_states=True).hidden_states
-        tapped = torch.cat([states[tap][0] for tap in TAPS], -1)
-        assert completion.drafts is not None and len(completion.drafts) == len(completion.stats.rounds)
-        for index, (drafts, round_) in enumerate(zip(completion.drafts, completion.stats.rounds, strict=True)):
-            assert len(drafts) == round_.drafted
-            if list(drafts) != oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)):
-                wrong.append(index)
-            root += round_.emitted
-    return wrong
 
 
 def head_of(kind: str) -> Head:
@@ -76,10 +57,10 @@ def test_greedy_drafts_beside_sampled_rows_equal_the_oracle() -> None:
 
 def zero_slot(wrapped: Any, position: int) -> None:
     """Zero the head's K and V of one position of the first running row."""
-    scheduler = wrapped._engine._scheduler
+    scheduler = scheduler_of(wrapped)
     row, pages = scheduler.running[0].row, scheduler.head_pages
     page, offset = pages.table[row, position // pages.page_size], position % pages.page_size
-    layer = wrapped._engine._drafter.runner.layers[0]
+    layer = wrapped.runners[1].layers[0]
     assert layer.keys[page, offset].any()
     layer.keys[page, offset] = 0
     layer.values[page, offset] = 0

@@ -72,7 +72,11 @@ def test_the_model_class_is_as_before(tmp_path: Path, tiny_case: Callable[..., A
     folders = [case.write(tmp_path / str(i)) for i, case in enumerate(cases)]
     for kind, folder in zip(kinds, folders, strict=True):
         kind.from_pretrained(folder)
-    before = [(k._keys_to_ignore_on_load_unexpected, dict(vars(k))) for k in kinds]
+
+    def attributes() -> list[Any]:
+        return [(k._keys_to_ignore_on_load_unexpected, dict(vars(k))) for k in kinds]
+
+    before = attributes()
     for folder in folders:
         load_target(folder, torch.float32, CPU)
-    assert [(k._keys_to_ignore_on_load_unexpected, dict(vars(k))) for k in kinds] == before
+    assert attributes() == before

@@ -81,9 +81,17 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
         return run
 
+    built: list[Any] = []
+
+    def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
+        built.append(plain_for_any_batch(model))
+        return built[-1]
+
+    plain_for_any_batch = specdec.execution.graphs.for_any_batch
+    monkeypatch.setattr(specdec.execution.graphs, "for_any_batch", for_any_batch)
     monkeypatch.setattr(specdec.execution.graphs, "compiled_model", compiled_model)
     model = graphed(eagle3_head(tiny_llama()) if drafts else None, num_speculative_tokens=drafts)
-    assert tested == [model._engine._executor._eager.model, model.hf_model]
+    assert len(built) == 1 and tested == [*built, model.hf_model]
     forwards: list[Any] = []
     plain = model.hf_model.forward
     monkeypatch.setattr(model.hf_model, "forward", lambda *a, **k: (forwards.append(1), plain(*a, **k))[1])
@@ -122,7 +130,7 @@ def test_it_is_compiled_once_and_the_cache_is_written_where_nothing_is_judged(
 
     plain = specdec.execution.graphs.for_any_batch
     monkeypatch.setattr(specdec.execution.graphs, "for_any_batch", for_any_batch)
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = graphed(None, num_speculative_tokens=0, max_num_seqs=1)
     right = [c.token_ids for c in model.generate(PROMPTS, PARAMS)] == [hf_greedy(p, 16) for p in PROMPTS]
     assert right == (not defect)

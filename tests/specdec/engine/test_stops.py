@@ -5,7 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from fakes import LETTERS, LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import (
+    LETTERS,
+    LetterTokenizer,
+    engine_of,
+    free_everywhere,
+    hf_greedy,
+    random_prompts,
+    table_head,
+    tiny_llama,
+    wrap,
+)
 
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
@@ -131,7 +141,7 @@ def test_closing_a_stream_frees_everything() -> None:
 
 def test_an_abort_leaves_the_others_alone() -> None:
     wrapped = wrapped_with()
-    engine = wrapped._engine
+    engine = engine_of(wrapped)
     ids = [engine.submit(p, SamplingParams(max_new_tokens=NEW)) for p in PROMPTS]
     done: dict[int, list[int]] = {}
     for turn in range(300):
@@ -148,7 +158,7 @@ def test_an_abort_leaves_the_others_alone() -> None:
 
 def test_a_row_that_was_aborted_in_flight_makes_room_at_once() -> None:
     wrapped = wrapped_with(max_num_seqs=1)
-    engine = wrapped._engine
+    engine = engine_of(wrapped)
     first = engine.submit(PROMPTS[4], SamplingParams(max_new_tokens=NEW))
     engine.step()
     engine.step()

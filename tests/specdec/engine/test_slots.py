@@ -8,41 +8,45 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import random_prompts, table_head, tiny_llama, wrap
+from fakes import backend_of_ours, random_prompts, scheduler_of, table_head, tiny_llama, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attention.backends.reference import TorchBackend
 from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import LayerKV
 from attention.cache.pages import BlockTables
 from specdec.requests.sampling import SamplingParams
 
 
 class Watch:
-    """Looks at every batch that a runner's backend writes, and compares it with the owners of the pages."""
+    """Looks at every batch that a model's backend writes, and compares it with the owners of the pages."""
 
-    def __init__(self, wrapped: Any) -> None:
-        scheduler = wrapped._engine._scheduler
+    def __init__(self) -> None:
         self.batches: Counter[str] = Counter()
         self.padding = 0
-        pools = {"target": (wrapped.target.runner, scheduler.target_pages)}
+        self.pools: dict[int, tuple[str, BlockTables]] = {}
+
+    def wrap(self, *args: Any, **options: Any) -> Any:
+        """A model that is watched from its first round on; the self-test at load has its own pages."""
+        with backend_of_ours(Watching(self)):
+            wrapped = wrap(*args, **options)
+        scheduler = scheduler_of(wrapped)
+        pools = [("target", scheduler.target_pages)]
         if scheduler.head_pages is not None:
-            pools["head"] = (wrapped._engine._drafter.runner, scheduler.head_pages)
-        for name, (runner, pages) in pools.items():
-            self._watch(name, runner, pages)
+            pools.append(("head", scheduler.head_pages))
+        for runner, pool in zip(wrapped.runners, pools, strict=True):
+            self.pools |= {id(layer): pool for layer in runner.layers}
+        assert len(self.pools) == sum(len(runner.layers) for runner in wrapped.runners)
+        return wrapped
 
-    def _watch(self, name: str, runner: Any, pages: BlockTables) -> None:
-        backend, seen = runner._backend, self
+    def check(self, kv: LayerKV, metadata: CommonAttentionMetadata, num_tokens: int) -> None:
+        """Judge one batch of a layer."""
+        if self.pools:
+            name, pages = self.pools[id(kv)]
+            self.judge(name, metadata, pages, num_tokens)
 
-        class Watching:
-            name = backend.name
-
-            def run(self, plan: Any, key: Any, q: Any, k: Any, v: Any, kv: Any, metadata: Any, sinks: Any) -> Any:
-                seen.check(name, metadata, pages, len(k))
-                return backend.run(plan, key, q, k, v, kv, metadata, sinks)
-
-        runner._backend = Watching()
-
-    def check(self, name: str, metadata: CommonAttentionMetadata, pages: BlockTables, num_tokens: int) -> None:
+    def judge(self, name: str, metadata: CommonAttentionMetadata, pages: BlockTables, num_tokens: int) -> None:
         """Judge one batch."""
         host, size = metadata.host, pages.page_size
         owner = {
@@ -71,6 +75,18 @@ class Watch:
         self.batches[name] += 1
 
 
+class Watching(TorchBackend):
+    """The reference, which shows every batch to a watch."""
+
+    def __init__(self, watch: Watch) -> None:
+        super().__init__(torch.device("cpu"))
+        self.watch = watch
+
+    def run(self, plan: Any, key: Any, q: Any, k: Any, v: Any, kv: LayerKV, metadata: Any, sinks: Any = None) -> Any:
+        self.watch.check(kv, metadata, len(k))
+        return super().run(plan, key, q, k, v, kv, metadata, sinks)
+
+
 @pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(
@@ -92,7 +108,8 @@ def test_every_written_slot_belongs_to_its_row(
         for i, (n, k) in enumerate(zip(new, drafts, strict=True))
     ][: len(prompts)]
     model = tiny_llama()
-    wrapped = wrap(
+    watch = Watch()
+    wrapped = watch.wrap(
         model,
         table_head(model),
         num_speculative_tokens=4,
@@ -102,7 +119,6 @@ def test_every_written_slot_belongs_to_its_row(
         max_model_len=64,
         kv_cache_tokens=96 + spare,
     )
-    watch = Watch(wrapped)
     completions = wrapped.generate(prompts, params)
     assert [len(c.token_ids) for c in completions] == [
         min(p.max_new_tokens, 64 - len(x)) for p, x in zip(params, prompts, strict=True)
@@ -113,8 +129,8 @@ def test_every_written_slot_belongs_to_its_row(
 def test_rows_that_end_leave_padding_on_the_null_page() -> None:
     """Rows with fewer drafts than their neighbours pad the later steps."""
     model = tiny_llama()
-    wrapped = wrap(model, table_head(model), num_speculative_tokens=4)
-    watch = Watch(wrapped)
+    watch = Watch()
+    wrapped = watch.wrap(model, table_head(model), num_speculative_tokens=4)
     params = [SamplingParams(max_new_tokens=20, num_speculative_tokens=k) for k in (4, 2, 1)]
     wrapped.generate(random_prompts([5, 9, 12]), params)
     assert watch.padding > 0
@@ -131,8 +147,7 @@ def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(drafters.loops.chain.index, "slots_of", plus_one)
     model = tiny_llama()
     with pytest.raises((AssertionError, KeyError, InvariantError)):
-        wrapped = wrap(model, table_head(model), num_speculative_tokens=4)
-        Watch(wrapped)
+        wrapped = Watch().wrap(model, table_head(model), num_speculative_tokens=4)
         wrapped.generate(random_prompts([5, 9, 12]), SamplingParams(max_new_tokens=20))
 
 
