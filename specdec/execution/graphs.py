@@ -132,7 +132,7 @@ class GraphExecutor:
                 drafts = DraftCapture(drafter, tapped, rows[0], self._query_len - 1, pool)
             self._drafts: DraftBuffers | None = None if drafts is None else drafts.buffers
             fused = self._fuse(rows[-1], drafter, drafts)
-            store_angles(target.hf_model)
+            store_angles(target.hf_model, target.alterations)
             if self._eager.model is not None:
                 log.info("testing that results do not depend on the batch")
                 with unwrapped(UnsupportedModelError):
@@ -248,9 +248,13 @@ class GraphExecutor:
         round_, target = self._empty_round(rows), self._target
         token_ids, metadata = round_.target.token_ids, round_.target.metadata
         count = fuse_siblings(
-            target.hf_model, lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows)
+            target.hf_model,
+            lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows),
+            target.alterations,
         )
         if drafts is None or drafter is None or round_.first is None or not isinstance(drafter.head, torch.nn.Module):
             return count
         packed = torch.zeros(rows, 2 * self._query_len, dtype=torch.int64, device=target.hf_model.device)
-        return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, packed, round_.first))
+        return count + fuse_siblings(
+            drafter.head, partial(drafts.run_plainly, packed, round_.first), target.alterations
+        )

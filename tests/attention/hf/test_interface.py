@@ -10,7 +10,9 @@ from fakes import random_prompts, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
-from attention.hf.interface import ATTENTION_NAME, AttentionPort, attention_implementation, probe
+from attention.hf.interface import ATTENTION_NAME, attention_implementation
+from attention.hf.port import AttentionPort
+from attention.hf.probe import probe
 from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
 

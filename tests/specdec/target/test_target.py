@@ -10,10 +10,11 @@ from fakes import enlarge, random_prompts, table_head, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
-from attention.hf.interface import probe
+from attention.hf.probe import probe
 from drafters.base import FINAL_NORM
 from specdec.errors import CacheTooSmallError, InvalidInputError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
+from specdec.target.alterations import Alterations
 from specdec.target.target import TapRecorder, probe_target
 
 SIZES = {
@@ -139,8 +140,8 @@ def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
         residual = [*states[:4], model.model.layers[3](states[3], position_embeddings=rope(model, states[3]))]
-    recorder = TapRecorder(probe_target(model), taps, 16)
-    with torch.no_grad(), recorder.recording():
+    recorder = TapRecorder(probe_target(model), taps, 16, Alterations(model))
+    with torch.no_grad(), recorder.recording(9):
         model(ids)
     with torch.no_grad():
         model(ids.flip(1))
