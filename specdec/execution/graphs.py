@@ -23,10 +23,10 @@ from specdec.compiler.settings import (
     compiled_model,
     compiler_settings,
     for_any_batch,
-    fuse_siblings,
     store_angles,
     unwrapped,
 )
+from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
 from specdec.execution.capture import Bucket, DraftBuffers, DraftCapture, EmptyRound, capture_bucket, head_metadata

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from specdec import ClosedModelError, SamplingParams, SpeculativeModel
-from specdec.compiler.settings import SiblingLinear
+from specdec.compiler.siblings import SiblingLinear
 from tests.gpu.test_graph_rounds import PROMPTS, Tokenizer, pair
 
 SHORT = SamplingParams(max_new_tokens=24)

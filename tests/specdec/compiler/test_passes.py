@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from specdec.compiler.passes import Rewriting
-from specdec.compiler.settings import fuse_siblings
+from specdec.compiler.siblings import fuse_siblings
 from specdec.target.alterations import Alterations
 from tests.specdec.compiler.test_settings import Block
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from specdec.compiler.settings import SiblingLinear, fuse_siblings, store_angles
+from specdec.compiler.settings import store_angles
+from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.target.alterations import Alterations
 
 

@@ -11,7 +11,7 @@ import torch
 from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
 from torch import nn
 
-from specdec.compiler.settings import SiblingLinear
+from specdec.compiler.siblings import SiblingLinear
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401
 
