@@ -116,7 +116,8 @@ class SpeculativeModel:
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
-        with self.target.alterations.undone_on_error():
+        self._alterations = self.target.alterations
+        with self._alterations.undone_on_error():
             log.info("self-test")
             self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
             drafter = None
@@ -284,15 +285,13 @@ class SpeculativeModel:
         Raises:
             SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
         """
-        if not self._shared.close():
-            return
-        device, alterations = self.device, self.target.alterations
+        self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
+        device = self.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        for name in _FREED:
-            delattr(self, name)
-        gc.collect()  # compiled code and graphs refer to themselves
-        alterations.undo()
+        if [vars(self).pop(name) for name in _FREED if name in vars(self)]:
+            gc.collect()  # compiled code and graphs refer to themselves
+        self._alterations.undo()
         if device.type == "cuda":
             torch.cuda.empty_cache()
 

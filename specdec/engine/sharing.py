@@ -110,8 +110,8 @@ class SharedEngine:
             raise ClosedModelError(_CLOSED)
         return self._open_engine
 
-    def close(self) -> bool:
-        """End all requests and let go of the engine; whether it was open until now.
+    def close(self) -> None:
+        """End all requests and let go of the engine. Idempotent.
 
         Waits for a round that runs on another thread. What was reported before can still be read; then calls and
         streams that have requests left raise ClosedModelError.
@@ -124,13 +124,11 @@ class SharedEngine:
             with self._lock:
                 self._holder = me
                 try:
-                    if self._open_engine is None:
-                        return False
-                    self._deliver()
-                    self._last_stats, self._delivered = self._open_engine.stats, []
-                    self._calls.clear()
-                    self._open_engine = None
-                    return True
+                    if self._open_engine is not None:
+                        self._deliver()
+                        self._last_stats, self._delivered = self._open_engine.stats, []
+                        self._calls.clear()
+                        self._open_engine = None
                 finally:
                     self._holder = None
         finally:

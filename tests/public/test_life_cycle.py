@@ -120,6 +120,36 @@ def test_a_with_block_closes_and_closing_twice_is_one() -> None:
     assert model.config.max_num_seqs == 3 and model.hf_model is not None and "error" not in model.backend_name
 
 
+@pytest.mark.parametrize("when", ["before memory is freed", "before the model is restored"])
+def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    target = tiny_llama()
+    before, memory = state_of(target), tensor_bytes()
+    model = wrap(target)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if when == "before memory is freed":
+            patch.setattr(SpeculativeModel, "device", property(interrupted))
+        else:
+            patch.setattr(gc, "collect", interrupted)
+        model.close()
+    model.close()
+    assert state_of(target) == before
+    assert tensor_bytes() == memory
+
+
+def test_modules_of_latent_attention_and_a_prediction_module() -> None:
+    with SpeculativeModel.from_pretrained("gsm-deepseek", draft="mtp") as model:
+        target = model.hf_model
+        right = model.generate(PROMPTS[0], SHORT)[0].token_ids
+    assert num_hooks(target) == 0
+    assert not [m for m in target.modules() if {"expand_kv", "_specdec_layer"} & set(vars(m))]
+    with SpeculativeModel.from_pretrained(target, tokenizer=model.tokenizer) as again:
+        assert again.generate(PROMPTS[0], SHORT)[0].token_ids == right
+    assert num_hooks(target) == 0
+
+
 def test_an_error_goes_through_the_with_block() -> None:
     target = tiny_llama()
     with pytest.raises(ZeroDivisionError), wrap(target):
