@@ -10,7 +10,7 @@ from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, PreTra
 from transformers.models.auto import AutoModelForCausalLM
 
 from attention.cache.kv_cache import bytes_per_token
-from attention.hf.interface import probe
+from attention.hf.probe import probe
 from benchmarks.routing import ExpertWork, expert_work
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_taps

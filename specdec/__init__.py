@@ -8,19 +8,67 @@ from typing import TYPE_CHECKING, Any
 from specdec.shadowing import check_sibling
 
 if TYPE_CHECKING:
-    from specdec.errors import SpecdecError
+    from specdec.engine.sharing import StreamUpdate
+    from specdec.errors import (
+        CacheTooSmallError,
+        ClosedModelError,
+        HeadLoadError,
+        HeadMismatchError,
+        InvalidInputError,
+        InvariantError,
+        ModelChangedError,
+        ModelLoadError,
+        NotCopyableError,
+        OutOfDeviceMemoryError,
+        OutOfPagesError,
+        RequestFailedError,
+        RoundFailedError,
+        RunFolderError,
+        SpecdecError,
+        SpecdecWarning,
+        StaleMetadataError,
+        TrainingDivergedError,
+        UnsupportedAttentionError,
+        UnsupportedModelError,
+    )
     from specdec.model import SpeculativeModel
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
 
-_PUBLIC = {
+__all__ = [
+    "CacheTooSmallError",
+    "ClosedModelError",
+    "Completion",
+    "HeadLoadError",
+    "HeadMismatchError",
+    "InvalidInputError",
+    "InvariantError",
+    "ModelChangedError",
+    "ModelLoadError",
+    "NotCopyableError",
+    "OutOfDeviceMemoryError",
+    "OutOfPagesError",
+    "RequestFailedError",
+    "RoundFailedError",
+    "RunFolderError",
+    "SamplingParams",
+    "SpecdecError",
+    "SpecdecWarning",
+    "SpeculativeModel",
+    "StaleMetadataError",
+    "StreamUpdate",
+    "TrainingDivergedError",
+    "UnsupportedAttentionError",
+    "UnsupportedModelError",
+]
+
+_HOMES = {
     "Completion": "specdec.requests.request",
     "SamplingParams": "specdec.requests.sampling",
-    "SpecdecError": "specdec.errors",
     "SpeculativeModel": "specdec.model",
+    "StreamUpdate": "specdec.engine.sharing",
 }
-
-__all__ = ["Completion", "SamplingParams", "SpecdecError", "SpeculativeModel"]
+"""Where the public names are defined that are not in `specdec.errors`."""
 
 
 for _name in ("attention", "drafters"):
@@ -28,9 +76,9 @@ for _name in ("attention", "drafters"):
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PUBLIC:
+    if name not in __all__:
         raise AttributeError(f"module 'specdec' has no attribute {name!r}")
-    return getattr(import_module(_PUBLIC[name]), name)
+    return getattr(import_module(_HOMES.get(name, "specdec.errors")), name)
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,8 @@
-"""Every error a user can meet. One tree, rooted at `SpecdecError`."""
+"""Every error a user can meet. One tree, rooted at `SpecdecError`.
+
+Users find these in `specdec` itself, and tracebacks name them so (`specdec.InvalidInputError`), wherever they are
+defined: `attention` and `drafters` raise errors of the same tree without importing this package.
+"""
 
 from __future__ import annotations
 
@@ -34,6 +38,10 @@ class OutOfDeviceMemoryError(SpecdecError):
     """The device ran out of memory while the engine was built; the message names what takes it."""
 
 
+class ClosedModelError(SpecdecError):
+    """A SpeculativeModel was used after its `close()`, or closed while the request was running."""
+
+
 class NotCopyableError(SpecdecError, TypeError):
     """A SpeculativeModel was to be copied or pickled; it holds caches, hooks and device memory that have no copy."""
 
@@ -65,6 +73,7 @@ UNNAMED_ERRORS = (
 
 __all__ = [
     "CacheTooSmallError",
+    "ClosedModelError",
     "HeadLoadError",
     "HeadMismatchError",
     "InvalidInputError",
@@ -84,3 +93,6 @@ __all__ = [
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]
+
+for _name in __all__:
+    globals()[_name].__module__ = "specdec"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel
@@ -20,7 +21,7 @@ from specdec.config import EngineConfig
 from specdec.engine.engine import Engine, EngineStats, ReadOutcome
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
-from specdec.errors import InvalidInputError, NotCopyableError
+from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import check_graphs, kv_format, make_backend
@@ -46,6 +47,8 @@ from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
 
 MODEL_FORMAT = KVFormat()
+_FREED = ("target", "head", "runners", "executor", "_engine", "_live")
+"""What `SpeculativeModel.close` lets go of."""
 
 
 class SpeculativeModel:
@@ -58,8 +61,12 @@ class SpeculativeModel:
     forward and that of a round wait for each other. A call from inside a round (from the tokenizer's `decode` or a
     hook of the model) is refused with a SpecdecError.
 
+    Life: `close()`, or the end of a with-block, ends what runs, frees caches and graphs, and leaves `hf_model` as it
+    was before. So does the garbage collector once nobody has the object or a stream of it. A closed model raises
+    ClosedModelError. Several may wrap the same `hf_model`.
+
     Attributes:
-        hf_model: the unmodified transformers model; its own `generate` works as before.
+        hf_model: the transformers model; its own `generate` works as before. It stays after `close`.
         tokenizer: its tokenizer.
         head: the draft head, or None.
         config: sizes and limits of the engine.
@@ -113,18 +120,20 @@ class SpeculativeModel:
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
-        log.info("self-test")
-        self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
-        drafter = None
-        if head is not None and loop is not None:
-            group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
-            drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
-        self.runners = (runner,) if drafter is None else (runner, drafter.runner)
-        eos = eos_ids(probed.model.generation_config)
-        self.executor = _executor(self.target, drafter, config, cuda_graphs)
-        self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
-        self._shared = SharedEngine(self._engine, device)
-        self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
+        self._alterations = self.target.alterations
+        with self._alterations.undone_on_error():
+            log.info("self-test")
+            self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
+            drafter = None
+            if head is not None and loop is not None:
+                group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
+                drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
+            self.runners = (runner,) if drafter is None else (runner, drafter.runner)
+            eos = eos_ids(probed.model.generation_config)
+            self.executor = _executor(self.target, drafter, config, cuda_graphs)
+            self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
+            self._shared = SharedEngine(self._engine, device)
+            self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
     @startup_progress()
@@ -257,6 +266,40 @@ class SpeculativeModel:
                 checkpoint=checkpoint,
             )
 
+    def close(self) -> None:
+        """End what runs, free caches, buffers and graphs, and leave `hf_model` as it was before. Idempotent.
+
+        Requests and streams that are not finished raise ClosedModelError, after what was reported to them before. Waits
+        for a round or a forward that runs on another thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and what
+        the self-test found stay readable.
+
+        Raises:
+            SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
+        """
+        self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
+        device = self.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        if [vars(self).pop(name) for name in _FREED if name in vars(self)]:
+            gc.collect()  # compiled code and graphs refer to themselves
+        self._alterations.undo()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Only for what `close` has freed. Raises ClosedModelError, or AttributeError for any other name."""
+            if name in _FREED and "_shared" in vars(self):
+                raise ClosedModelError(f"this SpeculativeModel is closed: its {name.lstrip('_')} is freed")
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Raises NotCopyableError: pickle, copy and deepcopy end here."""
         raise NotCopyableError(
@@ -310,6 +353,7 @@ class SpeculativeModel:
 
         Raises:
             InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
+            ClosedModelError: the model is closed, or was closed on another thread meanwhile.
             ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
             RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
             RoundFailedError: a round that requests of this call were in failed, on the device for example.
@@ -329,6 +373,7 @@ class SpeculativeModel:
 
         Closing the iterator early, on any thread, aborts what is left.
         """
+        self._shared.check_open()
         self._live.check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         for request in requests:
@@ -361,6 +406,7 @@ class SpeculativeModel:
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
+        self._shared.check_open()
         return facts_of(self)
 
 

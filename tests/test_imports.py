@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import os
+import pickle
 import subprocess
 import sys
+import traceback
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -212,16 +214,47 @@ def test_attention_alone_pulls_in_nothing_else() -> None:
     assert run(code, ROOT).stdout.strip() == "[]"
 
 
+PUBLIC_NAMES = [
+    "CacheTooSmallError",
+    "ClosedModelError",
+    "Completion",
+    "HeadLoadError",
+    "HeadMismatchError",
+    "InvalidInputError",
+    "InvariantError",
+    "ModelChangedError",
+    "ModelLoadError",
+    "NotCopyableError",
+    "OutOfDeviceMemoryError",
+    "OutOfPagesError",
+    "RequestFailedError",
+    "RoundFailedError",
+    "RunFolderError",
+    "SamplingParams",
+    "SpecdecError",
+    "SpecdecWarning",
+    "SpeculativeModel",
+    "StaleMetadataError",
+    "StreamUpdate",
+    "TrainingDivergedError",
+    "UnsupportedAttentionError",
+    "UnsupportedModelError",
+]
+
+
 def test_import_specdec_is_lazy() -> None:
-    done = run("import sys, specdec; print('torch' in sys.modules, 'transformers' in sys.modules, dir(specdec))", ROOT)
-    assert done.stdout.strip() == "False False ['Completion', 'SamplingParams', 'SpecdecError', 'SpeculativeModel']"
+    code = "import sys, specdec; print('torch' in sys.modules, 'transformers' in sys.modules, *dir(specdec))"
+    assert run(code, ROOT).stdout.split() == ["False", "False", *PUBLIC_NAMES]
 
 
 def test_the_public_names_exist_and_no_others() -> None:
     import specdec
+    import specdec.errors
 
-    assert specdec.__all__ == sorted(specdec.__all__)
+    assert sorted(specdec.__all__) == specdec.__all__ == PUBLIC_NAMES
     assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
+    others = {"Completion", "SamplingParams", "SpeculativeModel", "StreamUpdate"}
+    assert set(specdec.__all__) == others | set(specdec.errors.__all__)
     with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
         specdec.Engine  # noqa: B018
 
@@ -232,6 +265,29 @@ def test_the_error_tree_has_one_root() -> None:
     kinds = [getattr(errors, name) for name in errors.__all__ if not name.endswith("Warning")]
     assert all(issubclass(kind, errors.SpecdecError) for kind in kinds)
     assert issubclass(errors.InvalidInputError, ValueError)
+
+
+def test_errors_are_named_and_pickled_as_those_of_specdec() -> None:
+    import specdec.errors as errors
+
+    for name in errors.__all__:
+        error = getattr(errors, name)("planted")
+        assert traceback.format_exception_only(error) == [f"specdec.{name}: planted\n"]
+        copied = pickle.loads(pickle.dumps(error))
+        assert type(copied) is type(error) and copied.args == ("planted",)
+
+
+def test_an_error_pickled_where_only_attention_is_imported_is_the_same_class() -> None:
+    code = (
+        "import pickle, sys, attention.errors as a, drafters.errors as d\n"
+        "data = [pickle.dumps(e('planted')) for e in (a.InvalidInputError, d.HeadLoadError)]\n"
+        "print('specdec' in sys.modules, *(repr(pickle.loads(x)) for x in data))\n"
+        "import specdec\n"
+        "kinds = specdec.InvalidInputError, specdec.HeadLoadError\n"
+        "print(*(type(pickle.loads(x)) is kind for x, kind in zip(data, kinds)))"
+    )
+    said = run(code, ROOT).stdout.splitlines()
+    assert said == ["False InvalidInputError('planted') HeadLoadError('planted')", "True True"]
 
 
 @pytest.mark.parametrize("name", ["attention", "drafters"])

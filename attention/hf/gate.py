@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from threading import get_ident
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 _POLL = 2e-4
 """Seconds between two looks at a gate that another thread holds."""
@@ -75,21 +76,43 @@ class ForwardGate:
 
 
 _gates: dict[int, ForwardGate] = {}
-_guarded: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
-def guard(root: torch.nn.Module) -> None:
-    """Let forwards of `root` and forwards of ours wait for each other from now on. Idempotent."""
+def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
+    """Let forwards of `root` and forwards of ours wait for each other, until `unguard` removes the hooks.
+
+    Each user of a model guards it for itself: a thread that is in the gate passes the others' hooks.
+    """
     config = getattr(root, "config", None)
     if config is None:
-        return
+        return ()
     if id(config) not in _gates:
         _gates[id(config)] = ForwardGate()
         weakref.finalize(config, _gates.pop, id(config), None)
-    if root not in _guarded:
-        _guarded.add(root)
-        root.register_forward_pre_hook(_before_forward)
-        root.register_forward_hook(_after_forward, always_call=True)
+    return (
+        root.register_forward_pre_hook(_before_forward),
+        root.register_forward_hook(_after_forward, always_call=True),
+    )
+
+
+def unguard(configs: Sequence[Any], hooks: Sequence[RemovableHandle]) -> None:
+    """Remove the hooks of `guard`; `configs`: those of the model, its own first.
+
+    The gate is held meanwhile: a forward of the user's has both hooks or none.
+    """
+    with gate_of(configs[0] if configs else None).held():
+        for hook in hooks:
+            hook.remove()
+
+
+@contextmanager
+def guarded(root: torch.nn.Module) -> Iterator[None]:
+    """`guard`, for a while."""
+    hooks = guard(root)
+    try:
+        yield
+    finally:
+        unguard([getattr(root, "config", None)], hooks)
 
 
 def gate_of(config: Any) -> ForwardGate:
@@ -103,6 +126,8 @@ def _before_forward(module: torch.nn.Module, args: Any) -> None:
     gate = gate_of(module.config)
     if not gate.is_mine():
         gate.enter(users=True)
+        if _after_forward not in module._forward_hooks.values():  # removed while this thread waited
+            gate.leave(users=True)
 
 
 def _after_forward(module: torch.nn.Module, args: Any, output: Any) -> None:

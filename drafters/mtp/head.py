@@ -20,7 +20,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from attention.hf.interface import AttentionCall, AttentionPort, recorded_calls
+from attention.hf.port import AttentionPort
+from attention.hf.probe import AttentionCall, recorded_calls
 from drafters.base import FINAL_NORM, Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError

@@ -1,9 +1,4 @@
-"""torch.compile of target and head, with QKV and gate/up fusion.
-
-Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-projection stays a module of its own: in compiled code it computes the whole fused matmul and takes its slice, and
-`passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view.
-"""
+"""torch.compile of target and head: the compiler's settings, and cos and sin kept as tensors."""
 
 from __future__ import annotations
 
@@ -12,81 +7,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.fx.experimental import _config as size_config
 
 from specdec.compiler.passes import Rewriting
 from specdec.errors import SpecdecError
-
-
-class SiblingLinear(nn.Linear):
-    """A linear layer whose weight is a slice of a tensor that it shares with the other projections of its group."""
-
-    def __init__(self, own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> None:
-        """Take the place of `own`: rows start … start + out_features of fused_weight [sum of widths, in_features]."""
-        # On meta: the weight is replaced below, so none is allocated.
-        super().__init__(own.in_features, own.out_features, bias=False, device="meta")
-        self.rows = slice(start, start + own.out_features)
-        self.weight = nn.Parameter(fused_weight[self.rows], requires_grad=False)
-        if fused_bias is not None:
-            self.bias = nn.Parameter(fused_bias[self.rows], requires_grad=False)
-        self.fused_weight = fused_weight
-        self.fused_bias = fused_bias
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in_features] -> [..., out_features]."""
-        if torch.compiler.is_compiling():
-            return F.linear(input, self.fused_weight, self.fused_bias)[..., self.rows]
-        return F.linear(input, self.weight, self.bias)
-
-
-def fuse_siblings(root: nn.Module, run: Callable[[], object]) -> int:
-    """Find linear layers of one parent that read the same tensor while `run` runs, and fuse their weights.
-
-    The module keeps its parameters' names and values; weights that belong to two modules (tied) are left alone.
-
-    Returns:
-        The number of fused groups.
-    """
-    names = {module: name for name, module in root.named_modules() if type(module) is nn.Linear}
-    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
-    readers: dict[tuple[str, int], list[str]] = {}
-    kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
-
-    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        name = names[module]  # type: ignore[index]
-        kept.append(args[0])
-        readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
-
-    hooks = [module.register_forward_pre_hook(note) for module in names]
-    try:
-        run()
-    finally:
-        for hook in hooks:
-            hook.remove()
-    groups = {tuple(dict.fromkeys(group)) for group in readers.values()}
-    fused = [group for group in groups if len(group) > 1 and _fusible(root, group, owners)]
-    for group in fused:
-        _fuse(root, group)
-    return len(fused)
-
-
-def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
-    layers: list[Any] = [root.get_submodule(name) for name in group]
-    kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-    return len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
-
-
-def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
-    layers: list[Any] = [root.get_submodule(name) for name in group]
-    weight = torch.cat([layer.weight.detach() for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
-    start = 0
-    for name, layer in zip(group, layers, strict=True):
-        parent, _, child = name.rpartition(".")
-        setattr(root.get_submodule(parent), child, SiblingLinear(layer, weight, bias, start))
-        start += layer.out_features
+from specdec.target.alterations import Alterations
 
 
 @torch.library.custom_op("specdec::stored", mutates_args=())
@@ -100,8 +26,8 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def store_angles(model: nn.Module) -> int:
-    """Keep rotary cos and sin as tensors in compiled code; otherwise the compiler fuses them into every layer's kernel.
+def store_angles(model: nn.Module, alterations: Alterations) -> int:
+    """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
 
     Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.
 
@@ -116,7 +42,7 @@ def store_angles(model: nn.Module) -> int:
 
     found = [module for module in model.modules() if hasattr(module, "inv_freq")]
     for module in found:
-        module.register_forward_hook(hook)
+        alterations.hook_after(module, hook)
     return len(found)
 
 

@@ -26,12 +26,15 @@ import torch
 
 from specdec.engine.engine import Engine, EngineStats
 from specdec.engine.scheduler import Usage
-from specdec.errors import SpecdecError
+from specdec.errors import ClosedModelError, SpecdecError
 from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
+
+_CLOSED = "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …)"
+_CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
@@ -83,7 +86,8 @@ class SharedEngine:
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
-        self._engine = engine
+        self._open_engine: Engine | None = engine
+        self._last_stats = engine.stats
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
@@ -97,8 +101,46 @@ class SharedEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """A snapshot of the engine's counters."""
-        return self._engine.stats
+        """The engine's counters; after `close` as they were then."""
+        return self._last_stats if self._open_engine is None else self._open_engine.stats
+
+    @property
+    def _engine(self) -> Engine:
+        """The open engine. Raises ClosedModelError after `close`."""
+        if self._open_engine is None:
+            raise ClosedModelError(_CLOSED)
+        return self._open_engine
+
+    def close(self) -> None:
+        """End all requests and let go of the engine. Idempotent.
+
+        Waits for a round that runs on another thread. What was reported before can still be read; then calls and
+        streams that have requests left raise ClosedModelError.
+
+        Raises:
+            SpecdecError: called from inside a round.
+        """
+        me = self._outside()
+        try:
+            with self._lock:
+                self._holder = me
+                try:
+                    if self._open_engine is not None:
+                        self._deliver()
+                        self._last_stats, self._delivered = self._open_engine.stats, []
+                        self._calls.clear()
+                        self._open_engine = None
+                finally:
+                    self._holder = None
+        finally:
+            for call in list(self._sleeping):
+                call.inbox.put(None)
+            self._pass_on()
+
+    def check_open(self) -> None:
+        """Raises ClosedModelError after `close`."""
+        if self._open_engine is None:
+            raise ClosedModelError(_CLOSED)
 
     def usage(self) -> Usage:
         """What requests hold between two rounds: see `Engine.usage`. Raises SpecdecError inside a round."""
@@ -132,11 +174,15 @@ class SharedEngine:
 
         Raises:
             SpecdecError: called from inside a round.
+            ClosedModelError: the model was closed, and all that was reported before is handed out.
         """
         me = self._outside()
         try:
             while call.places:
                 update = call.take()
+                if update is None and self._open_engine is None and call.inbox.empty():
+                    call.places.clear()
+                    raise ClosedModelError(_CLOSED_MEANWHILE)
                 if update is None and self._holder is not None:
                     update = self._sleep(call)
                 place = None if update is None else call.places.get(update.request_id)
@@ -214,6 +260,8 @@ class SharedEngine:
         with self._lock:
             self._holder, self._leading = me, call
             try:
+                if self._open_engine is None:
+                    return
                 self._forget_abandoned()
                 self._deliver()
                 if call.places and call.inbox.empty():
@@ -242,7 +290,8 @@ class SharedEngine:
     def _forget_abandoned(self) -> None:
         ids = list(self._abandoned)
         if ids:
-            self._engine.abort(ids)
+            if self._open_engine is not None:
+                self._open_engine.abort(ids)
             for request_id in ids:
                 self._calls.pop(request_id, None)
             for _ in ids:

@@ -24,10 +24,10 @@ from specdec.compiler.settings import (
     compiled_model,
     compiler_settings,
     for_any_batch,
-    fuse_siblings,
     store_angles,
     unwrapped,
 )
+from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter, Round, Verification
@@ -121,7 +121,7 @@ class GraphExecutor:
                 self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
                 drafts = DraftCapture(self._loop, drafter.runner, pool)
             fused = self._fuse(rows[-1], drafter, drafts)
-            store_angles(target.hf_model)
+            store_angles(target.hf_model, target.alterations)
             if self._eager.model is not None:
                 log.info("testing that results do not depend on the batch")
                 with unwrapped(UnsupportedModelError):
@@ -252,12 +252,15 @@ class GraphExecutor:
         round_, target = self._empty_round(rows), self._target
         token_ids, metadata = round_.target.token_ids, round_.target.metadata
         count = fuse_siblings(
-            target.hf_model, lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows)
+            target.hf_model,
+            lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows),
+            target.alterations,
         )
         if drafts is None or drafter is None or round_.prefill is None or not isinstance(drafter.head, torch.nn.Module):
             return count
         verdict = PackedVerdict.zeros(rows, self._query_len - 1, target.hf_model.device)
-        return count + fuse_siblings(drafter.head, partial(drafts.run_plainly, verdict, round_.prefill))
+        run = partial(drafts.run_plainly, verdict, round_.prefill)
+        return count + fuse_siblings(drafter.head, run, target.alterations)
 
 
 def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> StaticLoop:

@@ -87,7 +87,7 @@ def read_judged(
     arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
     planned = target.runner.plan(stage(batch, arena, bucket))
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    return target.forward(flat, planned, judged, model).logits.float()
+    return target.forward(flat, planned, judged, model, keep_aux=False).logits.float()
 
 
 def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:

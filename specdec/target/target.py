@@ -13,10 +13,18 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from attention.hf.interface import AttentionCall, AttentionPort, probe
+from attention.hf.port import AttentionPort
+from attention.hf.probe import AttentionCall, probe
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import FINAL_NORM
-from specdec.errors import UNNAMED_ERRORS, InvalidInputError, UnsupportedAttentionError, UnsupportedModelError
+from specdec.errors import (
+    UNNAMED_ERRORS,
+    InvalidInputError,
+    InvariantError,
+    UnsupportedAttentionError,
+    UnsupportedModelError,
+)
+from specdec.target.alterations import Alterations
 
 _FULL_OR_SLIDING = {"full_attention", "sliding_attention"}
 _MASK_READERS = {
@@ -35,7 +43,7 @@ class TargetProbe:
         calls: attention modules and their AttentionSpecs in layer order.
         layers: the decoder layers, as many as calls.
         vocab_size: V, width of the logits (padded vocabularies included).
-        selects_rows: see `attention.hf.interface.Probe`.
+        selects_rows: see `attention.hf.probe.Probe`.
     """
 
     model: PreTrainedModel
@@ -106,36 +114,59 @@ class TapRecorder:
     Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
     """
 
-    def __init__(self, probed: TargetProbe, taps: tuple[int, ...], max_tokens: int) -> None:
-        """Raises InvalidInputError for a boundary the target does not have."""
+    def __init__(self, probed: TargetProbe, taps: tuple[int, ...], max_tokens: int, alterations: Alterations) -> None:
+        """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then."""
         num_layers = len(probed.layers)
+        for tap in taps:
+            if tap != FINAL_NORM and not 0 <= tap <= num_layers:
+                raise InvalidInputError(f"tap {tap}: the target has boundaries 0 … {num_layers}")
         weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._width = probed.model.config.get_text_config().hidden_size
         self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
         self._on = False
         self._thread: int | None = None
         self._caught: dict[int, torch.Tensor] = {}
+        self._missing: set[int] = set()
+        self._num_tokens = 0
+        self._places = range(len(taps))
         for place, tap in enumerate(taps):
             if tap == FINAL_NORM:
-                probed.model.get_decoder().register_forward_hook(self._after_decoder(place))
-            elif 0 <= tap < num_layers:
-                probed.layers[tap].register_forward_pre_hook(self._before_layer(place), with_kwargs=True)
+                alterations.hook_after(probed.model.get_decoder(), self._after_decoder(place))
             elif tap == num_layers:
-                probed.layers[-1].register_forward_hook(self._after_layer(place))
+                alterations.hook_after(probed.layers[-1], self._after_layer(place))
             else:
-                raise InvalidInputError(f"tap {tap}: the target has boundaries 0 … {num_layers}")
+                alterations.hook_before(probed.layers[tap], self._before_layer(place))
 
     @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them."""
-        self._on, self._thread = True, get_ident()
+    def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
+        """Record the forward inside. Others are the user's: the states of a queued verification must outlive them.
+
+        Args:
+            num_tokens: T, rows that count; a compiled forward may have one more.
+            keep: False for a forward whose aux hidden states nobody reads; it may be longer than the buffer. Compiled
+                code is the same for both.
+
+        Raises:
+            InvariantError: the states have more rows than the buffer (before the forward), or a hook was not called or
+                got fewer rows than T (after it): a head would draft from those of an earlier forward.
+        """
+        if keep and self._places and num_tokens > len(self.buffer):
+            raise InvariantError(
+                f"{num_tokens} tokens are to be read in one forward; the buffer of aux hidden states holds "
+                f"{len(self.buffer)}"
+            )
+        self._on, self._thread, self._num_tokens = True, get_ident(), num_tokens if keep else 0
+        self._missing.update(self._places if keep else ())
         try:
             yield
             for place, states in self._caught.items():
                 self._copy(place, states)
+            if self._missing:
+                raise InvariantError(f"the target ran without passing aux hidden states {sorted(self._missing)}")
         finally:
             self._on = False
             self._caught.clear()  # a forward that raised leaves no states to the next one
+            self._missing.clear()
 
     def _store(self, place: int, states: torch.Tensor) -> None:
         if not self._on:
@@ -147,10 +178,14 @@ class TapRecorder:
             self._copy(place, states)
 
     def _copy(self, place: int, states: torch.Tensor) -> None:
+        if not self._num_tokens:
+            return
         start = place * self._width
-        rows = states.reshape(-1, self._width)
-        if rows.shape[0] <= self.buffer.shape[0]:
-            self.buffer[: rows.shape[0], start : start + self._width].copy_(rows)
+        rows = states.reshape(-1, self._width)[: self._num_tokens]
+        if len(rows) < self._num_tokens:
+            raise InvariantError(f"aux hidden states of {len(rows)} tokens in a forward of {self._num_tokens}")
+        self.buffer[: self._num_tokens, start : start + self._width].copy_(rows)
+        self._missing.discard(place)
 
     def _before_layer(self, place: int) -> Any:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -183,15 +218,21 @@ class TargetOutput:
 
 
 class Target:
-    """The model over one GroupRunner."""
+    """The model over one GroupRunner.
+
+    Attributes:
+        alterations: what was done to the model for this target and its executor.
+    """
 
     def __init__(self, probed: TargetProbe, runner: GroupRunner, taps: tuple[int, ...], max_tokens: int) -> None:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
         self._selects_rows = probed.selects_rows
+        self.alterations = Alterations(self)
+        self._taps = TapRecorder(probed, taps, max(max_tokens, 2) if taps else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
-        self._taps = TapRecorder(probed, taps, max_tokens if taps else 0)
+        self.alterations.on_undo(self._port.release)
 
     @property
     def num_embeddings(self) -> int:
@@ -205,6 +246,7 @@ class Target:
         planned: PlannedBatch,
         judged_rows: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
+        keep_aux: bool = True,
     ) -> TargetOutput:
         """One pass over a ragged batch.
 
@@ -214,6 +256,11 @@ class Target:
             model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
                 two logits indices: code compiled for any number is compiled again for one and for none, and without
                 logits the compiler removes all that nothing reads, the writes of the cache included.
+            keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
+                `tapped` has no rows.
+
+        Raises:
+            InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
         count = len(token_ids if judged_rows is None else judged_rows)
@@ -221,7 +268,8 @@ class Target:
         if model is not None:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
-        with self._port.using(attend if len(ids) == len(token_ids) else _once(attend)), self._taps.recording():
+        num_tokens, served = len(token_ids), attend if len(ids) == len(token_ids) else _once(attend)
+        with self._port.using(served), self._taps.recording(num_tokens, keep_aux):
             selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
             output = (self.hf_model if model is None else model)(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, **selection
@@ -229,7 +277,7 @@ class Target:
         logits = output.logits[0]
         if judged_rows is not None and not self._selects_rows:
             logits = logits.index_select(0, judged_rows)
-        return TargetOutput(logits[:count], self.tapped(len(token_ids)))
+        return TargetOutput(logits[:count], self.tapped(num_tokens if keep_aux else 0))
 
     def tapped(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""

@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
-from attention.hf.interface import AttentionCall
+from attention.hf.probe import AttentionCall
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
 from specdec.target.rereading import (

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
+import threading
+import time
+import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
 from attention.errors import UnsupportedAttentionError
-from attention.hf.interface import ATTENTION_NAME, AttentionPort, attention_implementation, probe
+from attention.hf.gate import gate_of, guard, unguard
+from attention.hf.interface import ATTENTION_NAME, attention_implementation
+from attention.hf.port import AttentionPort
+from attention.hf.probe import probe
 from specdec.errors import RoundFailedError
 from specdec.requests.sampling import SamplingParams
 
@@ -176,3 +184,52 @@ def test_a_forward_that_returns_other_rows_is_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(model, "forward", lambda **kwargs: right(**{**kwargs, "logits_to_keep": 1}))
     with pytest.raises(UnsupportedAttentionError, match="1 rows of logits for 4 tokens of which 2 were asked for"):
         probe(model)
+
+
+def test_a_probed_model_is_not_kept() -> None:
+    """transformers keeps every function that was registered for attention."""
+    model = tiny_llama()
+    module = weakref.ref(model.model.layers[0].self_attn)
+    probe(model)
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    del model
+    gc.collect()
+    assert module() is None
+
+
+def test_two_threads_probe_two_models_at_once() -> None:
+    """What one records does not go to the other."""
+    models = [tiny_llama(), tiny_llama(seed=2)]
+    inside = threading.Barrier(2, timeout=60)
+    found: list[Any] = [None, None]
+
+    def meet(*args: object) -> None:
+        inside.wait()
+
+    def run(i: int) -> None:
+        model = models[i]
+        handle = model.model.layers[0].register_forward_pre_hook(meet)
+        found[i] = [call.module for call in probe(model).calls]
+        handle.remove()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == [[layer.self_attn for layer in model.model.layers] for model in models]
+
+
+def test_a_forward_that_waited_while_the_guard_was_removed_leaves_the_gate() -> None:
+    model = tiny_llama()
+    hooks = guard(model)
+    gate = gate_of(model.config)
+    thread = threading.Thread(target=lambda: model(torch.tensor([PROMPT])))
+    with gate.held():
+        thread.start()
+        time.sleep(0.2)
+        unguard([model.config], hooks)
+    thread.join(60)
+    started = time.perf_counter()
+    with gate.held():
+        assert time.perf_counter() - started < 0.5

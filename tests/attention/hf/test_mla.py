@@ -22,8 +22,9 @@ from transformers import (
 from attention.backends.reference import TorchBackend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, allocate, bytes_per_token
-from attention.hf.interface import attention_implementation, probe
+from attention.hf.interface import attention_implementation
 from attention.hf.mla import LatentAttention, latent_attention, unexpanded
+from attention.hf.probe import probe
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch

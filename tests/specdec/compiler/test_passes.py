@@ -16,7 +16,8 @@ from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
 from specdec.compiler.passes import Rewriting
-from specdec.compiler.settings import fuse_siblings
+from specdec.compiler.siblings import fuse_siblings
+from specdec.target.alterations import Alterations
 from tests.specdec.compiler.test_settings import Block
 
 HALF, TOKENS = torch.bfloat16, 5
@@ -92,7 +93,7 @@ def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
 def test_one_product_a_group_of_siblings(bias: bool) -> None:
     block, x = Block(bias).requires_grad_(False), torch.randn(TOKENS, 16)
     before = block(x)
-    fuse_siblings(block, lambda: block(x))
+    fuse_siblings(block, lambda: block(x), Alterations(block))
     out, counted = compiled(block, x)
     assert counted.before["mm"] + counted.before["addmm"] == 8
     products = ("mm", "addmm", "few_tokens_linear")

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from specdec.compiler.settings import SiblingLinear, fuse_siblings, store_angles
+from specdec.compiler.settings import store_angles
+from specdec.compiler.siblings import SiblingLinear, fuse_siblings
+from specdec.target.alterations import Alterations
 
 
 class Block(nn.Module):
@@ -37,7 +39,7 @@ def block(request: pytest.FixtureRequest) -> Block:
 def test_siblings_are_found_and_nothing_changes(block: Block) -> None:
     x = torch.randn(3, 16)
     before, names = block(x), {name: p.clone() for name, p in block.named_parameters()}
-    assert fuse_siblings(block, lambda: block(x)) == 2
+    assert fuse_siblings(block, lambda: block(x), Alterations(block)) == 2
     fused = {name for name, module in block.named_modules() if isinstance(module, SiblingLinear)}
     assert fused == {"q", "k", "v", "gate", "up"}
     assert torch.equal(block(x), before)
@@ -47,12 +49,12 @@ def test_siblings_are_found_and_nothing_changes(block: Block) -> None:
 
 def test_fusing_twice_finds_nothing_more(block: Block) -> None:
     x = torch.randn(3, 16)
-    fuse_siblings(block, lambda: block(x))
-    assert fuse_siblings(block, lambda: block(x)) == 0
+    fuse_siblings(block, lambda: block(x), Alterations(block))
+    assert fuse_siblings(block, lambda: block(x), Alterations(block)) == 0
 
 
 def test_weights_share_one_tensor(block: Block) -> None:
-    fuse_siblings(block, lambda: block(torch.randn(3, 16)))
+    fuse_siblings(block, lambda: block(torch.randn(3, 16)), Alterations(block))
     storages = {m.weight.untyped_storage().data_ptr() for m in (block.q, block.k, block.v)}
     assert len(storages) == 1
     assert block.q.fused_weight.untyped_storage().data_ptr() in storages
@@ -87,7 +89,7 @@ def test_angles_are_computed_once(once: bool, kernels: int) -> None:
     model, x, positions = Rotated().requires_grad_(False), torch.randn(5, 4), torch.arange(5)
     before = model(x, positions)
     if once:
-        assert store_angles(model) == 1
+        assert store_angles(model, Alterations(model)) == 1
         assert torch.equal(model(x, positions), before)
     with torch.no_grad():
         out, code = run_and_get_code(torch.compile(model, fullgraph=True, dynamic=True), x, positions)

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import enlarge, random_prompts, table_head, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
-from attention.hf.interface import probe
+from attention.batch.metadata import single_batch_arena, stage
+from attention.hf.probe import probe
 from drafters.base import FINAL_NORM
-from specdec.errors import CacheTooSmallError, InvalidInputError, UnsupportedModelError
+from drafters.loops.chain.index import rows_batch
+from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
+from specdec.target.alterations import Alterations
+from specdec.target.rereading import dummy_ids, scrambled_table
 from specdec.target.target import TapRecorder, probe_target
 
 SIZES = {
@@ -139,8 +144,8 @@ def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
         residual = [*states[:4], model.model.layers[3](states[3], position_embeddings=rope(model, states[3]))]
-    recorder = TapRecorder(probe_target(model), taps, 16)
-    with torch.no_grad(), recorder.recording():
+    recorder = TapRecorder(probe_target(model), taps, 16, Alterations(model))
+    with torch.no_grad(), recorder.recording(9):
         model(ids)
     with torch.no_grad():
         model(ids.flip(1))
@@ -148,6 +153,49 @@ def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
     assert torch.allclose(recorder.buffer[:9], right, atol=1e-5)
     if 4 in taps:
         assert not torch.allclose(residual[4], states[4], atol=1e-2), "transformers' last state is after the norm"
+
+
+def recorder_of(model: Any, taps: tuple[int, ...], max_tokens: int) -> TapRecorder:
+    return TapRecorder(probe_target(model), taps, max_tokens, Alterations(model))
+
+
+def test_more_tokens_than_the_buffer_of_aux_hidden_states_holds_are_refused() -> None:
+    """They were dropped, and the head drafted from the states of an earlier forward."""
+    model = tiny_llama()
+    recorder, ids = recorder_of(model, (1, 2), 8), torch.tensor(random_prompts([9]))
+    recorder.buffer.fill_(7.0)
+    with pytest.raises(InvariantError, match=r"9 tokens .* in one forward; .* holds 8"), recorder.recording(9):
+        model(ids)
+    with torch.no_grad(), recorder.recording(9, keep=False):
+        model(ids)
+    assert bool((recorder.buffer == 7.0).all()), "what nobody reads is not kept"
+    with torch.no_grad(), recorder.recording(8):
+        model(ids[:, :8])
+    assert not bool((recorder.buffer == 7.0).any())
+
+
+def test_a_forward_that_passes_no_aux_hidden_states_is_noticed() -> None:
+    model = tiny_llama()
+    recorder, ids = recorder_of(model, (1, 2), 16), torch.tensor(random_prompts([9]))
+    x = torch.zeros(1, 9, 32)
+    with torch.no_grad():
+        with pytest.raises(InvariantError, match=r"passing aux hidden states \[1\]"), recorder.recording(9):
+            model.model.layers[1](x, position_embeddings=rope(model, x))
+        with pytest.raises(InvariantError, match="of 5 tokens in a forward of 9"), recorder.recording(9):
+            model(ids[:, :5])
+        with recorder.recording(9):
+            model(ids)
+
+
+def test_a_batch_longer_than_the_buffer_is_refused_by_the_target() -> None:
+    wrapped = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=2)
+    lens = np.array([30])
+    table, ids = scrambled_table(wrapped.target, lens), dummy_ids(wrapped.target, lens)
+    batch = rows_batch(np.array([0, 30], np.int32), np.array([0]), table, 4)
+    arena, bucket = single_batch_arena(1, 30, table.shape[1], torch.device("cpu"))
+    planned = wrapped.target.runner.plan(stage(batch, arena, bucket))
+    with pytest.raises(InvariantError, match="30 tokens are to be read in one forward"):
+        wrapped.target.forward(ids[0], planned, None)
 
 
 def rope(model: Any, states: torch.Tensor) -> Any:

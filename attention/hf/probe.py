@@ -1,0 +1,179 @@
+"""The probe: a few dummy tokens through a model, to record what its attention layers ask for. No config parsing."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import get_ident
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+
+from attention.errors import UnsupportedAttentionError
+from attention.hf.gate import guarded
+from attention.hf.interface import attention_configs, attention_implementation
+from attention.hf.mla import LatentAttention, latent_attention
+from attention.spec import AttentionSpec
+
+_PROBE_NAME = "specdec_probe"
+
+_KNOWN_ARGUMENTS = frozenset(
+    [
+        "dropout",
+        "scaling",
+        "sliding_window",
+        "softcap",
+        "s_aux",
+        "is_causal",
+        "position_ids",
+        "use_cache",
+        "cache_position",
+        "logits_to_keep",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "return_dict",
+        "deterministic",
+        "num_items_in_batch",
+    ]
+)
+"""Keyword arguments of the attention interface that need no action of ours, or that AttentionSpec carries."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What one attention module asked of the interface during the probe pass.
+
+    Attributes:
+        module: the attention module.
+        attention_spec: what it needs of a kernel, in absorbed form where it has one.
+        latent: its absorbed form, or None.
+    """
+
+    module: torch.nn.Module
+    attention_spec: AttentionSpec
+    latent: LatentAttention | None
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe pass found.
+
+    Attributes:
+        calls: the attention calls in layer order.
+        vocab_size: V, width of the logits.
+        selects_rows: whether the model's forward heeds `logits_to_keep`, the token rows whose logits are wanted. Where
+            a forward has no such parameter, it disappears among **kwargs, and logits of all rows come back.
+    """
+
+    calls: tuple[AttentionCall, ...]
+    vocab_size: int
+    selects_rows: bool
+
+
+def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
+    """Run a few dummy tokens and record what each attention layer asks for. No config parsing.
+
+    Raises:
+        UnsupportedAttentionError: as `recorded_calls`; or another number of logits comes back than of all the tokens or
+            of those that were asked for.
+    """
+    ids = torch.zeros((1, num_tokens), dtype=torch.long, device=model.device)
+    inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
+    if takes_selection := _takes(model.forward, "logits_to_keep"):
+        inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
+    with torch.no_grad(), recorded_calls(model) as calls:
+        logits = model(**inputs, use_cache=False).logits
+    rows = int(logits.shape[1])
+    if rows != num_tokens and not (takes_selection and rows == num_tokens - 2):
+        raise UnsupportedAttentionError(
+            f"{type(model).__name__} returns {rows} rows of logits for {num_tokens} tokens of which "
+            f"{num_tokens - 2} were asked for by logits_to_keep"
+        )
+    return Probe(tuple(calls), int(logits.shape[-1]), rows != num_tokens)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether a function can be called with a keyword argument of this name."""
+    parameters = inspect.signature(function).parameters
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+@contextmanager
+def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
+    """Record what the attention modules under `root` ask for while it runs; they get zeros back.
+
+    Raises (from inside the run):
+        UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.
+    """
+    calls: list[AttentionCall] = []
+    configs = attention_configs(root)
+    with guarded(root), attention_implementation(configs, _PROBE_NAME):
+        _recordings[get_ident()] = calls
+        try:
+            yield calls
+        finally:
+            del _recordings[get_ident()]
+
+
+_recordings: dict[int, list[AttentionCall]] = {}
+"""What the probe of each thread has recorded so far. Here and not in a function registered for each probe: transformers
+would keep that function, and with it the modules of the last model that was probed."""
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Note one attention call; zeros [1, T, Hq, Dv] instead of attention."""
+    calls = _recordings.get(get_ident())
+    if calls is None:
+        raise UnsupportedAttentionError(f"attention '{_PROBE_NAME}' was called outside a probe")
+    _refuse_unknown(module, attention_mask, kwargs)
+    _refuse_second(module, calls)
+    attention_spec, latent = _attention_spec(query, key, value, kwargs), latent_attention(module)
+    calls.append(
+        AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
+    )
+    return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
+
+
+def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    if unknown:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to its attention, unknown to the paged attention"
+        )
+    if mask is not None:
+        raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
+
+
+def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
+    if any(call.module is module for call in calls):
+        raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
+
+
+def _attention_spec(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+) -> AttentionSpec:
+    scaling = kwargs.get("scaling")
+    return AttentionSpec(
+        num_q_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        head_dim_k=query.shape[-1],
+        head_dim_v=value.shape[-1],
+        scale=float(scaling) if scaling is not None else query.shape[-1] ** -0.5,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        has_sinks=kwargs.get("s_aux") is not None,
+    )
+
+
+AttentionInterface.register(_PROBE_NAME, _record)

@@ -1,0 +1,153 @@
+"""Sibling projections fused for compiled code, and parted again.
+
+Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
+sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and
+`rewriting` leaves one of the equal products. In eager code it is the linear layer it was, on a view. What is done to
+the modules is registered with `specdec.target.alterations`, and undone when the engine is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from attention.hf.gate import gate_of
+from attention.hf.interface import attention_configs
+from specdec.target.alterations import Alterations
+
+
+class SiblingLinear(nn.Linear):
+    """A linear layer whose weight is a slice of a tensor it shares with its siblings.
+
+    The user's own `nn.Linear` of another class for a while: the module and its parameters stay the same objects, so
+    that hooks, optimisers and adapters keep what they hold; only the parameters' memory moves.
+
+    Attributes:
+        fused_weight: [sum of widths, in_features]; fused_bias: [sum of widths] or None.
+        rows: of these two, the layer's own.
+        holders: the engines whose compiled code reads it.
+    """
+
+    rows: slice
+    fused_weight: torch.Tensor
+    fused_bias: torch.Tensor | None
+    holders: set[object]
+
+    @staticmethod
+    def join(own: nn.Linear, fused_weight: torch.Tensor, fused_bias: torch.Tensor | None, start: int) -> SiblingLinear:
+        """Make rows start … start + out_features of fused_weight the weight of `own`, which holds these values."""
+        rows = slice(start, start + own.out_features)
+        own.weight.data = fused_weight[rows]
+        if fused_bias is not None:
+            own.bias.data = fused_bias[rows]
+        sibling: Any = own
+        sibling.__class__ = SiblingLinear
+        sibling.rows, sibling.fused_weight, sibling.fused_bias = rows, fused_weight, fused_bias
+        sibling.holders = set()
+        return sibling
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features]."""
+        if torch.compiler.is_compiling():
+            return F.linear(input, self.fused_weight, self.fused_bias)[..., self.rows]
+        return F.linear(input, self.weight, self.bias)
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether its parameters no longer lie in the fused tensors: the model was moved or got other parameters."""
+        return any(
+            fused is None or own.data_ptr() != fused[self.rows].data_ptr() or own.dtype != fused.dtype
+            for own, fused in ((self.weight, self.fused_weight), (self.bias, self.fused_bias))
+            if own is not None
+        )
+
+    def part(self) -> None:
+        """Make it the `nn.Linear` that it was, with its present values in memory of its own."""
+        for own, fused in ((self.weight, self.fused_weight), (self.bias, self.fused_bias)):
+            if own is not None and fused is not None and _share_memory(own, fused):
+                own.data = own.data.clone()
+        del self.rows, self.fused_weight, self.fused_bias, self.holders
+        plain: Any = self
+        plain.__class__ = nn.Linear
+
+
+def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alterations) -> int:
+    """Find linear layers of one parent that read the same tensor while `run` runs, and fuse their weights.
+
+    Weights that belong to two modules (tied) are left alone. Layers that are fused already, for another engine, stay so
+    until the last of these engines lets go; layers that were moved since are fused anew.
+
+    Returns:
+        The number of newly fused groups.
+    """
+    fused_before = [module for module in root.modules() if isinstance(module, SiblingLinear)]
+    for module in fused_before:
+        if module.is_stale:
+            module.part()
+    count = _fuse_groups(root, run)
+    siblings, holder = [module for module in root.modules() if isinstance(module, SiblingLinear)], object()
+    for module in siblings:
+        module.holders.add(holder)
+    alterations.on_undo(partial(_let_go, siblings, holder, attention_configs(root)))
+    return count
+
+
+def _let_go(siblings: list[SiblingLinear], holder: object, configs: Sequence[Any]) -> None:
+    """One engine less that reads them; without any they are what they were. No forward runs meanwhile."""
+    with gate_of(configs[0] if configs else None).held(), torch.no_grad():
+        for module in siblings:
+            if isinstance(module, SiblingLinear) and holder in module.holders:
+                module.holders.remove(holder)
+                if not module.holders:
+                    module.part()
+
+
+def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
+    """Fuse what reads the same tensor while `run` runs; the number of groups."""
+    names = {module: name for name, module in root.named_modules() if type(module) is nn.Linear}
+    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
+    readers: dict[tuple[str, int], list[str]] = {}
+    kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
+
+    def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        name = names[module]  # type: ignore[index]
+        kept.append(args[0])
+        readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
+
+    hooks = [module.register_forward_pre_hook(note) for module in names]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    groups = {tuple(dict.fromkeys(group)) for group in readers.values()}
+    fused = [group for group in groups if len(group) > 1 and _fusible(root, group, owners)]
+    for group in fused:
+        _fuse(root, group)
+    return len(fused)
+
+
+def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
+    layers: list[Any] = [root.get_submodule(name) for name in group]
+    kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    plain = all(layer.weight.is_contiguous() and type(layer.weight.data) is torch.Tensor for layer in layers)
+    return plain and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
+
+
+def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
+    layers: list[Any] = [root.get_submodule(name) for name in group]
+    weight = torch.cat([layer.weight.detach() for layer in layers])
+    bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+    start = 0
+    for layer in layers:
+        SiblingLinear.join(layer, weight, bias, start)
+        start += layer.out_features

@@ -1,0 +1,63 @@
+"""What is done to a user's model, and how it is undone: the one place.
+
+Everything that stays on a model between two forwards of ours is registered here by whoever does it: hooks for aux
+hidden states, the hooks of the gate, the handles by which attention modules find their cache, cos/sin hooks and fused
+projections of compiled code. What is changed for the duration of one forward (the name of the attention function,
+`expand_kv`, the form of the experts) is put back by the context managers that change it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from specdec.errors import InvariantError
+
+
+class Alterations:
+    """What was done to models on behalf of one owner. Undone by `undo`, or when the owner is garbage.
+
+    What is registered must not refer to the owner, or the owner would never be garbage.
+    """
+
+    def __init__(self, owner: object) -> None:
+        """owner: the object that needs the alterations, usually the one that holds these."""
+        self._stack = ExitStack()
+        self._finalizer = weakref.finalize(owner, self._stack.close)
+        self._finalizer.atexit = False
+
+    def on_undo(self, undo: Callable[[], object]) -> None:
+        """Register what takes back a change that was just made.
+
+        Raises:
+            InvariantError: everything was undone already; the change is taken back.
+        """
+        if not self._finalizer.alive:
+            undo()
+            raise InvariantError("a model was altered for an engine that is closed")
+        self._stack.callback(undo)
+
+    def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call hook(module, args, kwargs) before the module's forward."""
+        self.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+
+    def hook_after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
+        """Call hook(module, args, output) after the module's forward."""
+        self.on_undo(module.register_forward_hook(hook).remove)
+
+    def undo(self) -> None:
+        """Take back everything, the last change first. Idempotent."""
+        self._finalizer()
+
+    @contextmanager
+    def undone_on_error(self) -> Iterator[None]:
+        """Take back everything when the block raises: an engine that could not be built leaves the model as it was."""
+        try:
+            yield
+        except BaseException:
+            self.undo()
+            raise

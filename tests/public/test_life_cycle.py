@@ -1,0 +1,284 @@
+"""Closed, dropped, wrapped twice or not built at all: nothing stays on the user's model or in memory."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import LetterTokenizer, eagle3_head, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+
+from specdec import CacheTooSmallError, ClosedModelError, SamplingParams, SpecdecError, SpeculativeModel
+
+PROMPTS = random_prompts((5, 33, 17))
+SHORT = SamplingParams(max_new_tokens=12)
+RIGHT = [hf_greedy(prompt, 12) for prompt in PROMPTS]
+LONG = SamplingParams(max_new_tokens=80)
+
+
+def state_of(model: torch.nn.Module) -> list[Any]:
+    """All that could have been changed on a model: modules, classes, hooks, attributes, parameters and their memory."""
+    modules = [
+        (name, id(m), type(m), sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks), m.training)
+        for name, m in model.named_modules()
+    ]
+    parameters = [
+        (name, id(p), p.stride(), p.untyped_storage().nbytes(), p.requires_grad, p.detach().numpy().tobytes())
+        for name, p in model.named_parameters()
+    ]
+    return [modules, parameters, repr(model.config)]
+
+
+def num_hooks(model: torch.nn.Module) -> int:
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+
+
+def tensor_bytes() -> int:
+    """Bytes of all tensors that are alive."""
+    gc.collect()
+    tensors = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    storages = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}
+    return sum(storages.values())
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm() -> None:
+    """What the first engine of a process leaves for all (constants of libraries) is no leak."""
+    with wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3) as model:
+        model.generate(PROMPTS, SHORT)
+
+
+@pytest.mark.parametrize("make", [table_head, eagle3_head, lambda model: None], ids=["table", "eagle3", "no head"])
+def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any]) -> None:
+    target = tiny_llama()
+    head = make(target)
+    before, memory = state_of(target), tensor_bytes()
+    for _ in range(3):
+        model = wrap(target, head, num_speculative_tokens=3 if head else 0)
+        assert num_hooks(target) > 0
+        assert tensor_bytes() > memory + 50_000
+        assert [c.token_ids for c in model.generate(PROMPTS, SHORT)] == RIGHT
+        model.close()
+        assert state_of(target) == before
+        assert num_hooks(target) == 0
+        assert tensor_bytes() == memory, "with the closed model still in hand"
+    ids = torch.tensor([PROMPTS[0]])
+    own = target.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert own[0, len(PROMPTS[0]) :].tolist() == RIGHT[0]
+
+
+def test_three_models_made_over_one_and_dropped_leave_nothing() -> None:
+    target = tiny_llama()
+    head = table_head(target)
+    before, memory = state_of(target), tensor_bytes()
+    for _ in range(3):
+        wrap(target, head, num_speculative_tokens=3).generate(PROMPTS, SHORT)
+    gc.collect()
+    assert state_of(target) == before
+    assert tensor_bytes() == memory
+
+
+def test_a_stream_keeps_its_engine_and_nobody_else_does() -> None:
+    target = tiny_llama()
+    stream = wrap(target, table_head(target), num_speculative_tokens=3).stream(PROMPTS, SHORT)
+    gc.collect()
+    done = {u.index: u.completion.token_ids for u in stream if u.completion is not None}
+    assert [done[i] for i in range(3)] == RIGHT
+    del stream
+    gc.collect()
+    assert num_hooks(target) == 0
+
+
+def test_a_dropped_model_does_not_keep_the_target() -> None:
+    tiny_llama(seed=5)  # the fakes keep one to copy
+    memory = tensor_bytes()
+    wrap(tiny_llama(seed=5)).generate(PROMPTS[0], SHORT)
+    assert tensor_bytes() == memory
+    wrap(tiny_llama(seed=5)).close()
+    assert tensor_bytes() == memory
+
+
+def test_an_engine_that_cannot_be_built_leaves_nothing() -> None:
+    target = tiny_llama()
+    before = state_of(target)
+    with pytest.raises(CacheTooSmallError) as info:
+        wrap(target, table_head(target), num_speculative_tokens=2, kv_cache_tokens=12)
+    assert state_of(target) == before, "while the error is still in hand"
+    assert info.value is not None
+
+
+def test_a_with_block_closes_and_closing_twice_is_one() -> None:
+    with wrap(tiny_llama()) as model:
+        assert isinstance(model, SpeculativeModel)
+        assert model.generate(PROMPTS[0], SHORT)[0].token_ids == RIGHT[0]
+        rounds = model.engine_stats.rounds
+    model.close()
+    assert model.engine_stats.rounds == rounds > 0
+    assert model.config.max_num_seqs == 3 and model.hf_model is not None and "error" not in model.backend_name
+
+
+@pytest.mark.parametrize("when", ["before memory is freed", "before the model is restored"])
+def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    target = tiny_llama()
+    before, memory = state_of(target), tensor_bytes()
+    model = wrap(target)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if when == "before memory is freed":
+            patch.setattr(SpeculativeModel, "device", property(interrupted))
+        else:
+            patch.setattr(gc, "collect", interrupted)
+        model.close()
+    model.close()
+    assert state_of(target) == before
+    assert tensor_bytes() == memory
+
+
+def test_modules_of_latent_attention_and_a_prediction_module() -> None:
+    with SpeculativeModel.from_pretrained("gsm-deepseek", draft="mtp") as model:
+        target = model.hf_model
+        right = model.generate(PROMPTS[0], SHORT)[0].token_ids
+    assert num_hooks(target) == 0
+    assert not [m for m in target.modules() if {"expand_kv", "_specdec_layer"} & set(vars(m))]
+    with SpeculativeModel.from_pretrained(target, tokenizer=model.tokenizer) as again:
+        assert again.generate(PROMPTS[0], SHORT)[0].token_ids == right
+    assert num_hooks(target) == 0
+
+
+def test_an_error_goes_through_the_with_block() -> None:
+    target = tiny_llama()
+    with pytest.raises(ZeroDivisionError), wrap(target):
+        raise ZeroDivisionError
+    assert num_hooks(target) == 0
+
+
+USES: dict[str, Callable[[Any], object]] = {
+    "generate": lambda model: model.generate(PROMPTS, SHORT),
+    "generate_iter": lambda model: next(model.generate_iter(PROMPTS, SHORT)),
+    "stream": lambda model: model.stream(PROMPTS, SHORT),
+    "refresh": lambda model: model.refresh(),
+    "describe": lambda model: model.describe(),
+    "head": lambda model: model.head,
+    "target": lambda model: model.target,
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_closed_model_says_so(use: str) -> None:
+    model = wrap(tiny_llama())
+    model.close()
+    with pytest.raises(ClosedModelError, match="this SpeculativeModel is closed"):
+        USES[use](model)
+    with pytest.raises(AttributeError, match="no attribute 'generat'"):
+        model.generat  # noqa: B018
+
+
+def test_a_running_stream_is_told_after_what_it_got() -> None:
+    model = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
+    fast, slow, unread = model.stream(PROMPTS, LONG), model.stream(PROMPTS[0], LONG), model.stream(PROMPTS[1], LONG)
+    got = [next(fast), next(slow)]
+    for _ in range(20):
+        got.append(next(fast))
+    model.close()
+    waiting = []
+    with pytest.raises(ClosedModelError, match="was closed while this request was running"):
+        for update in slow:
+            waiting.append(update)
+    assert waiting, "rounds of the other stream brought updates for this one, which are not lost"
+    tokens = got[1].token_ids + [t for update in waiting for t in update.token_ids]
+    assert tokens == hf_greedy(PROMPTS[0], 80)[: len(tokens)]
+    with pytest.raises(ClosedModelError, match="is closed; wrap its hf_model again"):
+        next(unread)
+    assert list(slow) == [] == list(unread), "an iterator that raised is at its end"
+    fast.close()
+
+
+def test_a_call_on_another_thread_is_told() -> None:
+    started, errors = threading.Event(), []
+
+    class Tokenizer(LetterTokenizer):
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            started.set()
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    target = tiny_llama()
+    model = wrap(target, tokenizer=Tokenizer())
+
+    def call() -> None:
+        try:
+            model.generate(PROMPTS, LONG)
+        except ClosedModelError as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=call) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    assert started.wait(60)
+    model.close()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    assert len(errors) == 3
+    assert num_hooks(target) == 0
+
+
+def test_closing_inside_a_round_is_refused_and_harms_nothing() -> None:
+    refused = []
+
+    class Tokenizer(LetterTokenizer):
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            if not refused:
+                with pytest.raises(SpecdecError, match="from inside one of its own rounds") as info:
+                    model.close()
+                refused.append(info.value)
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    model = wrap(tiny_llama(), tokenizer=Tokenizer())
+    assert model.generate(PROMPTS[0], SHORT)[0].token_ids == RIGHT[0]
+    assert refused
+
+
+def test_two_models_over_one_target_work_and_end_apart() -> None:
+    target = tiny_llama()
+    before = state_of(target)
+    first = wrap(target, table_head(target), num_speculative_tokens=3)
+    second = wrap(target, eagle3_head(target), num_speculative_tokens=2)
+    streams = first.stream(PROMPTS, SHORT), second.stream(PROMPTS, SHORT)
+    done: list[dict[int, list[int]]] = [{}, {}]
+    left = [0, 1]
+    while left:
+        for i in list(left):
+            update = next(streams[i], None)
+            if update is None:
+                left.remove(i)
+            elif update.completion is not None:
+                done[i][update.index] = update.completion.token_ids
+    assert [[d[i] for i in range(3)] for d in done] == [RIGHT, RIGHT]
+    first.close()
+    assert [c.token_ids for c in second.generate(PROMPTS, SHORT)] == RIGHT
+    assert second.refresh() < 1e-3
+    third = wrap(target)
+    second.close()
+    assert [c.token_ids for c in third.generate(PROMPTS, SHORT)] == RIGHT
+    third.close()
+    assert state_of(target) == before
+
+
+def test_a_head_outlives_the_model_that_it_drafted_for() -> None:
+    target = tiny_llama()
+    head = eagle3_head(target)
+    before, drafts = state_of_head(head), []
+    for _ in range(2):
+        with wrap(target, head, num_speculative_tokens=3) as model:
+            drafts.append([c.drafts for c in model.generate(PROMPTS, SamplingParams(12, return_drafts=True))])
+        assert state_of_head(head) == before
+    assert drafts[0] == drafts[1]
+
+
+def state_of_head(head: Any) -> list[Any]:
+    return [(name, id(m), type(m), sorted(vars(m))) for name, m in head.named_modules()]
