@@ -223,10 +223,10 @@ def count_calls(monkeypatch: Any, owner: type, name: str) -> list[Any]:
 
 def free_everywhere(wrapped: Any) -> bool:
     """Whether no request holds a row or a page any more."""
-    engine = wrapped._engine
-    scheduler = engine._scheduler
+    engine = wrapped.engine
+    scheduler = engine.scheduler
     pools = [scheduler.target_pages] + ([scheduler.head_pages] if scheduler.head_pages is not None else [])
     for pool in pools:
         pool.validate()
     empty = all(pool.allocator.num_free == pool.allocator.num_pages - 1 for pool in pools)
-    return empty and scheduler.idle and not engine._requests and engine._table.num_free == engine.config.max_num_seqs
+    return empty and scheduler.idle and not engine.has_work and engine.table.num_free == engine.config.max_num_seqs

@@ -24,7 +24,8 @@ from threading import get_ident
 
 import torch
 
-from specdec.engine.engine import Engine, EngineStats
+from specdec.engine.engine import Engine
+from specdec.engine.stats import EngineStats
 from specdec.errors import SpecdecError
 from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
 from attention.batch.staging import StagingArena
@@ -16,7 +15,8 @@ from drafters.loops.chain.run import Draft, draft_chain
 from drafters.mtp.stack import MtpStack
 from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
 from specdec.config import EngineConfig
-from specdec.execution.readback import HostReads, Readback
+from specdec.execution.readback import HostReads
+from specdec.execution.verification import Verification
 from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
 from specdec.rounds.transfer import DeviceRound, send_round
 from specdec.rounds.verification import DraftArrays, SamplingRound, TargetArrays, Verified
@@ -36,31 +36,16 @@ class Drafter:
         return self.head.num_modules if isinstance(self.head, MtpStack) else 1
 
 
-@dataclass(frozen=True)
-class Verification:
-    """What a target forward decided.
-
-    Attributes:
-        packed: [J, 2n+2] int64 on its way to the host, see `specdec.acceptance.judge.judge`.
-        tapped: [T, A·Ht] on the device, valid until the next forward.
-        draft_on: where the head's first pass runs behind the verification already: launches the further draft steps
-            of all its rows, given num_accepted [J]. None where the draft loop starts from `tapped`.
-        follow: where a round can be launched behind this one before it is read: launches a verification whose roots are
-            the tokens that this one decides, and returns the executor's round and the verification. Else None.
-    """
-
-    packed: Readback
-    tapped: torch.Tensor
-    draft_on: Callable[[np.ndarray], Draft] | None = None
-    follow: Callable[[TargetArrays], tuple[Any, Verification]] | None = None
-
-
 class Executor(Protocol):
     """The device's part of a round. `round_` is whatever `send` returned; only the executor looks inside."""
 
     @property
     def transfers(self) -> int:
         """Host-to-device copies of ours so far."""
+
+    @property
+    def reads(self) -> HostReads:
+        """What starts and finishes the rounds' device-to-host reads."""
 
     def verified(self, verified: Verified, round_: Any) -> Verified:
         """A verification after its commit, with the token rows where the executor put them."""
@@ -72,7 +57,7 @@ class Executor(Protocol):
         """Launch the draft loop that was sent; None when the round has none."""
 
     def verify(self, round_: Any, draft: Draft | None) -> Verification:
-        """Launch the target forward and the verdict, and start reading it."""
+        """Launch the target forward and the judgement of its logits, and start reading the result."""
 
 
 class EagerExecutor:

@@ -30,7 +30,9 @@ from specdec.compiler.settings import (
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
 from specdec.execution.capture import Bucket, DraftBuffers, DraftCapture, EmptyRound, capture_bucket, head_metadata
-from specdec.execution.eager import Drafter, EagerExecutor, Verification
+from specdec.execution.eager import Drafter, EagerExecutor
+from specdec.execution.readback import HostReads
+from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.static import FixedRound, empty_round, fixed_shape, uniform_verified
 from specdec.rounds.transfer import DeviceRound, fixed_views, step_views
@@ -152,6 +154,11 @@ class GraphExecutor:
         """See `Executor.transfers`."""
         return self._eager.transfers + sum(fixed.transfers for fixed in self._fixed.values())
 
+    @property
+    def reads(self) -> HostReads:
+        """See `Executor.reads`."""
+        return self._eager.reads
+
     def verified(self, verified: Verified, round_: GraphRound) -> Verified:
         """Token rows of a graph's batch stand K+1 apart."""
         return verified if round_.rows is None else uniform_verified(verified, self._query_len)
@@ -183,18 +190,28 @@ class GraphExecutor:
             return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), tapped)
         read = self._eager.reads.start(bucket.packed[: round_.num_rows])
         if bucket.draft is None:
-            return Verification(read, tapped, follow=lambda target: self.follow(round_, target))
+            return ChainedVerification(read, tapped, partial(self.launch_next, round_))
         bucket.draft.first.replay()
-        return Verification(read, tapped, partial(self._draft_on, round_))
+        return DraftedVerification(read, tapped, partial(self._draft_on, round_))
 
-    def follow(self, round_: GraphRound, target: TargetArrays) -> tuple[GraphRound, Verification]:
-        """Launch a round without drafts behind another one, see `Verification.follow`."""
+    def launch_next(self, round_: GraphRound, target: TargetArrays) -> tuple[GraphRound, Verification]:
+        """Launch a round without drafts after another one, see `ChainedVerification.launch_next`."""
         assert round_.rows is not None
         bucket = self._buckets[round_.rows]
         self._send_verification(round_.rows, target)
         bucket.token_ids.copy_(bucket.packed[:, 1])
         after = replace(round_, target=target, device=None)
         return after, self.verify(after, None)
+
+    def logits_of(self, round_: GraphRound) -> torch.Tensor | None:
+        """[J, K+1, V] logits that the graph of a launched greedy round wrote, valid until the next one is launched.
+
+        None of a round that was judged outside of a graph.
+        """
+        if round_.rows is None or round_.sampled:
+            return None
+        bucket = self._buckets[round_.rows]
+        return bucket.logits[bucket.logit_index[: round_.num_rows]]
 
     def _judge(self, bucket: Bucket, round_: GraphRound, draft: Draft | None) -> torch.Tensor:
         assert round_.device is not None

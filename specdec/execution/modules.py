@@ -22,7 +22,9 @@ from drafters.loops.modules.index import module_batch, module_rows, module_step
 from drafters.mtp.stack import ModulePass, MtpStack, draft_modules, first_passes
 from specdec.acceptance.judge import choose_greedy, choose_sampled
 from specdec.config import EngineConfig
-from specdec.execution.eager import Drafter, EagerExecutor, Verification
+from specdec.execution.eager import Drafter, EagerExecutor
+from specdec.execution.readback import HostReads
+from specdec.execution.verification import Verification
 from specdec.rounds.fields import most_pages, power_of_two
 from specdec.rounds.transfer import DeviceRound
 from specdec.rounds.verification import DraftArrays, SamplingRound, TargetArrays, Verified
@@ -94,6 +96,11 @@ class MtpExecutor:
     def transfers(self) -> int:
         """See `Executor.transfers`."""
         return self._eager.transfers + self._arena.generation
+
+    @property
+    def reads(self) -> HostReads:
+        """See `Executor.reads`."""
+        return self._eager.reads
 
     def verified(self, verified: Verified, round_: ModuleRound) -> Verified:
         """As it is."""

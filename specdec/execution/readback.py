@@ -1,11 +1,14 @@
-"""The round's device-to-host read: started behind the verdict, waited for when the host has nothing else to do."""
+"""The round's device-to-host read: started after the verification, waited for when the host has nothing else to do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+
+from specdec.acceptance.packed import Outcome, unpack_outcome
 
 _RING = 2
 
@@ -18,14 +21,24 @@ class Readback:
     copied: torch.cuda.Event | None
 
     def wait(self) -> np.ndarray:
-        """A copy of the tensor. What was launched after the verdict goes on meanwhile."""
+        """A copy of the tensor. What was launched after the verification goes on meanwhile."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.host.numpy().copy()
 
 
 class HostReads:
-    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later."""
+    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later.
+
+    The one seam for benchmarks and tests that want other verification results than the model's, or to see them. To be
+    set while no request runs:
+
+    Attributes:
+        before_read: called with every result [J, 2n+2] before its copy is queued; may write into it on the device.
+            What is launched after it, the draft prefill and a chained verification, reads what it wrote.
+        after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
+            drafts it must keep the tokens: the next verification may have read them on the device already.
+    """
 
     def __init__(self, max_numel: int, device: torch.device) -> None:
         """max_numel: elements of the largest tensor that will be read, int64."""
@@ -34,9 +47,13 @@ class HostReads:
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
+        self.before_read: Callable[[torch.Tensor], None] | None = None
+        self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
     def start(self, packed: torch.Tensor) -> Readback:
-        """packed: int64, any shape. Queues the copy behind what was launched so far."""
+        """packed: int64, any shape. Queues the copy after what was launched so far."""
+        if self.before_read is not None:
+            self.before_read(packed)
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING
@@ -45,3 +62,8 @@ class HostReads:
         host.copy_(packed, non_blocking=True)
         self._events[slot].record()
         return Readback(host, self._events[slot])
+
+    def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
+        """Wait for a read of rows with num_drafts [J] drafts."""
+        outcome = unpack_outcome(read.wait(), num_drafts)
+        return outcome if self.after_read is None else self.after_read(outcome, num_drafts)

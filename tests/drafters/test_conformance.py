@@ -113,12 +113,12 @@ def test_one_zeroed_slot_of_the_heads_cache_is_seen(
             if "o_proj" in name_:
                 parameter.mul_(50)  # attention decides
     wrapped = wrap(model, head, num_speculative_tokens=3, max_num_seqs=1)
-    engine = wrapped._engine
+    engine = wrapped.engine
     step = engine.step
 
     def broken() -> Any:
         updates = step()
-        engine._drafter.runner.layers[0].keys[1, 0] = 0
+        wrapped.runners[1].layers[0].keys[1, 0] = 0
         return updates
 
     monkeypatch.setattr(engine, "step", broken)

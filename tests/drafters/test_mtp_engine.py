@@ -103,7 +103,7 @@ def test_a_request_must_not_carry_anothers_vector(
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
-    engine, step = wrapped._engine, wrapped._engine.step
+    engine, step = wrapped.engine, wrapped.engine.step
 
     def forgetful() -> Any:
         updates = step()

@@ -83,7 +83,7 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
     monkeypatch.setattr(specdec.execution.graphs, "compiled_model", compiled_model)
     model = graphed(eagle3_head(tiny_llama()) if drafts else None, num_speculative_tokens=drafts)
-    assert tested == [model._engine._executor._eager.model, model.hf_model]
+    assert tested == [model.engine.executor._eager.model, model.hf_model]
     forwards: list[Any] = []
     plain = model.hf_model.forward
     monkeypatch.setattr(model.hf_model, "forward", lambda *a, **k: (forwards.append(1), plain(*a, **k))[1])

@@ -76,10 +76,10 @@ def test_greedy_drafts_beside_sampled_rows_equal_the_oracle() -> None:
 
 def zero_slot(wrapped: Any, position: int) -> None:
     """Zero the head's K and V of one position of the first running row."""
-    scheduler = wrapped._engine._scheduler
+    scheduler = wrapped.engine.scheduler
     row, pages = scheduler.running[0].row, scheduler.head_pages
     page, offset = pages.table[row, position // pages.page_size], position % pages.page_size
-    layer = wrapped._engine._drafter.runner.layers[0]
+    layer = wrapped.runners[1].layers[0]
     assert layer.keys[page, offset].any()
     layer.keys[page, offset] = 0
     layer.values[page, offset] = 0

@@ -19,7 +19,7 @@ TAPS = (1, 2, 3)
 def ahead(**options: Any) -> Any:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model, taps=TAPS), num_speculative_tokens=3, **options)
-    wrapped._engine._launch_ahead = True
+    wrapped.engine.use(wrapped.executor, queue_verification=True)
     return wrapped
 
 
@@ -47,7 +47,7 @@ def test_tokens_and_drafts_are_the_same(options: dict[str, int]) -> None:
 
 def test_rows_that_end_or_are_aborted_leave_the_others_alone() -> None:
     wrapped = ahead(max_num_seqs=4)
-    engine = wrapped._engine
+    engine = wrapped.engine
     stop = hf_greedy(PROMPTS[0], 24)[7]
     params = [SamplingParams(max_new_tokens=24, stop_token_ids=(stop,)), *[PARAMS] * 5]
     ids = [engine.submit(p, own) for p, own in zip(PROMPTS, params, strict=True)]

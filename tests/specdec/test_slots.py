@@ -21,12 +21,12 @@ class Watch:
     """Looks at every batch that a runner's backend writes, and compares it with the owners of the pages."""
 
     def __init__(self, wrapped: Any) -> None:
-        scheduler = wrapped._engine._scheduler
+        scheduler = wrapped.engine.scheduler
         self.batches: Counter[str] = Counter()
         self.padding = 0
         pools = {"target": (wrapped.target.runner, scheduler.target_pages)}
         if scheduler.head_pages is not None:
-            pools["head"] = (wrapped._engine._drafter.runner, scheduler.head_pages)
+            pools["head"] = (wrapped.runners[1], scheduler.head_pages)
         for name, (runner, pages) in pools.items():
             self._watch(name, runner, pages)
 

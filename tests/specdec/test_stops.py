@@ -131,7 +131,7 @@ def test_closing_a_stream_frees_everything() -> None:
 
 def test_an_abort_leaves_the_others_alone() -> None:
     wrapped = wrapped_with()
-    engine = wrapped._engine
+    engine = wrapped.engine
     ids = [engine.submit(p, SamplingParams(max_new_tokens=NEW)) for p in PROMPTS]
     done: dict[int, list[int]] = {}
     for turn in range(300):
@@ -148,7 +148,7 @@ def test_an_abort_leaves_the_others_alone() -> None:
 
 def test_a_row_that_was_aborted_in_flight_makes_room_at_once() -> None:
     wrapped = wrapped_with(max_num_seqs=1)
-    engine = wrapped._engine
+    engine = wrapped.engine
     first = engine.submit(PROMPTS[4], SamplingParams(max_new_tokens=NEW))
     engine.step()
     engine.step()

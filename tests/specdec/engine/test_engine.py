@@ -80,7 +80,7 @@ def test_each_request_may_have_its_own_k() -> None:
 def test_requests_join_and_leave_between_rounds() -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3, max_num_seqs=4, max_num_batched_tokens=32)
-    engine, done, ids = wrapped._engine, {}, {}
+    engine, done, ids = wrapped.engine, {}, {}
     for turn in range(200):
         if turn % 3 == 0 and len(ids) < len(PROMPTS):
             index = len(ids)
@@ -105,7 +105,7 @@ def test_one_copy_each_way_a_round() -> None:
 
 def test_an_idle_engine_does_nothing() -> None:
     wrapped = wrap(tiny_llama())
-    assert wrapped._engine.step() == []
+    assert wrapped.engine.step() == []
     assert wrapped.engine_stats.rounds == 0
 
 

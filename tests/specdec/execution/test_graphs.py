@@ -37,6 +37,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
+from specdec.engine.lookahead import Lookahead
 from specdec.execution.graphs import GraphExecutor, graph_rows
 from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
@@ -125,8 +126,7 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
     if wrapped.executor.drafter is not None:
         wrapped.executor.drafter.runner._backend = backend
     executor = GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
-    wrapped._engine._executor = executor
-    wrapped._engine._launch_ahead = True
+    wrapped.engine.use(executor, queue_verification=True)
     return wrapped
 
 
@@ -223,7 +223,7 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
     completions = graphed.generate(PROMPTS, params)
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
     assert [c.drafts for c in completions] == [c.drafts for c in eager]
-    assert graphed._engine._executor.report.fused_groups == 2 * 4 + 2
+    assert graphed.engine.executor.report.fused_groups == 2 * 4 + 2
     assert sum(g.replays for g in recorded_on_cpu) > 30
 
 
@@ -250,7 +250,7 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the verification is not planned anew."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
-    for bucket in graphed._engine._executor._buckets.values():
+    for bucket in graphed.engine.executor._buckets.values():
         monkeypatch.setattr(bucket.planner, "replan", lambda host: None)
     completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
@@ -337,7 +337,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     """More requests than rows, limits, an eos id and a stop string: tokens are the target's own, nothing is lost."""
     graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
     plain = wrap(tiny_llama(), None, num_speculative_tokens=0, max_num_seqs=3)
-    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    followed = count_calls(monkeypatch, GraphExecutor, "launch_next")
     first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     eos = first[1].token_ids[7]
     for model in (plain, graphed):
@@ -361,16 +361,14 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     target = tiny_llama()
     models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
     plain, early = models
-    monkeypatch.setattr(plain._engine, "_go_on", lambda *_: None)
     found: list[Any] = []
-    go_on = early._engine._go_on
-    monkeypatch.setattr(early._engine, "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
+    before_commit = Lookahead.before_commit
     eos = hf_greedy(PROMPTS[1], 24)[7]
     lengths = (50, 50, 3, 40, 50, 9)
 
     def answers(model: Any) -> list[tuple[list[int], Any, Any]]:
-        engine = model._engine
-        engine._launch_ahead = ahead
+        engine = model.engine
+        engine.use(engine.executor, queue_verification=ahead)
         params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in lengths]
         ids = [engine.submit(p, own, eos_token_ids=[eos]) for p, own in zip(PROMPTS, params, strict=True)]
         done = {}
@@ -381,11 +379,14 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
             done |= {u.request_id: u.completion for u in updates if u.completion is not None}
         return [(c.token_ids, c.finish_reason, c.drafts) for _, c in sorted(done.items())]
 
-    expected = answers(plain)
+    with monkeypatch.context() as without:
+        without.setattr(Lookahead, "before_commit", lambda *_: None)
+        expected = answers(plain)
+    monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (found.append(before_commit(*args)), found[-1])[1])
     assert answers(early) == expected
     assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
-    launched = sum(follower is not None for follower in found)
-    assert 8 <= launched < early._engine.stats.rounds - 8
+    launched = sum(upcoming is not None for upcoming in found)
+    assert 8 <= launched < early.engine.stats.rounds - 8
     assert free_everywhere(early)
 
 
@@ -407,8 +408,8 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
-    followed = count_calls(monkeypatch, GraphExecutor, "follow")
-    engine = graphed._engine
+    followed = count_calls(monkeypatch, GraphExecutor, "launch_next")
+    engine = graphed.engine
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))
     for _ in range(4):
         engine.step()
@@ -418,4 +419,4 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
     engine.step()
     assert len(followed) == before, "the waiting request has to be let in first"
     engine.step()
-    assert len(engine._inflight.schedule.rows) == 2
+    assert len(engine.inflight.schedule.rows) == 2
