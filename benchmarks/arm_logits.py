@@ -12,7 +12,7 @@ import torch
 
 from specdec import SpeculativeModel
 from specdec.acceptance.packed import Outcome
-from specdec.engine.launcher import VerifyingRound
+from specdec.engine.launcher import LaunchedRound, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.graphs import GraphExecutor
@@ -60,6 +60,6 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
         yield found
 
 
-def _not_chained(lookahead: Lookahead, current: VerifyingRound) -> VerifyingRound | None:
+def _not_chained(lookahead: Lookahead, current: VerifyingRound) -> LaunchedRound | None:
     """`Lookahead.before_read` without the next verification, which would write over the logits of the one in flight."""
     return None if isinstance(current.verification, ChainedVerification) else _before_read(lookahead, current)

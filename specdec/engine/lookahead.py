@@ -40,7 +40,7 @@ class Lookahead:
         self._more_tokens = 1 + 2 * num_drafts
         self._reserved: Tables | None = None
 
-    def before_read(self, current: VerifyingRound) -> VerifyingRound | None:
+    def before_read(self, current: VerifyingRound) -> LaunchedRound | None:
         """Reserve the next round while the device verifies; a chained one is launched.
 
         A row that the read ends is in that next round in vain; its pages are handed out again only after it.

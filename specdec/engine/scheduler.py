@@ -55,8 +55,8 @@ class Scheduler:
         Requests that lose their pages go back to the front of the queue with all their tokens; nobody is admitted in a
         round in which that happens. A row's drafts depend on the row alone, never on its neighbours, and a request that
         comes back drafts from the bonus token it was preempted at: so a request goes through the same rounds whatever
-        else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by uniforms
-        of their own.
+        else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by
+        uniforms of their own.
         """
         schedule = self._running_rows()
         if self._reserved(schedule):
@@ -86,7 +86,7 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request, wherever it is; its row and pages are free at once. Idempotent.
 
-        A row of a launched round may be closed: its pages go to rounds launched after it, which the device runs after it.
+        A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
         if request in self.running:
             self.running.remove(request)
