@@ -1,0 +1,96 @@
+"""What arrives on the device in a round's one copy is what the arrays say, at their own places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from attention.batch.staging import StagingArena
+from specdec.config import EngineConfig
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.fields import largest_bucket, round_bucket, round_fields
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+from specdec.rounds.transfer import DeviceRound, send_round
+from specdec.rounds.verification import (
+    DraftArrays,
+    SamplingRound,
+    TargetArrays,
+    Verified,
+    draft_arrays,
+    sampling_round,
+    target_arrays,
+)
+
+CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
+BLOCK_TABLE = np.arange(1, 17, dtype=np.int32).reshape(2, 8)
+
+
+def arrays(temperature: float = 0.0) -> tuple[DraftArrays | None, TargetArrays, SamplingRound | None]:
+    """Two rows that verified K drafts, accepted 2 and 0 of them, and draft K more."""
+    table = RowTable(2, 32)
+    for length in (9, 12):
+        table.open(np.arange(length) + length, 32, K, 1, SamplingParams(temperature=temperature))
+    table.computed[:] = table.prefill[:] = table.length - 1
+    table.mark_batch(ROWS)
+    verified = Verified(np.array([0, 4, 8]), ROWS, np.full(2, K), np.array([2, 0]))
+    schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
+    draft = draft_arrays(verified, schedule, table, BLOCK_TABLE, PAGE)
+    target = target_arrays(schedule, table, BLOCK_TABLE, PAGE)
+    return draft, target, sampling_round(target, schedule, table)
+
+
+def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[DeviceRound, StagingArena]:
+    draft, target, sampling = arrays(temperature)
+    draft = draft if with_draft else None
+    arena = StagingArena(round_fields(), largest_bucket(EngineConfig(K, 32, 2, 16, PAGE, 20)), CPU)
+    return send_round(draft, target, sampling, arena, round_bucket(draft, target)), arena
+
+
+def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> None:
+    round_, arena = sent(with_draft=False)
+    assert round_.token_ids.tolist() == [23, 0, 0, 0, 17, 0, 0, 0]
+    assert round_.draft_places.tolist() == [1, 2, 3, 5, 6, 7] and round_.draft_sources.tolist() == list(range(6))
+    assert round_.judged_rows.tolist() == list(range(8)) and round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
+    assert (round_.first, round_.steps, round_.sampling) == (None, (), None)
+    assert arena.generation == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
+    round_, arena = sent(temperature)
+    assert arena.generation == 1
+    assert round_.first is not None and len(round_.steps) == K - 1
+    assert (round_.sampling is None) == (temperature == 0)
+
+
+def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
+    """Positions of the accepted token rows, each with the token after it."""
+    round_, _ = sent()
+    assert round_.first is not None
+    assert round_.first.metadata.positions.tolist() == [8, 9, 10, 7]
+    assert round_.first.token_ids.tolist() == [21, 22, 23, 17]
+    assert round_.first.token_indices.tolist() == [0, 1, 2, 4] and round_.first.last_row.tolist() == [2, 3]
+
+
+def test_every_draft_step_writes_the_slot_of_its_position() -> None:
+    round_, _ = sent()
+    for number, step in enumerate(round_.steps):
+        positions = np.array([11, 8]) + number
+        slots = BLOCK_TABLE[ROWS, positions // PAGE] * PAGE + positions % PAGE
+        assert step.positions.tolist() == positions.tolist() and step.slot_mapping.tolist() == slots.tolist()
+        assert step.seq_lens.tolist() == (positions + 1).tolist()
+        counts = -(-(positions + 1) // PAGE)
+        pages = [page for row, n in zip(ROWS, counts, strict=True) for page in BLOCK_TABLE[row, :n].tolist()]
+        assert step.page_indices.tolist() == pages
+
+
+def test_sampling_parameters_and_uniforms_arrive_as_they_are() -> None:
+    round_, _ = sent(0.7)
+    _, _, sampling = arrays(0.7)
+    assert round_.sampling is not None and sampling is not None
+    assert np.allclose(round_.sampling.tensors.temperature.numpy(), 0.7)
+    for name in ("draft_uniform", "accept_uniform", "next_uniform"):
+        assert np.array_equal(getattr(round_.sampling, name).numpy(), getattr(sampling, name)), name
