@@ -56,8 +56,7 @@ def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) ->
 def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> Committed:
     """Append the kept tokens to the table and advance its lengths.
 
-    A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit. Its KV length
-    grows by what it read and what was accepted, whatever of that is kept: a row that ends is not read again.
+    A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit.
     """
     rows = schedule.rows[target.judged]
     width = np.arange(outcome.tokens.shape[1])

@@ -1,4 +1,9 @@
-"""The engine. The body of `Engine.step` is the architecture."""
+"""The engine. The body of `Engine.step` is the architecture.
+
+Where a request's next token comes from: the verification in flight decides it, the round's one read brings it to the
+host, the commit appends it, and it is the bonus token of the next verification. How far that one may be launched before
+the commit is the pipeline that the round is in: see `lookahead`.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +185,7 @@ class Engine:
             current = self.inflight = self._launcher.verify(launched)
             upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
             outcome = self._read(current)  # the round's one device-to-host read
-            draft = self._lookahead.draft_steps(current, outcome)  # the draft prefill is done: the device goes on
+            draft = self._launcher.draft_steps(current, outcome)  # the draft prefill is done: the device goes on
             upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
             committed = commit(current.schedule, current.target, outcome, self.table)
             owners = self._retire(current, committed)

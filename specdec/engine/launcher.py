@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from drafters.loops.chain.run import Draft
+from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.commit import Committed
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
 from specdec.execution.eager import Executor
-from specdec.execution.verification import Verification
+from specdec.execution.verification import DraftedVerification, Verification
 from specdec.rounds.fields import power_of_two
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
@@ -78,7 +79,18 @@ class Launcher:
 
     def first(self) -> LaunchedRound | None:
         """A round when none is in flight: no verification before it has states for a draft loop. None: no work."""
-        return self._send(None, None)
+        scheduled = self._schedule()
+        if scheduled is None:
+            return None
+        schedule, tables = scheduled
+        target = self._verification(schedule, tables)
+        return self.launched(schedule, target, self._send(schedule, target), None)
+
+    def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
+        """Launch the draft steps after a draft prefill, for all rows. None where no draft prefill was launched."""
+        if not isinstance(current.verification, DraftedVerification):
+            return None
+        return current.verification.launch_steps(outcome.num_accepted)
 
     def after(self, last: VerifyingRound, committed: Committed, draft: Draft | None) -> LaunchedRound | None:
         """The round after a commit.
@@ -86,7 +98,18 @@ class Launcher:
         draft: the drafts of that round where they are being made already, in the rows' order of `last`; where None,
         the draft loop over the aux hidden states of `last` is launched here.
         """
-        return self._send(last, committed) if draft is None else self._send_drafted(draft)
+        scheduled = self._schedule()
+        if scheduled is None:
+            return None
+        schedule, tables = scheduled
+        if draft is not None:
+            target = self._verification(schedule, tables, drafts_in_order_of_last=True)
+            return self.launched(schedule, target, self._send(schedule, target), draft)
+        loop = self._draft_loop(last, committed, schedule, tables)
+        target = self._verification(schedule, tables)
+        device = self._send(schedule, target, loop)
+        draft = None if loop is None else self.executor.draft(device, last.verification.tapped)
+        return self.launched(schedule, target, device, draft)
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:
         """Launch a round's verification, unless it is."""
@@ -115,44 +138,28 @@ class Launcher:
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
         return Tables(pages.table[:, :width], None if head is None else head.table[:, :width])
 
-    def _send(self, last: VerifyingRound | None, committed: Committed | None) -> LaunchedRound | None:
-        """Schedule, send one transfer, and launch the draft loop over the aux hidden states of `last`."""
-        schedule = self._schedule()
-        if schedule is None:
-            return None
-        tables = self.tables(schedule, self._num_drafts)
-        loop = None if last is None or committed is None else self._draft_loop(last, committed, schedule, tables)
-        target = target_arrays(schedule, self._table, tables.target, self._page_size, tables.head)
-        device = self._sent(schedule, target, loop)
-        draft = None
-        if last is not None and loop is not None:
-            draft = self.executor.draft(device, last.verification.tapped)
-        return self.launched(schedule, target, device, draft)
-
-    def _send_drafted(self, draft: Draft) -> LaunchedRound | None:
-        """Schedule and send a round whose draft loop runs already."""
-        schedule = self._schedule()
-        if schedule is None:
-            return None
-        tables = self.tables(schedule, self._num_drafts)
-        target = target_arrays(schedule, self._table, tables.target, self._page_size, tables.head, ahead=True)
-        return self.launched(schedule, target, self._sent(schedule, target, None), draft)
-
-    def _schedule(self) -> Schedule | None:
+    def _schedule(self) -> tuple[Schedule, Tables] | None:
+        """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
         before = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
         self._counters.add(preemptions=self._scheduler.num_preemptions - before)
-        return schedule
+        return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
+
+    def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
+        in_order = drafts_in_order_of_last
+        return target_arrays(schedule, self._table, tables.target, self._page_size, tables.head, in_order)
 
     def _draft_loop(
         self, last: VerifyingRound, committed: Committed, schedule: Schedule, tables: Tables
     ) -> DraftArrays | None:
+        """None without a head, and where no row has anything for it to read."""
         if tables.head is None:
             return None
         verified = self.executor.verified(committed.verified, last.device)
         return draft_arrays(verified, schedule, self._table, tables.head, self._page_size)
 
-    def _sent(self, schedule: Schedule, target: TargetArrays, loop: DraftArrays | None) -> Any:
+    def _send(self, schedule: Schedule, target: TargetArrays, loop: DraftArrays | None = None) -> Any:
+        """One transfer. Only then the table's places in the last batch, from which its arrays were made, are its."""
         device = self.executor.send(loop, target, sampling_round(target, schedule, self._table))
         self._table.mark_batch(schedule.rows)
         return device

@@ -58,12 +58,6 @@ class Lookahead:
         self._launcher.count(target)
         return VerifyingRound(current.schedule, target, device, None, following)
 
-    def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
-        """Launch the draft steps after a draft prefill, for all rows. None in the other two pipelines."""
-        if not isinstance(current.verification, DraftedVerification):
-            return None
-        return current.verification.launch_steps(outcome.num_accepted)
-
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:
         """Launch the round that verifies `draft`, if all rows go on: none meets an eos id, each has a draft."""
         if draft is None or self._reserved is None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
-from tests.specdec.test_graphs import (  # noqa: F401 (fixtures)
+from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,
     Replayed,
     graphs_on_cpu,

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.specdec.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 from attention.backends.flashinfer.backend import FlashInferBackend, FlashInferPlan
 from attention.backends.flashinfer.packed import PackedKernel

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.specdec.test_compiling import Block
+from tests.specdec.compiler.test_settings import Block
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
