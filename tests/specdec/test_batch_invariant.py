@@ -12,14 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fakes import eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
-from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
-    FixedPlaceBackend,
-    Replayed,
-    graphs_on_cpu,
-    latent_mixture_pair,
-    recorded_on_cpu,
-    with_graphs,
-)
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -32,6 +24,14 @@ from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.sampling import SamplingParams
 from specdec.target.selftest import invariance_test, products_test
+from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
+    FixedPlaceBackend,
+    Replayed,
+    graphs_on_cpu,
+    latent_mixture_pair,
+    recorded_on_cpu,
+    with_graphs,
+)
 
 PROMPTS = random_prompts((5, 60, 1, 50, 9))
 """Two are longer than a round's 24 tokens: parts of them are read in rounds in which nothing is judged."""

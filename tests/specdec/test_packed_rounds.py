@@ -13,12 +13,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
-
 from attention.backends.flashinfer.backend import FlashInferBackend, FlashInferPlan
 from attention.backends.flashinfer.packed import PackedKernel
 from attention.backends.reference import TorchBackend
 from specdec.requests.sampling import SamplingParams
+from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 CPU = torch.device("cpu")
 PROMPTS = random_prompts((5, 33, 17))

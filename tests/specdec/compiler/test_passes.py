@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.specdec.compiler.test_settings import Block
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor.decomposition import select_decomp_table
 
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import fuse_siblings
+from tests.specdec.compiler.test_settings import Block
 
 HALF, TOKENS = torch.bfloat16, 5
 Run = Callable[..., torch.Tensor]
