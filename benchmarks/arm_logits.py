@@ -12,8 +12,13 @@ import torch
 
 from specdec import SpeculativeModel
 from specdec.acceptance.packed import Outcome, PackedVerdict
+from specdec.engine.launcher import LaunchedRound, VerifyingRound
+from specdec.engine.lookahead import Lookahead
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.graphs import GraphExecutor
+from specdec.execution.verification import ChainedVerification
+
+_before_read = Lookahead.before_read
 
 Logits = dict[tuple[int, int], torch.Tensor]
 """(request id, position of the token that is decided) -> [V] on the CPU, in the model's dtype."""
@@ -21,26 +26,25 @@ Logits = dict[tuple[int, int], torch.Tensor]
 
 @contextmanager
 def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
-    """Collect the logits of every token that is generated inside. Rounds are not launched ahead meanwhile: the logits
-    of a round must still be there when its verdict is read."""
-    engine: Any = model._engine
+    """Collect the logits of every token that is generated inside. Rounds are not launched before the read meanwhile:
+    the logits of a round must still be there when its result is read."""
+    engine, executor, reads = model.engine, model.executor, model.executor.reads
     found: Logits = {}
-    judged: dict[str, Any] = {}
-    judge, read = EagerExecutor.judge, engine._read
+    judged: dict[str, torch.Tensor] = {}
+    judge = EagerExecutor.judge
 
     def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedVerdict:
         judged["logits"] = logits[round_.logit_index]  # [J, n+1, V]
         return judge(self, logits, round_, draft)
 
-    def reading(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-        outcome = read(packed, num_drafts)
-        inflight = engine._inflight
-        executor, round_ = model.executor, inflight.device
-        logits = executor.logits_of(round_) if isinstance(executor, GraphExecutor) else None
+    def reading(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
+        current = engine.inflight
+        assert isinstance(current, VerifyingRound)
+        logits = executor.logits_of(current.device) if isinstance(executor, GraphExecutor) else None
         logits = judged["logits"] if logits is None else logits
-        target = inflight.target
+        target = current.target
         first = (target.start + target.num_new)[target.judged]
-        for j, request in enumerate(engine._owners()):
+        for j, request in enumerate(engine.owners(current)):
             if request is None:
                 continue
             count = int(outcome.num_accepted[j]) + 1
@@ -50,7 +54,12 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
 
     with (
         patch.object(EagerExecutor, "judge", judging),
-        patch.object(engine, "_read", reading),
-        patch.object(engine, "_foresees", False),
+        patch.object(Lookahead, "before_read", _not_chained),
+        patch.object(reads, "after_read", reading),
     ):
         yield found
+
+
+def _not_chained(lookahead: Lookahead, current: VerifyingRound) -> LaunchedRound | None:
+    """`Lookahead.before_read` without the next verification, which would write over the logits of the one in flight."""
+    return None if isinstance(current.verification, ChainedVerification) else _before_read(lookahead, current)

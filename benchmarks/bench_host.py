@@ -68,7 +68,7 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
 
 
 def prepare(state: State) -> None:
-    """One round's preparation, as `Engine._launch` does it."""
+    """One round's preparation, as `Launcher.after` does it."""
     width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
     draft = draft_input(state.verified, state.schedule, state.table, head, PAGE_SIZE)

@@ -95,11 +95,14 @@ def attention(rows: int, query: int, computed: int) -> dict[str, Any]:
 
 def experts(form: str, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """One form of the mixture over several numbers of tokens."""
-    torch._dynamo.reset()
+    torch.compiler.reset()
     config = DeepseekV2Config(
-        hidden_size=HIDDEN, moe_intermediate_size=INNER, n_routed_experts=EXPERTS, num_experts_per_tok=CHOSEN
+        hidden_size=HIDDEN,
+        moe_intermediate_size=INNER,
+        n_routed_experts=EXPERTS,
+        num_experts_per_tok=CHOSEN,
+        experts_implementation=form,
     )
-    config._experts_implementation = form
     with CUDA:
         mixture = DeepseekV2Experts(config).to(torch.bfloat16).requires_grad_(False)
     for parameter in mixture.parameters():

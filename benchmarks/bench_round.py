@@ -3,7 +3,7 @@
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
 
 Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is the token after it. The real argmax and
-acceptance kernels run; what the host read is overridden after. A step is the wall time between two completed
+acceptance kernels run; what the host has read is replaced afterwards. A step is the wall time between two completed
 device-to-host reads of a full batch.
 """
 
@@ -31,7 +31,7 @@ from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
-from specdec.acceptance.packed import Outcome, PackedVerdict, unpack_outcome
+from specdec.acceptance.packed import Outcome, PackedVerdict
 from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
@@ -57,18 +57,20 @@ def geometric(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
 
 
 @dataclass
-class SyntheticRead:
-    """Reads the verdict, notes the moment, and accepts each draft with probability `rate` given the one before.
+class SyntheticAcceptance:
+    """Notes the moment of every read, and accepts each draft with probability `rate` given the one before.
 
     The token after the accepted ones is drawn from the vocabulary: random weights left to themselves soon repeat one
-    token, and a mixture's routers would send all of them to the same few experts. Rounds without drafts keep the
-    device's own token, as the engine launches the next round before it reads this one: see `draw_on_device`.
+    token, and a mixture's routers would send all of them to the same few experts. A model without drafts launches the
+    next round before this one is read, so its tokens are drawn on the device: see `draw_on_device`.
+
+    Attributes:
+        moments: (seconds, rows, tokens) of every read.
     """
 
     rate: float
     vocab: int
     rng: np.random.Generator
-    alters_tokens: bool
     moments: list[tuple[float, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -77,16 +79,23 @@ class SyntheticRead:
         self.roots = self.rng.integers(0, self.vocab, len(self.drawn))
         self._used = 0
 
-    def __call__(self, packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-        """packed [J, 2n+2], num_drafts [J] -> the verdict with drawn acceptance."""
-        real = unpack_outcome(packed, num_drafts)
+    def decide(self, model: SpeculativeModel) -> None:
+        """From now on the model's verification results are these; no request may run."""
+        if model.num_speculative_tokens:
+            model.executor.reads.after_read = self.accept
+        else:
+            draw_on_device(model, self.vocab, self.rng)
+            model.executor.reads.after_read = self.note
+
+    def note(self, real: Outcome, num_drafts: np.ndarray) -> Outcome:
+        """The result as it is."""
+        self.moments.append((time.perf_counter(), len(num_drafts), len(num_drafts)))
+        return real
+
+    def accept(self, real: Outcome, num_drafts: np.ndarray) -> Outcome:
+        """The result with drawn acceptance. num_drafts: [J]. The device waits for this: nothing slow here."""
         now, rows = time.perf_counter(), len(num_drafts)
-        if not self.alters_tokens:
-            self.moments.append((now, rows, rows))
-            return real
-        start = (
-            self._used if self._used + rows <= len(self.drawn) else 0
-        )  # the device waits for this: nothing slow here
+        start = self._used if self._used + rows <= len(self.drawn) else 0
         self._used = start + rows
         accepted = np.minimum(self.drawn[start : start + rows], num_drafts)
         tokens = np.concatenate([real.drafts, real.tokens[:, :1]], 1)
@@ -165,14 +174,14 @@ class DevicePlannedBackend:
         return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
 
 
-def engine(pair: Pair, config: EngineConfig, read: SyntheticRead, name: str, plan_from: str) -> SpeculativeModel:
+def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> SpeculativeModel:
     """The public model over a pair."""
     device = pair.target.device
     backend: Any = make_backend(name, device)
     if plan_from == "device":
         backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
-    return SpeculativeModel(probe_target(pair.target), Tokenizer(), head, backend, config, True, read)
+    return SpeculativeModel(probe_target(pair.target), Tokenizer(), head, backend, config, True)
 
 
 def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
@@ -182,7 +191,7 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
 
 
 def measure(
-    model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int, repeats: int
+    model: SpeculativeModel, read: SyntheticAcceptance, ids: list[list[int]], new_tokens: int, repeats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences."""
     params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
@@ -224,7 +233,7 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
 
 @contextmanager
 def full_rounds(
-    model: SpeculativeModel, read: SyntheticRead, ids: list[list[int]], new_tokens: int
+    model: SpeculativeModel, read: SyntheticAcceptance, ids: list[list[int]], new_tokens: int
 ) -> Iterator[Callable[[int], int]]:
     """What makes at most as many rounds as it is told, in each of which every row decodes, and returns their number.
 
@@ -261,7 +270,7 @@ def full_rounds(
 
 def measured(
     model: SpeculativeModel,
-    read: SyntheticRead,
+    read: SyntheticAcceptance,
     pair: Pair,
     ids: list[list[int]],
     config: EngineConfig,
@@ -327,10 +336,9 @@ def main(
     tokens = max(8192, max(batches) * (drafts + 1))
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
     vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
-    read = SyntheticRead(acceptance, vocab, rng, alters_tokens=drafts > 0)
-    model = engine(pair, config, read, backend, plan_from)
-    if not drafts:
-        draw_on_device(model, vocab, rng)
+    read = SyntheticAcceptance(acceptance, vocab, rng)
+    model = engine(pair, config, backend, plan_from)
+    read.decide(model)
     start_s = time.perf_counter() - started
     if hold is not None:
         wait_for(hold)

@@ -48,7 +48,7 @@ class Arm:
 def run(model: SpeculativeModel, chats: list[Any]) -> Arm:
     """Generate once, greedily."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, return_drafts=True)
-    first_id = model._engine._next_id
+    first_id = model.engine.next_id
     with recorded_logits(model) as found:
         completions = model.generate(chats, params)
     logits = [

@@ -101,7 +101,7 @@ def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
     rounds, wrong = wrong_rounds(model, model.generate(chats, params))
     head = model.head
     assert head is not None
-    layer = model._engine._drafter.runner.layers[0]  # type: ignore[union-attr]
+    layer = model.runners[1].layers[0]
     fuse = head.fuse
 
     def planted(tapped: torch.Tensor) -> torch.Tensor:

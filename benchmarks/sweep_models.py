@@ -73,7 +73,9 @@ def build(case: Case) -> PreTrainedModel:
 
 def _model(case: Case, config: Any) -> PreTrainedModel:
     if case.class_name is not None:
-        return getattr(transformers, case.class_name)._from_config(config, attn_implementation="eager")
+        model: PreTrainedModel = getattr(transformers, case.class_name)(config)
+        model.set_attn_implementation("eager")
+        return model
     return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
 
 

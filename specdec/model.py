@@ -16,11 +16,11 @@ from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpReading
-from specdec.acceptance.packed import unpack_outcome
 from specdec.config import EngineConfig
-from specdec.engine.engine import Engine, EngineStats, ReadOutcome
+from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
+from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
@@ -47,7 +47,7 @@ from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
 
 MODEL_FORMAT = KVFormat()
-_FREED = ("target", "head", "runners", "executor", "_engine", "_live")
+_FREED = ("target", "head", "runners", "engine", "_live")
 """What `SpeculativeModel.close` lets go of."""
 
 
@@ -76,6 +76,8 @@ class SpeculativeModel:
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target and, with a head, of the head.
         checkpoint: where the target was read from; None for a loaded model without a name.
+        engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
+            call on another one.
     """
 
     def __init__(
@@ -86,7 +88,6 @@ class SpeculativeModel:
         backend: AttentionBackend,
         config: EngineConfig,
         cuda_graphs: bool = False,
-        read: ReadOutcome = unpack_outcome,
         format: KVFormat = MODEL_FORMAT,
         generation_config: Use = "model",
         checkpoint: Checkpoint | None = None,
@@ -95,7 +96,6 @@ class SpeculativeModel:
 
         Args:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
-            read: the round's device-to-host read; see `Engine`.
             format: how the target's keys and values are stored.
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`.
@@ -130,9 +130,9 @@ class SpeculativeModel:
                 drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
             self.runners = (runner,) if drafter is None else (runner, drafter.runner)
             eos = eos_ids(probed.model.generation_config)
-            self.executor = _executor(self.target, drafter, config, cuda_graphs)
-            self._engine = Engine(self.target, drafter, tokenizer, config, eos, self.executor, read)
-            self._shared = SharedEngine(self._engine, device)
+            executor = _executor(self.target, drafter, config, cuda_graphs)
+            self.engine = Engine(self.target, drafter, tokenizer, config, eos, executor)
+            self._shared = SharedEngine(self.engine, device)
             self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
 
     @classmethod
@@ -313,6 +313,11 @@ class SpeculativeModel:
         return self.config.num_speculative_tokens
 
     @property
+    def executor(self) -> Executor:
+        """How rounds run on the device."""
+        return self.engine.executor
+
+    @property
     def device(self) -> torch.device:
         """Where the target lives."""
         return self.hf_model.device
@@ -377,7 +382,7 @@ class SpeculativeModel:
         self._live.check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         for request in requests:
-            self._engine.check(request.token_ids, request.params)
+            self.engine.check(request.token_ids, request.params)
         return Stream(self._shared, requests)
 
     def refresh(self) -> float:

@@ -284,17 +284,17 @@ def backend_of_ours(backend: Any) -> Iterator[None]:
 
 def engine_of(wrapped: Any) -> Any:
     """The model's `Engine`, whose rounds a test steps itself."""
-    return wrapped._engine
+    return wrapped.engine
 
 
 def scheduler_of(wrapped: Any) -> Any:
     """The `Scheduler` of the model's engine."""
-    return engine_of(wrapped)._scheduler
+    return engine_of(wrapped).scheduler
 
 
 def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
     """Whether a verification is queued behind the draft loop before the host goes on, as on a GPU."""
-    engine_of(wrapped)._launch_ahead = ahead
+    wrapped.engine.use(wrapped.executor, queue_verification=ahead)
 
 
 def attention_form(model: Any) -> Any:

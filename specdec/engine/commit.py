@@ -1,4 +1,4 @@
-"""Commit: what a verification means for the rows. Pure bookkeeping on the row table, vectorised."""
+"""Commit: what a verification result means for the rows. Pure bookkeeping on the row table, vectorised."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ class Committed:
     """What each judged row got.
 
     Attributes:
+        verified: the whole batch, for a draft loop over its aux hidden states.
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are kept.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
         drafts: [J, n].
     """
 
+    verified: Verified
     rows: np.ndarray
     tokens: np.ndarray
     num_drafts: np.ndarray
@@ -52,10 +54,10 @@ def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) ->
     return found & (np.arange(tokens.shape[1]) < count[:, None])
 
 
-def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> tuple[Committed, Verified]:
+def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> Committed:
     """Append the kept tokens to the table and advance its lengths.
 
-    A row keeps its accepted drafts and the next token, up to the first eos id and to its limit.
+    A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit.
     """
     rows = schedule.rows[target.judged]
     width = np.arange(outcome.tokens.shape[1])
@@ -71,7 +73,8 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.judged] = outcome.num_accepted
     table.computed[schedule.rows] += tokens_kept(schedule.num_new, accepted)
-    committed = Committed(
+    return Committed(
+        verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
         rows=rows,
         tokens=outcome.tokens,
         num_drafts=target.num_drafts,
@@ -81,4 +84,3 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
         at_limit=length + count >= limit,
         drafts=outcome.drafts,
     )
-    return committed, Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted)

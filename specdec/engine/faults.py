@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import TracebackType
 
 from specdec.errors import RequestFailedError, RoundFailedError
@@ -14,8 +15,10 @@ class Isolated:
     kept in `error`, for whoever reports the request's end. An interrupt (KeyboardInterrupt, SystemExit) goes on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, handle: Callable[[Exception], None] | None = None) -> None:
+        """handle: called with the error, outside of the block."""
         self.error: Exception | None = None
+        self._handle = handle
 
     def __enter__(self) -> Isolated:
         return self
@@ -25,6 +28,8 @@ class Isolated:
     ) -> bool:
         if isinstance(error, Exception):
             self.error = error
+            if self._handle is not None:
+                self._handle(error)
         return self.error is not None
 
 

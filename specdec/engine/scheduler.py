@@ -82,9 +82,9 @@ class Scheduler:
 
         Requests that lose their pages go back to the front of the queue with all their tokens; nobody is admitted in a
         round in which that happens. A row's drafts depend on the row alone, never on its neighbours, and a request that
-        comes back drafts from the root it was preempted at: so a request goes through the same rounds whatever else is
-        in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by uniforms
-        of their own.
+        comes back drafts from the bonus token it was preempted at: so a request goes through the same rounds whatever
+        else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by
+        uniforms of their own.
         """
         schedule = self._running_rows()
         if self._reserved(schedule):
@@ -95,12 +95,12 @@ class Scheduler:
                 schedule = self._running_rows()
         return schedule if len(schedule.rows) else None
 
-    def follow(self, schedule: Schedule) -> bool:
-        """Reserve the round behind a launched one of roots, whatever that accepts: before anybody knows its verdict.
+    def reserve_next(self, schedule: Schedule) -> bool:
+        """Reserve the round after a launched one of verifications, whatever that accepts: before its result is known.
 
         Returns:
-            False, and nothing is changed, where the rows behind may be others: a row is gone or may come to its limit,
-            somebody could join, or pages are missing.
+            False, and nothing is changed, where the rows after it may be others: a row is gone or may come to its
+            limit, somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
@@ -114,9 +114,9 @@ class Scheduler:
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
-        """Forget a request, wherever it is; its row and pages are free at once. Twice is once.
+        """Forget a request, wherever it is; its row and pages are free at once. Idempotent.
 
-        A row of a launched round may be closed: its pages are handed out again only after that round was read.
+        A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
         if request in self.running:
             self.running.remove(request)
@@ -128,7 +128,7 @@ class Scheduler:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
         pending = table.pending(rows)
         allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
-        # A row that stands at its root was in the last batch, whose states the head reads before it drafts.
+        # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
         drafts = np.where(table.reading(rows), 0, allowed)
         if drafts.all() and (pending == 1).all():
             return Schedule(rows, pending, drafts)
@@ -140,15 +140,16 @@ class Scheduler:
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
 
-    def _drafts_at(self, roots: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
-        """[B] drafts from roots at positions `roots`, of rows with K `drafts` and at most `limit` tokens.
+    def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
+        """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
 
-        The first M - 1 roots of a request are too short for the later ones of M > 1 modules (`drafters.loops.modules`).
+        At the first M - 1 positions a request is too short for the later ones of M > 1 modules
+        (`drafters.loops.modules`).
         """
-        allowed = num_drafts_allowed(drafts, self._config.max_model_len, roots, limit - roots - 1)
+        allowed = num_drafts_allowed(drafts, self._config.max_model_len, positions, limit - positions - 1)
         if self._num_modules == 1:
             return allowed
-        return np.where(roots < self._num_modules, np.minimum(allowed, roots + 1), allowed)
+        return np.where(positions < self._num_modules, np.minimum(allowed, positions + 1), allowed)
 
     def _reserved(self, schedule: Schedule) -> bool:
         """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
@@ -203,11 +204,11 @@ class Scheduler:
         )
 
     def _entry(self, request: Request) -> tuple[int, int]:
-        """(tokens that a waiting request reads before it decodes, drafts of its first verification after that).
+        """(tokens that a waiting request prefills, drafts of its first verification after that).
 
-        A new one reads its prompt, whose last position gives the first token. One that was preempted at a root with
-        drafts reads up to that root, drafts from it and verifies as it would have. Without drafts there, the
-        root's position gives the next token as a prompt's last one does, and no round more is needed.
+        A new one prefills its prompt, whose last position gives the first token. One that was preempted at a bonus
+        token with drafts prefills all before it, drafts from it and verifies as it would have. Without drafts there,
+        the bonus token's position gives the next token as a prompt's last one does, and no round more is needed.
         """
         length = len(request.committed)
         if length == request.prompt_len:

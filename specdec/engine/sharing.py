@@ -24,8 +24,9 @@ from threading import get_ident
 
 import torch
 
-from specdec.engine.engine import Engine, EngineStats
+from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
+from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.requests.request import Completion, Update
 from specdec.requests.submission import Submission

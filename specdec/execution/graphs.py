@@ -30,10 +30,12 @@ from specdec.compiler.settings import (
 from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
-from specdec.execution.base import Drafter, Round, Verification
+from specdec.execution.base import Drafter
 from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.readback import HostReads
+from specdec.execution.round import Round
+from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.buckets import loop_limits, static_shape
@@ -177,12 +179,12 @@ class GraphExecutor:
             return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), tapped)
         read = self._eager.reads.start(bucket.verdict.rows(round_.num_rows))
         if bucket.draft is None:
-            return Verification(read, tapped, follow=lambda target: self.follow(round_, target))
+            return ChainedVerification(read, tapped, partial(self.launch_next, round_))
         bucket.draft.prefill.replay()
-        return Verification(read, tapped, partial(self._draft_on, round_))
+        return DraftedVerification(read, tapped, partial(self._draft_on, round_))
 
-    def follow(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
-        """Launch a round without drafts after another one, see `Verification.follow`."""
+    def launch_next(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
+        """Launch a round without drafts after another one, see `ChainedVerification.launch_next`."""
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
         self._send_verification(round_.bucket, target)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.acceptance.packed import PackedVerdict
+from specdec.acceptance.packed import Outcome, PackedVerdict, unpack_outcome
 
 _RING = 2
 
@@ -28,7 +28,17 @@ class Readback:
 
 
 class HostReads:
-    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later."""
+    """Starts reads into a ring of two pinned buffers; one that was waited for may be overwritten two reads later.
+
+    The one seam for benchmarks and tests that want other verification results than the model's, or to see them. To be
+    set while no request runs:
+
+    Attributes:
+        before_read: called with every result before its copy is queued; may write into it on the device.
+            What is launched after it, the draft prefill and a chained verification, reads what it wrote.
+        after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
+            drafts it must keep the tokens: the next verification may have read them on the device already.
+    """
 
     def __init__(self, max_numel: int, device: torch.device) -> None:
         """max_numel: elements of the largest tensor that will be read, int64."""
@@ -38,7 +48,7 @@ class HostReads:
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
         self.before_read: Callable[[PackedVerdict], None] | None = None
-        """Called with every verification result before its copy is queued; may write into it on the device."""
+        self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
     def start(self, verdict: PackedVerdict) -> Readback:
         """Queues the copy after what was launched so far."""
@@ -53,3 +63,8 @@ class HostReads:
         host.copy_(packed, non_blocking=True)
         self._events[slot].record()
         return Readback(host, self._events[slot])
+
+    def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
+        """Wait for a read of rows with num_drafts [J] drafts."""
+        outcome = unpack_outcome(read.wait(), num_drafts)
+        return outcome if self.after_read is None else self.after_read(outcome, num_drafts)

@@ -25,8 +25,10 @@ class Loaded(Protocol):
     self_test_error: float
     twin: Any
     config: Any
-    executor: Any
     generation_config_use: Any
+
+    @property
+    def executor(self) -> Any: ...
 
     @property
     def dtype(self) -> Any: ...

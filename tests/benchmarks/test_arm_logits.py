@@ -15,7 +15,7 @@ PROMPTS = random_prompts((5, 33, 17))
 
 
 def check(model: Any) -> None:
-    first = model._engine._next_id
+    first = model.engine.next_id
     with recorded_logits(model) as found:
         completions = model.generate(PROMPTS, SamplingParams(max_new_tokens=12, ignore_eos=True))
     for index, (prompt, completion) in enumerate(zip(PROMPTS, completions, strict=True)):
@@ -32,6 +32,5 @@ def test_of_eager_rounds(num_drafts: int) -> None:
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_of_rounds_from_graphs(graphs_on_cpu: list[Any], num_drafts: int) -> None:  # noqa: F811
     model = with_graphs(table_head(tiny_llama()) if num_drafts else None, num_speculative_tokens=num_drafts)
-    model.executor = model._engine._executor
     check(model)
     assert sum(graph.replays for graph in graphs_on_cpu) > 10

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import random_prompts, tiny_llama, wrap
+from fakes import random_prompts, table_head, tiny_llama, wrap
 
-from benchmarks.bench_round import SyntheticRead, draw_on_device, full_rounds, geometric
+from benchmarks.bench_round import SyntheticAcceptance, draw_on_device, full_rounds, geometric
+from specdec.acceptance.packed import Outcome
 from specdec.requests.sampling import SamplingParams
 
 
@@ -33,10 +34,10 @@ def test_certain_acceptance_accepts_everything() -> None:
 
 
 def test_rows_have_draws_of_their_own_and_short_rounds_accept_no_more_than_they_have() -> None:
-    read = SyntheticRead(0.8, 50, np.random.default_rng(0), alters_tokens=True)
+    read = SyntheticAcceptance(0.8, 50, np.random.default_rng(0))
     num_drafts = np.array([5, 2, 0, 5])
-    packed = np.zeros((4, 12), np.int64)
-    outcomes = [read(packed, num_drafts) for _ in range(200)]
+    real = Outcome(np.zeros(4, np.int64), np.zeros((4, 6), np.int64), np.zeros((4, 5), np.int64))
+    outcomes = [read.accept(real, num_drafts) for _ in range(200)]
     accepted = np.array([o.num_accepted for o in outcomes])
     assert (accepted <= num_drafts).all() and (accepted[:, 2] == 0).all()
     assert (accepted[:, 0] != accepted[:, 3]).any() and (accepted[1:, 0] != accepted[:-1, 0]).any()
@@ -48,7 +49,7 @@ class Rows:
 
     config = SimpleNamespace(num_speculative_tokens=3)
 
-    def __init__(self, read: SyntheticRead) -> None:
+    def __init__(self, read: SyntheticAcceptance) -> None:
         self.read = read
 
     def stream(self, ids: list[list[int]], params: Any) -> Iterator[Any]:
@@ -64,17 +65,20 @@ class Rows:
 
 @pytest.mark.parametrize(("new_tokens", "rounds"), [(256, 30), (128, 26), (60, 9)])
 def test_rounds_end_before_a_row_comes_to_its_last_token(new_tokens: int, rounds: int) -> None:
-    read = SyntheticRead(0.8, 50, np.random.default_rng(0), alters_tokens=True)
+    read = SyntheticAcceptance(0.8, 50, np.random.default_rng(0))
     with full_rounds(Rows(read), read, [[1], [1]], new_tokens) as go_on:  # type: ignore[arg-type]
         assert go_on(30) == rounds
     assert all(rows == 2 for _, rows, _ in read.moments) and len(read.moments) * 4 <= new_tokens
 
 
 def test_too_few_tokens_for_full_rounds_are_refused() -> None:
-    read = SyntheticRead(0.8, 50, np.random.default_rng(0), alters_tokens=True)
+    read = SyntheticAcceptance(0.8, 50, np.random.default_rng(0))
     made = full_rounds(Rows(read), read, [[1], [1]], 40)  # type: ignore[arg-type]
     with made as go_on, pytest.raises(ValueError, match="40 new tokens leave 4 rounds of 2 decoding rows"):
         go_on(30)
+
+
+ENDLESS = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
 def test_tokens_drawn_on_the_device_are_what_rounds_without_drafts_commit() -> None:
@@ -82,5 +86,17 @@ def test_tokens_drawn_on_the_device_are_what_rounds_without_drafts_commit() -> N
     wrapped = wrap(tiny_llama(), None)
     draw_on_device(wrapped, 60, np.random.default_rng(5))
     drawn = np.random.default_rng(5).integers(0, 60, (512, 256))
-    (completion,) = wrapped.generate(random_prompts((5,)), SamplingParams(max_new_tokens=12, ignore_eos=True))
+    (completion,) = wrapped.generate(random_prompts((5,)), ENDLESS)
     assert completion.token_ids == drawn[:12, 0].tolist()
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_model_takes_its_acceptance_from_the_draws(num_drafts: int) -> None:
+    model = tiny_llama()
+    wrapped = wrap(model, table_head(model) if num_drafts else None, num_speculative_tokens=num_drafts)
+    certain = SyntheticAcceptance(1.0, 50, np.random.default_rng(0))
+    certain.decide(wrapped)
+    (completion,) = wrapped.generate(random_prompts((5,)), ENDLESS)
+    assert len(completion.token_ids) == 12
+    assert all(r.accepted == r.drafted for r in completion.stats.rounds)
+    assert [tokens for _, _, tokens in certain.moments] == [1] + [r.drafted + 1 for r in completion.stats.rounds]

@@ -18,7 +18,7 @@ from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
-from specdec.execution.eager import Verification
+from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -124,8 +124,8 @@ def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch
     go_on = steady(wrapped, 6)
     executor: Any = wrapped.executor
     followed = []
-    plain = strict(executor.follow)
-    monkeypatch.setattr(executor, "follow", lambda *args: (followed.append(1), plain(*args))[1])
+    plain = strict(executor.launch_next)
+    monkeypatch.setattr(executor, "launch_next", lambda *args: (followed.append(1), plain(*args))[1])
     go_on()
     assert len(followed) == 6
 
@@ -166,15 +166,15 @@ def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.Monk
 
 
 def replace_drafting(monkeypatch: pytest.MonkeyPatch, wrapped: SpeculativeModel, drafting: Callable[..., Any]) -> None:
-    """From now on `drafting(draft_on, *args)` runs in place of each verification's `draft_on(*args)`."""
+    """From now on `drafting(launch_steps, *args)` runs in place of each verification's `launch_steps(*args)`."""
     executor: Any = wrapped.executor
     verify = executor.verify
 
     def verified(*args: Any) -> Verification:
         verification = verify(*args)
-        if verification.draft_on is None:
+        if not isinstance(verification, DraftedVerification):
             return verification
-        return replace(verification, draft_on=partial(drafting, verification.draft_on))
+        return replace(verification, launch_steps=partial(drafting, verification.launch_steps))
 
     monkeypatch.setattr(executor, "verify", verified)
 
@@ -185,10 +185,10 @@ def test_the_draft_loop_is_launched_in_a_millisecond_behind_a_slow_kernel(monkey
     go_on = steady(wrapped, 8)
     seconds: list[float] = []
 
-    def behind_a_slow_kernel(draft_on: Any, *args: Any) -> Any:
+    def behind_a_slow_kernel(launch_steps: Any, *args: Any) -> Any:
         keep_gpu_busy(int(20e-3 * torch.cuda.get_device_properties(CUDA).clock_rate * 1e3))
         started = time.perf_counter()
-        drafted = draft_on(*args)
+        drafted = launch_steps(*args)
         seconds.append(time.perf_counter() - started)
         return drafted
 
@@ -204,9 +204,9 @@ def test_plans_made_behind_a_slow_kernel_draft_the_same(monkeypatch: pytest.Monk
     plain = model(5, True).generate(PROMPTS, params)
     wrapped = model(5, True)
 
-    def behind_a_slow_kernel(draft_on: Any, *args: Any) -> Any:
+    def behind_a_slow_kernel(launch_steps: Any, *args: Any) -> Any:
         keep_gpu_busy(10_000_000)
-        return draft_on(*args)
+        return launch_steps(*args)
 
     replace_drafting(monkeypatch, wrapped, behind_a_slow_kernel)
     slow = wrapped.generate(PROMPTS, params)

@@ -11,7 +11,7 @@ import torch
 from fakes import LetterTokenizer, eagle3_head, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from transformers import GenerationConfig
 
-import specdec.engine.engine
+import specdec.engine.launcher
 from drafters.eagle3.checkpoint import save_eagle3
 from specdec.config import EngineConfig
 from specdec.errors import (
@@ -146,7 +146,7 @@ def test_a_failing_round_ends_every_call_that_shares_it(wrapped: Any, monkeypatc
     next(first)
     next(second)
     with monkeypatch.context() as planted:
-        planted.setattr(specdec.engine.engine, "target_arrays", lambda *_: 1 / 0)
+        planted.setattr(specdec.engine.launcher, "target_arrays", lambda *_: 1 / 0)
         with pytest.raises(RoundFailedError, match=r"ZeroDivisionError.*the 2 requests in it were ended"):
             list(first)
     with pytest.raises(RoundFailedError, match="ZeroDivisionError") as caught:

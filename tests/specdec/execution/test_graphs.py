@@ -43,6 +43,7 @@ from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
+from specdec.engine.lookahead import Lookahead
 from specdec.engine.scheduler import Scheduler
 from specdec.execution.graphs import GraphExecutor, graph_rows
 from specdec.execution.readback import HostReads
@@ -350,7 +351,7 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     """More requests than rows, limits, an eos id and a stop string: tokens are the target's own, nothing is lost."""
     graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
     plain = wrap(tiny_llama(), None, num_speculative_tokens=0, max_num_seqs=3)
-    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    followed = count_calls(monkeypatch, GraphExecutor, "launch_next")
     first = plain.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     eos = first[1].token_ids[7]
     for model in (plain, graphed):
@@ -375,10 +376,8 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     target = tiny_llama()
     models = [with_graphs(table_head(target), num_speculative_tokens=num_drafts, max_num_seqs=3) for _ in range(2)]
     plain, early = models
-    monkeypatch.setattr(engine_of(plain), "_go_on", lambda *_: None)
     found: list[Any] = []
-    go_on = engine_of(early)._go_on
-    monkeypatch.setattr(engine_of(early), "_go_on", lambda *args: (found.append(go_on(*args)), found[-1])[1])
+    before_commit = Lookahead.before_commit
     eos = hf_greedy(PROMPTS[1], 24)[7]
     lengths = (50, 50, 3, 40, 50, 9)
 
@@ -395,10 +394,13 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
             done |= {u.request_id: u.completion for u in updates if u.completion is not None}
         return [(c.token_ids, c.finish_reason, c.drafts) for _, c in sorted(done.items())]
 
-    expected = answers(plain)
+    with monkeypatch.context() as without:
+        without.setattr(Lookahead, "before_commit", lambda *_: None)
+        expected = answers(plain)
+    monkeypatch.setattr(Lookahead, "before_commit", lambda *args: (found.append(before_commit(*args)), found[-1])[1])
     assert answers(early) == expected
     assert {reason for _, reason, _ in expected} == {"eos", "length"} and len(expected) == 5
-    launched = sum(follower is not None for follower in found)
+    launched = sum(upcoming is not None for upcoming in found)
     assert 8 <= launched < early.engine_stats.rounds - 8
     assert free_everywhere(early)
 
@@ -421,7 +423,7 @@ def test_nothing_is_launched_ahead_when_somebody_could_join(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     graphed = with_graphs(None, num_speculative_tokens=0, max_num_seqs=3)
-    followed = count_calls(monkeypatch, GraphExecutor, "follow")
+    followed = count_calls(monkeypatch, GraphExecutor, "launch_next")
     engine = engine_of(graphed)
     schedules = results_of(monkeypatch, Scheduler, "schedule")
     engine.submit(PROMPTS[0], SamplingParams(max_new_tokens=20))

@@ -27,7 +27,7 @@ def test_attention_and_caches() -> None:
 
 def test_graphs() -> None:
     model = loaded()
-    model.executor = SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7))
+    model.engine.use(SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7), transfers=0))
     facts = facts_of(model)
     assert facts["graphs"] == {"graphs": 12, "rows": (8, 4, 2, 1), "seconds": 31.2, "GiB": 1.5, "fused_groups": 7}
     assert ("CUDA graphs", "12 for 8, 4, 2, 1 rows, captured in 31.2 s, 1.5 GiB") in route_rows(facts)

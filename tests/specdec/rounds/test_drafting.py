@@ -22,7 +22,7 @@ def table_of(lengths: list[int], computed: list[int], drafts: int = 3) -> RowTab
     for length, known in zip(lengths, computed, strict=True):
         row = table.open(np.arange(length), 60, drafts, 1, SamplingParams())
         table.computed[row] = known
-        table.entered[row] = length - 1 if known == length - 1 else length
+        table.prefill[row] = length - 1 if known == length - 1 else length
     return table
 
 

@@ -101,7 +101,7 @@ def test_a_request_must_not_carry_anothers_vector(
 ) -> None:
     """Where attention decides, drafts are the oracle's; planted: what is carried from round to round is lost."""
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
-    loop: Any = wrapped._engine._drafter.loop  # type: ignore[union-attr]
+    loop: Any = wrapped.executor.drafter.loop
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
             each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
@@ -154,7 +154,7 @@ def test_neighbours_and_preemption_change_no_round(
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
-    loop = wrapped._engine._drafter.loop  # type: ignore[union-attr]
+    loop = wrapped.executor.drafter.loop
     with pytest.raises(InvalidInputError, match="without CUDA graphs, and so not with backend='batch_invariant'"):
         check_graphs(InvariantBackend(), loop, cuda_graphs)
     check_graphs(TorchBackend(torch.device("cpu")), loop, False)

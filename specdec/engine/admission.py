@@ -1,0 +1,111 @@
+"""What a request must satisfy before it is queued, and the `Request` that is made of it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from specdec.config import EngineConfig
+from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.requests.request import Request, Times
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.text import TextStream, Tokenizer, Vocabulary
+from specdec.rounds.uniforms import request_key
+from specdec.target.target import Target
+
+
+class Admission:
+    """Checks requests against the engine's sizes, and makes them."""
+
+    def __init__(
+        self,
+        target: Target,
+        tokenizer: Tokenizer,
+        config: EngineConfig,
+        eos_token_ids: Sequence[int],
+        capacity_tokens: int,
+    ) -> None:
+        """capacity_tokens: cache places of the target. eos_token_ids: of requests that name none of their own."""
+        self._target = target
+        self._config = config
+        self._vocabulary = Vocabulary(tokenizer)
+        self._eos = tuple(eos_token_ids)
+        self._capacity = capacity_tokens
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+        """Whether such a request can be served.
+
+        Returns:
+            Its most tokens, the prompt's and new ones together.
+
+        Raises:
+            InvalidInputError: empty or too long prompt, an id outside the vocabulary, K larger than the engine's.
+            CacheTooSmallError: the KV cache could not hold the request even alone.
+        """
+        self._check_prompt(token_ids)
+        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        self._check_num_drafts(params)
+        limit = min(len(token_ids) + params.max_new_tokens, self._config.max_model_len)
+        self._check_cache(len(token_ids), limit)
+        return limit
+
+    def request(
+        self,
+        request_id: int,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        limit: int,
+        sample_index: int,
+        eos_token_ids: Sequence[int] | None,
+    ) -> Request:
+        """A waiting request. limit: as `check` returned it; all else: see `Engine.submit`."""
+        config = self._config
+        seed, index = (config.seed, request_id) if params.seed is None else (params.seed, sample_index)
+        asked = params.num_speculative_tokens
+        eos = self._eos if eos_token_ids is None else tuple(eos_token_ids)
+        return Request(
+            id=request_id,
+            params=params,
+            prompt_len=len(token_ids),
+            limit=limit,
+            num_drafts=config.num_speculative_tokens if asked is None else asked,
+            key=request_key(seed, index),
+            committed=np.asarray(token_ids, np.int64).astype(np.int32),
+            stream=TextStream(self._vocabulary, params.stop),
+            sample_index=sample_index,
+            eos_token_ids=() if params.ignore_eos else eos,
+            times=Times(time.perf_counter()),
+        )
+
+    def _check_prompt(self, prompt: Sequence[int]) -> None:
+        if not len(prompt):
+            raise InvalidInputError("the prompt is empty; at least one token is needed")
+        if len(prompt) >= self._config.max_model_len:
+            raise InvalidInputError(
+                f"the prompt has {len(prompt)} tokens; with max_model_len={self._config.max_model_len} at most "
+                f"{self._config.max_model_len - 1} are allowed (one place is kept for a new token)"
+            )
+        self._check_ids("", prompt)
+
+    def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        largest = self._target.num_embeddings - 1
+        bad = [t for t in token_ids if not 0 <= t <= largest][:1]
+        if bad:
+            raise InvalidInputError(
+                f"{where}token id {bad[0]} is outside the vocabulary 0 … {largest}; if a tokenizer made it, it does "
+                "not belong to this model (tokens added without model.resize_token_embeddings?)"
+            )
+
+    def _check_num_drafts(self, params: SamplingParams) -> None:
+        asked, most = params.num_speculative_tokens, self._config.num_speculative_tokens
+        if asked is not None and asked > most:
+            raise InvalidInputError(f"num_speculative_tokens={asked}: this model was loaded for at most {most}")
+
+    def _check_cache(self, prompt_len: int, limit: int) -> None:
+        if limit > self._capacity:
+            raise CacheTooSmallError(
+                f"{prompt_len} prompt tokens and {limit - prompt_len} new ones need {limit} cache places; the KV cache "
+                f"has {self._capacity}; lower max_new_tokens or load the model with a larger kv_cache_tokens"
+            )

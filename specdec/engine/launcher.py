@@ -1,0 +1,167 @@
+"""Launching a round: its schedule and pages, its arrays on the device, its draft loop, its verification."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from drafters.loops.base import Draft, DraftInput
+from specdec.acceptance.packed import Outcome
+from specdec.config import EngineConfig
+from specdec.engine.commit import Committed
+from specdec.engine.scheduler import Scheduler
+from specdec.engine.stats import Counters
+from specdec.execution.base import Executor
+from specdec.execution.round import Round
+from specdec.execution.verification import DraftedVerification, Verification
+from specdec.rounds.buckets import power_of_two
+from specdec.rounds.drafting import draft_input
+from specdec.rounds.randomness import sampling_round
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+from specdec.rounds.verification import TargetArrays, target_arrays
+
+
+@dataclass(frozen=True)
+class LaunchedRound:
+    """A round that was sent, and its draft loop launched.
+
+    Attributes:
+        schedule: its rows. target: the host arrays of its verification.
+        device: what `Executor.send` returned.
+        draft: the drafts that it verifies, on the device; None where no row has any.
+    """
+
+    schedule: Schedule
+    target: TargetArrays
+    device: Round
+    draft: Draft | None
+
+
+@dataclass(frozen=True)
+class VerifyingRound(LaunchedRound):
+    """A round whose verification is launched, too."""
+
+    verification: Verification
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Block tables of the target's pages, and of the head's (None without a head), cut to the width of a round."""
+
+    target: np.ndarray
+    head: np.ndarray | None
+
+
+class Launcher:
+    """Launches rounds of an executor over one row table.
+
+    Attributes:
+        executor: how rounds run on the device.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        scheduler: Scheduler,
+        table: RowTable,
+        config: EngineConfig,
+        counters: Counters,
+        queue_verification: bool,
+    ) -> None:
+        """queue_verification: launch a round's verification with the round, without waiting for `verify`."""
+        self.executor = executor
+        self._scheduler = scheduler
+        self._table = table
+        self._page_size = config.page_size
+        self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
+        self._counters = counters
+        self._queue_verification = queue_verification
+
+    def first(self) -> LaunchedRound | None:
+        """A round when none is in flight: no verification before it has states for a draft loop. None: no work."""
+        scheduled = self._schedule()
+        if scheduled is None:
+            return None
+        schedule, tables = scheduled
+        target = self._verification(schedule, tables)
+        return self.launched(schedule, target, self._send(schedule, target), None)
+
+    def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
+        """Launch the draft steps after a draft prefill, for all rows. None where no draft prefill was launched."""
+        if not isinstance(current.verification, DraftedVerification):
+            return None
+        return current.verification.launch_steps(outcome.num_accepted)
+
+    def after(self, last: VerifyingRound, committed: Committed, draft: Draft | None) -> LaunchedRound | None:
+        """The round after a commit.
+
+        draft: the drafts of that round where they are being made already, in the rows' order of `last`; where None,
+        the draft loop over the aux hidden states of `last` is launched here.
+        """
+        scheduled = self._schedule()
+        if scheduled is None:
+            return None
+        schedule, tables = scheduled
+        if draft is not None:
+            target = self._verification(schedule, tables, drafts_in_order_of_last=True)
+            return self.launched(schedule, target, self._send(schedule, target), draft)
+        loop = self._draft_loop(last, committed, schedule, tables)
+        target = self._verification(schedule, tables)
+        device = self._send(schedule, target, loop)
+        draft = None if loop is None else self.executor.draft(device, last.verification.tapped)
+        return self.launched(schedule, target, device, draft)
+
+    def verify(self, round_: LaunchedRound) -> VerifyingRound:
+        """Launch a round's verification, unless it is."""
+        if isinstance(round_, VerifyingRound):
+            return round_
+        verification = self.executor.verify(round_.device, round_.draft)
+        return VerifyingRound(round_.schedule, round_.target, round_.device, round_.draft, verification)
+
+    def launched(self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft | None) -> LaunchedRound:
+        """A round that was sent. On a GPU its verification is queued after the draft loop; on a CPU it would only
+        delay what the host does next."""
+        round_ = LaunchedRound(schedule, target, device, draft)
+        if self._queue_verification:
+            round_ = self.verify(round_)
+        self.count(target)
+        return round_
+
+    def count(self, target: TargetArrays) -> None:
+        """Count a launched round."""
+        self._counters.add_round(target.num_tokens, self.executor.transfers)
+
+    def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
+        """Both block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
+        longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
+        pages, head = self._scheduler.target_pages, self._scheduler.head_pages
+        width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
+        return Tables(pages.table[:, :width], None if head is None else head.table[:, :width])
+
+    def _schedule(self) -> tuple[Schedule, Tables] | None:
+        """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
+        before = self._scheduler.num_preemptions
+        schedule = self._scheduler.schedule()
+        self._counters.add(preemptions=self._scheduler.num_preemptions - before)
+        return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
+
+    def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
+        in_order = drafts_in_order_of_last
+        return target_arrays(schedule, self._table, tables.target, self._page_size, tables.head, in_order)
+
+    def _draft_loop(
+        self, last: VerifyingRound, committed: Committed, schedule: Schedule, tables: Tables
+    ) -> DraftInput | None:
+        """None without a head, and where no row has anything for it to read."""
+        if tables.head is None:
+            return None
+        verified = self.executor.verified(committed.verified, last.device)
+        return draft_input(verified, schedule, self._table, tables.head, self._page_size)
+
+    def _send(self, schedule: Schedule, target: TargetArrays, loop: DraftInput | None = None) -> Round:
+        """One transfer. Only then the table's places in the last batch, from which its arrays were made, are its."""
+        device = self.executor.send(loop, target, sampling_round(target, schedule, self._table))
+        self._table.mark_batch(schedule.rows)
+        return device

@@ -1,0 +1,30 @@
+"""A sent round, as the executor that sent it knows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specdec.rounds.transfer import SentRound
+from specdec.rounds.verification import TargetArrays
+
+
+@dataclass(frozen=True)
+class Round:
+    """A sent round.
+
+    Attributes:
+        target: its host arrays.
+        sent: the round in its own shape on the device; None where all of it runs from graphs.
+        bucket: rows of the CUDA graphs that verify it; None where it runs operator by operator.
+        sampled: whether rows are sampled: a graph gives the logits then, and they are judged apart.
+    """
+
+    target: TargetArrays
+    sent: SentRound | None
+    bucket: int | None
+    sampled: bool
+
+    @property
+    def num_rows(self) -> int:
+        """J."""
+        return len(self.target.judged)

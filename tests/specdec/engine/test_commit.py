@@ -1,0 +1,93 @@
+"""What verification results mean for rows: tokens kept, eos ids, limits, KV lengths."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from specdec.acceptance.packed import Outcome
+from specdec.engine.commit import Committed, commit, ending_tokens
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+
+EOS = 9
+
+
+def opened(*limits: int) -> RowTable:
+    """Rows with 4 tokens, the last of them pending; the second one heeds no eos id."""
+    table = RowTable(len(limits), 32)
+    for i, limit in enumerate(limits):
+        table.open(np.arange(4), limit, 2, 1, SamplingParams(), () if i == 1 else (EOS,))
+    table.computed[:] = 3
+    return table
+
+
+def committed(
+    table: RowTable, accepted: list[int], tokens: list[list[int]], judged: list[int] | None = None
+) -> Committed:
+    count = len(table.limit)
+    rows, ones, drafts = np.arange(count), np.ones(count, np.int64), np.full(count, 2)
+    index = rows if judged is None else np.array(judged)
+    target: Any = SimpleNamespace(judged=index, num_drafts=drafts[index], query_start_loc=np.arange(count + 1) * 3)
+    outcome = Outcome(np.array(accepted), np.array(tokens), np.array(tokens)[:, :2])
+    return commit(Schedule(rows, ones, drafts), target, outcome, table)
+
+
+def test_a_row_keeps_its_accepted_drafts_and_the_bonus_token() -> None:
+    table = opened(20, 20)
+    done = committed(table, [1, 0], [[5, 6, 0], [7, 0, 0]])
+    assert done.count.tolist() == [2, 1] and not (done.at_eos | done.at_limit).any()
+    assert table.committed(0).tolist() == [0, 1, 2, 3, 5, 6] and table.committed(1).tolist() == [0, 1, 2, 3, 7]
+    assert table.computed.tolist() == [5, 4]
+    assert done.verified.num_accepted.tolist() == [1, 0]
+
+
+def test_one_token_is_pending_after_a_commit() -> None:
+    table = opened(20, 20, 20)
+    committed(table, [2, 1, 0], [[5, 6, 7]] * 3)
+    assert table.pending(np.arange(3)).tolist() == [1, 1, 1]
+
+
+def test_an_eos_id_ends_a_row_where_it_stands_and_only_a_row_that_heeds_it() -> None:
+    table = opened(20, 20)
+    done = committed(table, [2, 2], [[5, EOS, 6], [5, EOS, 6]])
+    assert done.at_eos.tolist() == [True, False] and done.count.tolist() == [2, 3]
+    assert table.committed(0).tolist()[4:] == [5, EOS] and table.committed(1).tolist()[4:] == [5, EOS, 6]
+
+
+def test_an_eos_id_behind_the_accepted_tokens_is_none() -> None:
+    done = committed(opened(20), [0], [[5, EOS, EOS]])
+    assert not done.at_eos.any() and done.count.tolist() == [1]
+
+
+def test_a_limit_cuts_the_tokens_and_ends_the_row() -> None:
+    table = opened(6, 7)
+    done = committed(table, [2, 2], [[5, 6, 7]] * 2)
+    assert done.count.tolist() == [2, 3] and done.at_limit.tolist() == [True, True]
+    assert table.length.tolist() == [6, 7]
+
+
+def test_an_eos_id_beyond_the_limit_is_not_the_reason() -> None:
+    done = committed(opened(5), [2], [[5, EOS, 6]])
+    assert done.at_limit.tolist() == [True] and done.at_eos.tolist() == [False]
+
+
+def test_a_row_in_the_middle_of_its_prompt_reads_and_gets_nothing() -> None:
+    table = opened(20, 20)
+    table.computed[0] = 1
+    done = committed(table, [1], [[5, 6, 0]], judged=[1])
+    assert done.rows.tolist() == [1] and table.length.tolist() == [4, 6] and table.computed.tolist() == [2, 5]
+
+
+def test_a_rows_share_is_what_it_kept_of_its_own_drafts() -> None:
+    share = committed(opened(20, 5), [1, 2], [[5, 6, 0], [7, 8, 1]]).round_of(1)
+    assert (share.token_ids, share.num_accepted, share.drafts) == ([7], 2, (7, 8))
+
+
+def test_ending_tokens_are_those_of_each_rows_own_ids() -> None:
+    tokens, ids = np.array([[1, 2], [2, 1]]), np.array([[2, -1], [-1, -1]])
+    assert ending_tokens(tokens, np.array([2, 2]), ids).tolist() == [[False, True], [False, False]]
+    assert not ending_tokens(tokens, np.array([1, 1]), ids).any()

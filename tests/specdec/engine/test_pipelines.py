@@ -1,0 +1,178 @@
+"""What happens in which order in a round of each pipeline, with an executor that only notes what it is asked for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import specdec.engine.engine
+from drafters.loops.base import Draft
+from specdec.acceptance.packed import Outcome, PackedVerdict
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.errors import InvalidInputError
+from specdec.execution.readback import HostReads
+from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.verification import TargetArrays
+
+CPU = torch.device("cpu")
+K = 2
+TOKEN, EOS = 7, 9
+
+
+class NotingExecutor:
+    """Accepts every draft and says TOKEN, in rounds of verifications in one kind of pipeline, else in the plain one."""
+
+    def __init__(self, kind: type[Verification]) -> None:
+        self.kind, self.transfers = kind, 0
+        self.events: list[str] = []
+        self.reads = HostReads(64, CPU)
+        self.reads.after_read = self.read
+
+    def verified(self, verified: Any, round_: Any) -> Any:
+        return verified
+
+    def read(self, outcome: Any, num_drafts: np.ndarray) -> Any:
+        self.events.append("read")
+        return outcome
+
+    def send(self, draft: Any, target: TargetArrays, sampling: Any) -> TargetArrays:
+        self.transfers += 1
+        self.events.append("send")
+        return target
+
+    def draft(self, round_: TargetArrays, tapped: torch.Tensor) -> Draft:
+        self.events.append("draft loop")
+        return Draft(torch.full((len(round_.start), K), TOKEN), None)
+
+    def verify(self, round_: TargetArrays, draft: Draft | None) -> Verification:
+        self.events.append("verify")
+        packed = torch.full((len(round_.judged), 2 * round_.max_drafts + 2), TOKEN)
+        packed[:, 0] = torch.from_numpy(round_.num_drafts)
+        read, states = self.reads.start(PackedVerdict(packed)), torch.zeros(0)
+        if not round_.only_bonus_tokens or self.kind is Verification:
+            return Verification(read, states)
+        if self.kind is ChainedVerification:
+            return ChainedVerification(read, states, self.launch_next)
+        self.events.append("draft prefill")
+        return DraftedVerification(read, states, self.steps)
+
+    def steps(self, num_accepted: np.ndarray) -> Draft:
+        self.events.append("draft steps")
+        return Draft(torch.full((len(num_accepted), K), TOKEN), None)
+
+    def launch_next(self, target: TargetArrays) -> tuple[TargetArrays, Verification]:
+        return self.send(None, target, None), self.verify(target, None)
+
+
+def engine_of(kind: type[Verification], monkeypatch: pytest.MonkeyPatch, queue: bool = True, rows: int = 2) -> Engine:
+    k = 0 if kind is ChainedVerification else K
+    config = EngineConfig(k, 64, rows, 32, 4, 40)
+    target: Any = SimpleNamespace(hf_model=SimpleNamespace(device=CPU), num_embeddings=50)
+    drafter: Any = SimpleNamespace(loop=SimpleNamespace(num_modules=1)) if k else None
+    tokenizer: Any = SimpleNamespace(decode=lambda token_ids, **_: "")
+    executor: Any = NotingExecutor(kind)
+    engine = Engine(target, drafter, tokenizer, config, [EOS], executor)
+    engine.use(executor, queue_verification=queue)
+    commit = specdec.engine.engine.commit
+
+    def noting(*args: Any) -> Any:
+        executor.events.append("commit")
+        return commit(*args)
+
+    monkeypatch.setattr(specdec.engine.engine, "commit", noting)
+    return engine
+
+
+def decoding(engine: Engine, new_tokens: int = 40) -> list[str]:
+    """Two requests, up to the round in which both decode; the list in which the following events will stand."""
+    for _ in range(2):
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=new_tokens))
+    for _ in range(3):
+        engine.step()
+    events: list[str] = engine.executor.events  # type: ignore[attr-defined]
+    events.clear()
+    return events
+
+
+def test_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(Verification, monkeypatch, queue=False)
+    events = decoding(engine)
+    engine.step()
+    assert events == ["verify", "read", "commit", "send", "draft loop"]
+
+
+def test_plain_with_the_verification_queued(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(Verification, monkeypatch)
+    events = decoding(engine)
+    engine.step()
+    assert events == ["read", "commit", "send", "draft loop", "verify"]
+
+
+def test_drafted(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(DraftedVerification, monkeypatch)
+    events = decoding(engine)
+    engine.step()
+    assert events == ["read", "draft steps", "send", "verify", "draft prefill", "commit"]
+
+
+@pytest.mark.parametrize("reason", ["somebody waits", "an eos id", "no drafts are left"])
+def test_drafted_where_who_is_next_is_open(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """The draft steps follow the read all the same; the next verification comes after the commit."""
+    engine = engine_of(DraftedVerification, monkeypatch, rows=3)
+    events = decoding(engine, new_tokens=11 if reason == "no drafts are left" else 40)
+    if reason == "somebody waits":
+        engine.submit([4, 5], SamplingParams(max_new_tokens=9))
+    if reason == "an eos id":
+        engine.executor.reads.after_read = ended
+    engine.step()
+    assert [e for e in events if e not in ("read", "draft prefill")] == ["draft steps", "commit", "send", "verify"]
+
+
+def ended(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
+    """An eos id in the first row."""
+    outcome.tokens[0, 1] = EOS
+    return outcome
+
+
+def test_chained(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(ChainedVerification, monkeypatch)
+    events = decoding(engine)
+    engine.step()
+    assert events == ["send", "verify", "read", "commit"]
+
+
+def test_chained_where_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(ChainedVerification, monkeypatch, rows=3)
+    events = decoding(engine)
+    engine.submit([4], SamplingParams(max_new_tokens=9))
+    engine.step()
+    assert events == ["read", "commit", "send", "verify"]
+
+
+@pytest.mark.parametrize("kind", [Verification, DraftedVerification, ChainedVerification])
+@pytest.mark.parametrize("queue", [False, True])
+def test_every_pipeline_gives_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, kind: type[Verification], queue: bool
+) -> None:
+    engine, done = engine_of(kind, monkeypatch, queue), {}
+    ids = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=n)) for n in (1, 5, 11, 30)]
+    while engine.has_work:
+        done |= {u.request_id: u.completion for u in engine.step() if u.completion is not None}
+    assert [done[i].token_ids for i in ids] == [[TOKEN] * n for n in (1, 5, 11, 30)]
+    assert engine.inflight is None and engine.scheduler.idle
+    assert engine.stats.host_to_device == engine.stats.rounds >= engine.stats.device_to_host
+
+
+def test_the_executor_is_not_replaced_under_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(Verification, monkeypatch)
+    engine.submit([1], SamplingParams(max_new_tokens=2))
+    before = engine.executor
+    with pytest.raises(InvalidInputError, match="1 requests are in the engine; finish or abort them"):
+        engine.use(NotingExecutor(Verification))
+    assert engine.executor is before

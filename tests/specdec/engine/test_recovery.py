@@ -1,0 +1,57 @@
+"""What an interrupt leaves behind is mended before the next change, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.engine.faults import Isolated
+from specdec.engine.recovery import Change
+
+
+def test_an_interrupted_change_is_mended_once_before_the_next() -> None:
+    mended: list[str] = []
+    change = Change(lambda: mended.append("mended"))
+    with pytest.raises(KeyboardInterrupt), change:
+        raise KeyboardInterrupt
+    assert mended == []
+    for _ in range(2):
+        with change:
+            assert mended == ["mended"]
+
+
+def test_an_interrupt_of_the_mending_leaves_it_to_do() -> None:
+    tries: list[int] = []
+
+    def mend() -> None:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise KeyboardInterrupt
+
+    change = Change(mend)
+    with pytest.raises(ZeroDivisionError), change:
+        _ = 1 / 0
+    with pytest.raises(KeyboardInterrupt), change:
+        raise AssertionError("not entered")
+    with change:
+        assert tries == [0, 1]
+
+
+def test_an_error_that_is_handled_inside_leaves_nothing_to_mend() -> None:
+    handled: list[Exception] = []
+    change = Change(lambda: pytest.fail("nothing is torn"))
+    with change, Isolated(handled.append):
+        raise ValueError("of a round")
+    with change:
+        assert [str(error) for error in handled] == ["of a round"]
+
+
+def test_an_interrupt_of_the_handler_is_mended() -> None:
+    def interrupted(error: Exception) -> None:
+        raise KeyboardInterrupt
+
+    mended: list[int] = []
+    change = Change(lambda: mended.append(1))
+    with pytest.raises(KeyboardInterrupt), change, Isolated(interrupted):
+        raise ValueError
+    with change:
+        assert mended == [1]

@@ -1,0 +1,101 @@
+"""What arrives on the device in a round's one copy is what the arrays say, at their own places."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fakes import table_head, tiny_llama
+
+from drafters.loops.base import DraftInput
+from drafters.loops.chain.run import ChainLoop
+from drafters.loops.chain.staged import ChainInputs
+from specdec.config import EngineConfig
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.drafting import draft_input
+from specdec.rounds.fields import DeviceRound
+from specdec.rounds.randomness import SamplingRound, sampling_round
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+from specdec.rounds.transfer import RoundTransfer, SentRound
+from specdec.rounds.verification import TargetArrays, Verified, target_arrays
+
+CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
+BLOCK_TABLE = np.arange(1, 17, dtype=np.int32).reshape(2, 8)
+
+
+def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, SamplingRound | None]:
+    """Two rows that verified K drafts, accepted 2 and 0 of them, and draft K more."""
+    table = RowTable(2, 32)
+    for length in (9, 12):
+        table.open(np.arange(length) + length, 32, K, 1, SamplingParams(temperature=temperature))
+    table.computed[:] = table.prefill[:] = table.length - 1
+    table.mark_batch(ROWS)
+    verified = Verified(np.array([0, 4, 8]), ROWS, np.full(2, K), np.array([2, 0]))
+    schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
+    draft = draft_input(verified, schedule, table, BLOCK_TABLE, PAGE)
+    target = target_arrays(schedule, table, BLOCK_TABLE, PAGE)
+    return draft, target, sampling_round(target, schedule, table)
+
+
+def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
+    draft, target, sampling = arrays(temperature)
+    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), EngineConfig(K, 32, 2, 16, PAGE, 20), CPU)
+    return transfer.send(draft if with_draft else None, target, sampling), transfer
+
+
+def verification(temperature: float = 0.0) -> DeviceRound:
+    return sent(temperature)[0].verification
+
+
+def chain(temperature: float = 0.0) -> ChainInputs:
+    loop = sent(temperature)[0].draft
+    assert isinstance(loop, ChainInputs)
+    return loop
+
+
+def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> None:
+    both, transfer = sent(with_draft=False)
+    round_ = both.verification
+    assert round_.token_ids.tolist() == [23, 0, 0, 0, 17, 0, 0, 0]
+    assert round_.draft_places.tolist() == [1, 2, 3, 5, 6, 7] and round_.draft_sources.tolist() == list(range(6))
+    assert round_.judged_rows.tolist() == list(range(8)) and round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
+    assert both.draft is None and round_.sampling is None
+    assert transfer.transfers == 1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_everything_of_a_round_is_one_copy(temperature: float) -> None:
+    both, transfer = sent(temperature)
+    assert transfer.transfers == 1
+    assert isinstance(both.draft, ChainInputs) and len(both.draft.steps) == K - 1
+    assert (both.verification.sampling is None) == (temperature == 0)
+
+
+def test_the_draft_prefill_reads_what_was_accepted_one_token_on() -> None:
+    """Positions of the accepted token rows, each with the token after it."""
+    prefill = chain().prefill
+    assert prefill.metadata.positions.tolist() == [8, 9, 10, 7]
+    assert prefill.token_ids.tolist() == [21, 22, 23, 17]
+    assert prefill.token_indices.tolist() == [0, 1, 2, 4] and prefill.last_row.tolist() == [2, 3]
+
+
+def test_every_draft_step_writes_the_slot_of_its_position() -> None:
+    for number, step in enumerate(chain().steps):
+        positions = np.array([11, 8]) + number
+        slots = BLOCK_TABLE[ROWS, positions // PAGE] * PAGE + positions % PAGE
+        assert step.positions.tolist() == positions.tolist() and step.slot_mapping.tolist() == slots.tolist()
+        assert step.seq_lens.tolist() == (positions + 1).tolist()
+        counts = -(-(positions + 1) // PAGE)
+        pages = [page for row, n in zip(ROWS, counts, strict=True) for page in BLOCK_TABLE[row, :n].tolist()]
+        assert step.page_indices.tolist() == pages
+
+
+def test_sampling_parameters_and_uniforms_arrive_as_they_are() -> None:
+    round_ = verification(0.7)
+    _, _, sampling = arrays(0.7)
+    assert round_.sampling is not None and sampling is not None
+    assert np.allclose(round_.sampling.tensors.temperature.numpy(), 0.7)
+    for name in ("draft_uniform", "accept_uniform", "next_uniform"):
+        assert np.array_equal(getattr(round_.sampling, name).numpy(), getattr(sampling, name)), name
