@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import bigram_logits, free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
+from fakes import backend_of_ours, bigram_logits, free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
 
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
@@ -25,9 +25,10 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import Choose, Draft, DraftInput, DraftLoop, GraphLoop, LoopSize, paged_attend
 from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.execution.graphs import GraphExecutor
 from specdec.loading.backends import check_graphs
 from specdec.requests.sampling import SamplingParams
-from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
+from tests.specdec.execution.test_graphs import FixedPlaceBackend, graphs_on_cpu, recorded_on_cpu  # noqa: F401 (fixtures)
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
@@ -235,8 +236,10 @@ def test_graphs_are_refused_in_the_loops_own_words() -> None:
 
 
 def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
+        wrapped = wrap(tiny_llama(), ToyHead(tiny_llama()), num_speculative_tokens=3)
     with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs; use cuda_graphs=False"):
-        with_graphs(ToyHead(tiny_llama()), num_speculative_tokens=3)
+        GraphExecutor(wrapped.target, wrapped.executor.drafter, wrapped.config)
 
 
 def test_what_is_no_head_is_named_before_anything_is_built() -> None:
