@@ -317,3 +317,8 @@ def free_everywhere(wrapped: Any) -> bool:
     from specdec.engine.scheduler import Usage
 
     return bool(engine_of(wrapped).usage() == Usage())
+
+
+def hooks_of(module: torch.nn.Module) -> tuple[int, int]:
+    """How many hooks a module has that run after its forward, and before it."""
+    return len(module._forward_hooks), len(module._forward_pre_hooks)

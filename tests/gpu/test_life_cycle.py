@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import hooks_of
 from transformers import LlamaForCausalLM
 
 from specdec import ClosedModelError, SamplingParams, SpeculativeModel
@@ -36,10 +37,7 @@ def allocated() -> int:
 
 
 def state_of(root: torch.nn.Module) -> list[Any]:
-    modules = [
-        (name, id(m), type(m), sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks))
-        for name, m in root.named_modules()
-    ]
+    modules = [(name, id(m), type(m), sorted(vars(m)), hooks_of(m)) for name, m in root.named_modules()]
     return [modules, [(n, id(p), p.stride(), p.untyped_storage().nbytes()) for n, p in root.named_parameters()]]
 
 
@@ -77,4 +75,4 @@ def test_of_two_models_with_graphs_the_second_goes_on_when_the_first_is_closed()
     assert any(isinstance(m, SiblingLinear) for m in target.modules())
     second.close()
     assert not any(isinstance(m, SiblingLinear) for m in target.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.modules())
+    assert all(hooks_of(m) == (0, 0) for m in target.modules())

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import LetterTokenizer, eagle3_head, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import LetterTokenizer, eagle3_head, hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import CacheTooSmallError, ClosedModelError, SamplingParams, SpecdecError, SpeculativeModel
 
@@ -21,10 +21,7 @@ LONG = SamplingParams(max_new_tokens=80)
 
 def state_of(model: torch.nn.Module) -> list[Any]:
     """All that could have been changed on a model: modules, classes, hooks, attributes, parameters and their memory."""
-    modules = [
-        (name, id(m), type(m), sorted(vars(m)), len(m._forward_hooks), len(m._forward_pre_hooks), m.training)
-        for name, m in model.named_modules()
-    ]
+    modules = [(name, id(m), type(m), sorted(vars(m)), hooks_of(m), m.training) for name, m in model.named_modules()]
     parameters = [
         (name, id(p), p.stride(), p.untyped_storage().nbytes(), p.requires_grad, p.detach().numpy().tobytes())
         for name, p in model.named_parameters()
@@ -33,7 +30,7 @@ def state_of(model: torch.nn.Module) -> list[Any]:
 
 
 def num_hooks(model: torch.nn.Module) -> int:
-    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules())
+    return sum(sum(hooks_of(m)) for m in model.modules())
 
 
 def tensor_bytes() -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import attention_form, random_prompts, tiny_llama, wrap
+from fakes import attention_form, hooks_of, random_prompts, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
@@ -191,7 +191,7 @@ def test_a_probed_model_is_not_kept() -> None:
     model = tiny_llama()
     module = weakref.ref(model.model.layers[0].self_attn)
     probe(model)
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert all(hooks_of(m) == (0, 0) for m in model.modules())
     del model
     gc.collect()
     assert module() is None
