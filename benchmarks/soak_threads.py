@@ -1,6 +1,6 @@
 """Many threads, one model: mixed requests, cancels, refusals, faults; greedy ones are compared with their solo runs.
 
-    python benchmarks/soak_threads.py [--model tiny] [--threads 8] [--requests 200] [--out FILE]
+    python -m benchmarks.soak_threads [--model tiny] [--threads 8] [--requests 200] [--out FILE]
 
 Ends in one JSON line: how many requests of each kind there were, and what went wrong (`wrong`, `unexpected` and `hung`
 must be 0, `clean` true). Exits with 1 otherwise.
@@ -217,7 +217,7 @@ def built_in() -> Soak:
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
 def main(kind: str, threads: int, requests: int, seed: int, out: Path | None) -> None:
     """Run the soak."""
-    from document import publish
+    from benchmarks.document import publish
 
     torch.set_num_threads(1)
     soak = tiny() if kind == "tiny" else built_in()

@@ -89,7 +89,7 @@ class SharedEngine:
         """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
         self._open_engine: Engine | None = engine
         self._last_stats = engine.stats
-        self._device = device
+        self._device, self._device_type = device, device.type
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._holder: int | None = None
@@ -316,7 +316,7 @@ class SharedEngine:
 
     def _at_home(self) -> AbstractContextManager[object]:
         """What is a thread's own in torch, the same for every round: device, stream, no autocast."""
-        autocast = torch.is_autocast_enabled(self._device.type)
+        autocast = torch.is_autocast_enabled(self._device_type)
         if self._stream is None and not autocast:
             return nullcontext()
         home = ExitStack()
@@ -324,7 +324,7 @@ class SharedEngine:
             home.enter_context(torch.cuda.device(self._device))
             home.enter_context(torch.cuda.stream(self._stream))
         if autocast:
-            home.enter_context(torch.autocast(self._device.type, enabled=False))
+            home.enter_context(torch.autocast(self._device_type, enabled=False))
         return home
 
     def _after_fork(self) -> None:
