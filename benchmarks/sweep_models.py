@@ -13,6 +13,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from attention.spec import AttentionSpec
 from benchmarks.sweep_configs import VOCAB, Case, tiny_config
 from drafters.base import Attend
+from drafters.loops.base import LoopSize
+from drafters.loops.chain.run import ChainLoop
 
 MOST_PARAMETERS = 20_000_000
 _RIGHT = 70
@@ -124,3 +126,7 @@ class ScriptedHead(torch.nn.Module):
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         return draft_ids
+
+    def draft_loop(self, limits: LoopSize) -> ChainLoop:
+        """A chain."""
+        return ChainLoop(self)

@@ -85,7 +85,7 @@ def _own(root: Path) -> list[Plugin]:
     entries = _of_checkout(root / "pyproject.toml")
     if entries is None:
         entries = [e for e in entry_points(group=GROUP) if _distribution(e) == DISTRIBUTION]
-    return [Plugin(entry, DISTRIBUTION) for entry in entries]
+    return _distinct(Plugin(entry, DISTRIBUTION) for entry in entries)
 
 
 def _of_checkout(pyproject: Path) -> list[EntryPoint] | None:
@@ -101,7 +101,12 @@ def _of_checkout(pyproject: Path) -> list[EntryPoint] | None:
 
 def _of_others() -> list[Plugin]:
     named = [(entry, _distribution(entry)) for entry in entry_points(group=GROUP)]
-    return [Plugin(entry, name) for entry, name in named if name != DISTRIBUTION]
+    return _distinct(Plugin(entry, name) for entry, name in named if name != DISTRIBUTION)
+
+
+def _distinct(plugins: Iterable[Plugin]) -> list[Plugin]:
+    """An editable install is found twice where its folder is on the path: by its metadata there and in site-packages."""
+    return list({(p.distribution, p.entry.name, p.entry.value): p for p in plugins}.values())
 
 
 def _distribution(entry: EntryPoint) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from fakes import LetterTokenizer, table_head, tiny_llama
 
-import specdec.rounds.verification
+import specdec.rounds.randomness
 from attention.cache.pages import BlockTables
 from attention.checking import check_mode
 from benchmarks.soak import CACHE_TOKENS, PAGE_SIZE, Soak, Subject, growth
@@ -42,12 +42,12 @@ def test_nothing_is_wrong(subject: Subject) -> None:
 
 @pytest.mark.slow
 def test_uniforms_that_depend_on_the_batch_are_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = specdec.rounds.verification.uniforms
+    plain = specdec.rounds.randomness.uniforms
 
     def planted(keys: np.ndarray, positions: np.ndarray, role: Any) -> np.ndarray:
         return plain(keys, positions + (len(keys) > 2), role)
 
-    monkeypatch.setattr(specdec.rounds.verification, "uniforms", planted)
+    monkeypatch.setattr(specdec.rounds.randomness, "uniforms", planted)
     work = Soak(subject, seed=3)
     work.run(actions=20)
     assert work.counts["mismatches"] > 0

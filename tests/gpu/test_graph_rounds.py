@@ -18,6 +18,7 @@ from benchmarks.trace import SYNCHRONISE, traced
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
+from specdec.errors import RoundFailedError
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
@@ -161,7 +162,7 @@ def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.Monk
     lengths = torch.zeros(4, device=CUDA)
     plain = executor.send
     monkeypatch.setattr(executor, "send", strict(lambda *args: (lengths.cpu(), plain(*args))[1]))
-    with pytest.raises(RuntimeError, match="synchroniz"):
+    with pytest.raises(RoundFailedError, match="synchroniz"):
         go_on()
 
 
