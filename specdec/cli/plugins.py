@@ -105,7 +105,7 @@ def _of_others() -> list[Plugin]:
 
 
 def _distinct(plugins: Iterable[Plugin]) -> list[Plugin]:
-    """An editable install is found twice where its folder is on the path: by its metadata there and in site-packages."""
+    """An editable install is found twice where its folder is on the path: there, and in site-packages."""
     return list({(p.distribution, p.entry.name, p.entry.value): p for p in plugins}.values())
 
 
