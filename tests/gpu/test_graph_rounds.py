@@ -128,7 +128,7 @@ def test_a_round_launched_before_the_last_is_read_never_synchronises(monkeypatch
     plain = strict(executor.launch_next)
     monkeypatch.setattr(executor, "launch_next", lambda *args: (followed.append(1), plain(*args))[1])
     go_on()
-    assert len(followed) == 6
+    assert len(followed) == 5  # of 6: the round in flight was verified before, and holds the plain method
 
 
 def steady(wrapped: SpeculativeModel, rounds: int) -> Callable[[], int]:
