@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from evals.runs.runner import Asking
     from evals.runs.worker import ModelSpec
 
-Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 PATH = click.Path(path_type=Path)
 
 

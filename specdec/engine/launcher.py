@@ -144,7 +144,9 @@ class Launcher:
         """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
         before = self._scheduler.num_preemptions
         schedule = self._scheduler.schedule()
-        self._counters.add(preemptions=self._scheduler.num_preemptions - before)
+        preempted = self._scheduler.num_preemptions - before
+        if preempted:
+            self._counters.add(preemptions=preempted)
         return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
 
     def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
