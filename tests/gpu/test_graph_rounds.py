@@ -149,9 +149,12 @@ def test_sending_and_launching_never_synchronise(monkeypatch: pytest.MonkeyPatch
     wrapped = model(5, True)
     go_on = steady(wrapped, 6)
     executor: Any = wrapped.executor
+    called = set()
     for name in ("send", "verify", "_draft_on"):
-        monkeypatch.setattr(executor, name, strict(getattr(executor, name)))
+        plain = strict(getattr(executor, name))
+        monkeypatch.setattr(executor, name, lambda *args, name=name, plain=plain: (called.add(name), plain(*args))[1])
     go_on()
+    assert called == {"send", "verify", "_draft_on"}
 
 
 def test_reading_lengths_back_before_planning_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
