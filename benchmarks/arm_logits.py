@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.acceptance.packed import Outcome, PackedVerdict
+from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.engine.launcher import LaunchedRound, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.execution.eager import EagerExecutor
@@ -30,20 +30,20 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     the logits of a round must still be there when its result is read."""
     engine, executor, reads = model.engine, model.executor, model.executor.reads
     found: Logits = {}
-    judged: dict[str, torch.Tensor] = {}
+    recorded: dict[str, torch.Tensor] = {}
     judge = EagerExecutor.judge
 
-    def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedVerdict:
-        judged["logits"] = logits[round_.logit_index]  # [J, n+1, V]
+    def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedResult:
+        recorded["logits"] = logits[round_.logit_index]  # [J, n+1, V]
         return judge(self, logits, round_, draft)
 
-    def reading(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
+    def record(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
         current = engine.inflight
         assert isinstance(current, VerifyingRound)
         logits = executor.logits_of(current.device) if isinstance(executor, GraphExecutor) else None
-        logits = judged["logits"] if logits is None else logits
+        logits = recorded["logits"] if logits is None else logits
         target = current.target
-        first = (target.start + target.num_new)[target.judged]
+        first = (target.start + target.num_new)[target.decided]
         for j, request in enumerate(engine.owners(current)):
             if request is None:
                 continue
@@ -55,7 +55,7 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     with (
         patch.object(EagerExecutor, "judge", judging),
         patch.object(Lookahead, "before_read", _not_chained),
-        patch.object(reads, "after_read", reading),
+        patch.object(reads, "after_read", record),
     ):
         yield found
 

@@ -4,9 +4,10 @@
     SPECDEC_DATA=… python benchmarks/bench_builtin.py speed --questions 80 [--out …]
 
 Greedy. `acceptance`: tau of the head, of prompt lookup, of a bigram table, and of the head with zeroed and shuffled
-taps; simple drafters are simulated on the target's own tokens, which greedy verification makes exact. `speed`: every
-question is answered by each arm in turn, so that a busy machine slows all arms alike: with speculation, without it (the
-same engine, K = 0), and by transformers' own `generate` with a static and with a dynamic cache.
+aux hidden states; simple drafters are simulated on the target's own tokens, which greedy verification makes exact.
+`speed`: every question is answered by each configuration in turn, so that a busy machine slows all of them alike: with
+speculation, without it (the same engine, K = 0), and by transformers' own `generate` with a static and with a dynamic
+cache.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def simulate(completions: Sequence[Completion], propose: Propose, num_drafts: in
     rounds: list[RoundRecord] = []
     for c in completions:
         tokens = c.prompt_token_ids + c.token_ids
-        at = len(c.prompt_token_ids)  # the first new token is the first root
+        at = len(c.prompt_token_ids)  # the first new token is the first bonus token
         while at < len(tokens) - 1:
             drafts = propose(tokens[: at + 1])[:num_drafts]
             rest = tokens[at + 1 :]
@@ -87,11 +88,13 @@ def bigram(texts: Sequence[list[int]], num_drafts: int) -> Propose:
     return propose
 
 
-def with_taps(model: SpeculativeModel, change: Callable[[torch.Tensor], torch.Tensor], run: Callable[[], Any]) -> Any:
-    """Run with the head's tapped states changed."""
+def with_aux_hidden_states(
+    model: SpeculativeModel, change: Callable[[torch.Tensor], torch.Tensor], run: Callable[[], Any]
+) -> Any:
+    """Run with the head's aux hidden states changed."""
     head = model.head
     original = head.fuse
-    head.fuse = lambda tapped: original(change(tapped))  # type: ignore[method-assign, union-attr]
+    head.fuse = lambda aux_hidden_states: original(change(aux_hidden_states))  # type: ignore[method-assign, union-attr]
     try:
         return run()
     finally:
@@ -132,7 +135,9 @@ def acceptance_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[
         "shuffled_taps": lambda t: t[:, torch.randperm(t.shape[1], generator=generator)],
     }
     taus = {
-        name: pool_requests([c.stats for c in with_taps(model, change, lambda: answer_all(model, chats, None))]).tau
+        name: pool_requests(
+            [c.stats for c in with_aux_hidden_states(model, change, lambda: answer_all(model, chats, None))]
+        ).tau
         for name, change in ablation.items()
     }
     return {

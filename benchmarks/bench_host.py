@@ -54,7 +54,7 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
         table.open(rng.integers(0, 1000, length), config.max_model_len, num_drafts, 1, SamplingParams())
     order = np.arange(rows)[::-1].copy()
     accepted = rng.integers(0, num_drafts + 1, rows)
-    table.computed[:] = table.prefill[:] = table.length - 1  # every row stands at its root
+    table.computed[:] = table.prefill[:] = table.length - 1  # every row is at its bonus token
     table.mark_batch(order)
     pages = [BlockTables(config.num_pages, rows, config.max_model_len, PAGE_SIZE) for _ in range(2)]
     for tables in pages:

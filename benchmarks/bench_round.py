@@ -31,7 +31,7 @@ from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.trace import traced
-from specdec.acceptance.packed import Outcome, PackedVerdict
+from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
@@ -76,7 +76,7 @@ class SyntheticAcceptance:
     def __post_init__(self) -> None:
         """Draw drafts accepted in a row, and tokens, beforehand; when they are used up they start over."""
         self.drawn = geometric(self.rate, 1 << 16, self.rng)
-        self.roots = self.rng.integers(0, self.vocab, len(self.drawn))
+        self.bonus = self.rng.integers(0, self.vocab, len(self.drawn))
         self._used = 0
 
     def decide(self, model: SpeculativeModel) -> None:
@@ -99,7 +99,7 @@ class SyntheticAcceptance:
         self._used = start + rows
         accepted = np.minimum(self.drawn[start : start + rows], num_drafts)
         tokens = np.concatenate([real.drafts, real.tokens[:, :1]], 1)
-        tokens[np.arange(rows), accepted] = self.roots[start : start + rows]
+        tokens[np.arange(rows), accepted] = self.bonus[start : start + rows]
         self.moments.append((now, rows, int(accepted.sum()) + rows))
         return Outcome(accepted, tokens, real.drafts)
 
@@ -109,8 +109,8 @@ def draw_on_device(model: SpeculativeModel, vocab: int, rng: np.random.Generator
     pool = torch.from_numpy(rng.integers(0, vocab, (512, 256))).to(model.device)
     rounds = itertools.count()
 
-    def drawn(verdict: PackedVerdict) -> None:
-        verdict.first_token.copy_(pool[next(rounds) % len(pool), : verdict.num_rows])
+    def drawn(result: PackedResult) -> None:
+        result.first_token.copy_(pool[next(rounds) % len(pool), : result.num_rows])
 
     model.executor.reads.before_read = drawn
 

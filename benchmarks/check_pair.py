@@ -80,13 +80,13 @@ def drafted_rounds(
     for c in completions:
         ids = torch.tensor(c.prompt_token_ids + c.token_ids, device=model.device)
         states = model.hf_model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
-        root = len(c.prompt_token_ids)
+        aux_hidden_states = torch.cat([states[layer][0] for layer in head.aux_layers], -1)
+        bonus = len(c.prompt_token_ids)
         for record, drafts in zip(c.stats.rounds, c.drafts or (), strict=True):
             if drafts:
-                oracle = oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts))
-                yield list(drafts), oracle, ids[root + 1 :].tolist()
-            root += record.emitted
+                oracle = oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[:bonus], len(drafts))
+                yield list(drafts), oracle, ids[bonus + 1 :].tolist()
+            bonus += record.emitted
 
 
 def wrong_rounds(model: SpeculativeModel, completions: Sequence[Completion]) -> tuple[int, int]:
@@ -104,10 +104,10 @@ def check_drafts(model: SpeculativeModel, chats: list[Any]) -> dict[str, int]:
     layer = model.runners[1].layers[0]
     fuse = head.fuse
 
-    def planted(tapped: torch.Tensor) -> torch.Tensor:
+    def planted(aux_hidden_states: torch.Tensor) -> torch.Tensor:
         layer.keys[:, 0] = 0
         layer.values[:, 0] = 0
-        return fuse(tapped)
+        return fuse(aux_hidden_states)
 
     head.fuse = planted  # type: ignore[method-assign]
     try:

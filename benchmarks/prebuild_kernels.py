@@ -23,7 +23,7 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def kernels(head_dims: tuple[int, ...], latent: bool) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """Name and FlashInfer's recipe of each kernel: plain full attention on fa2, and latent attention on fa3."""
+    """Name and FlashInfer's recipe of each kernel: plain full attention on fa2, and MLA on fa3."""
     from flashinfer.jit.attention.modules import gen_batch_mla_module, gen_batch_prefill_module
 
     def prefill(dtype: torch.dtype, dim: int) -> Callable[[], Any]:

@@ -13,7 +13,7 @@ from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import probe
 from benchmarks.routing import ExpertWork, expert_work
 from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.vocab import offsets_of
@@ -172,7 +172,7 @@ def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head
         head_dim=config.head_dim,
         vocab_size=config.vocab_size,
         draft_vocab_size=DRAFT_VOCAB,
-        taps=default_taps(config.num_hidden_layers),
+        aux_layers=default_aux_layers(config.num_hidden_layers),
     )
     embedding: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]
     return Eagle3Head(spec, embedding, d2t=offsets_of(torch.arange(DRAFT_VOCAB) * 4)).to(target.dtype)

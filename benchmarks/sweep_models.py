@@ -94,10 +94,12 @@ class ScriptedHead(torch.nn.Module):
     stand in none of the texts it drafts token 0.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]], vocab_size: int, taps: tuple[int, ...], device: Any) -> None:
+    def __init__(
+        self, texts: Sequence[Sequence[int]], vocab_size: int, aux_layers: tuple[int, ...], device: Any
+    ) -> None:
         super().__init__()
         self.attention_specs = (AttentionSpec(1, 1, 8, 8, scale=1.0),)
-        self.taps, self.hidden_size, self.draft_vocab_size = taps, vocab_size, vocab_size
+        self.aux_layers, self.hidden_size, self.draft_vocab_size = aux_layers, vocab_size, vocab_size
         longest = max(map(len, texts)) + 64
         table = torch.zeros(longest, vocab_size, dtype=torch.long)  # [position, token there] -> the next token
         for text in texts:
@@ -106,9 +108,9 @@ class ScriptedHead(torch.nn.Module):
                 table[at, token] = following if knows else (following + 1) % VOCAB
         self.table = table.to(device)
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """The width of the tapped states is all that is asked of them."""
-        return tapped.new_zeros(tapped.shape[0], self.hidden_size)
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """The width of the aux hidden states is all that is asked of them."""
+        return aux_hidden_states.new_zeros(aux_hidden_states.shape[0], self.hidden_size)
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from drafters.loops.base import DraftLoop, LoopSize
 
 FINAL_NORM = -1
-"""Tap id of the target's state after its final norm (what feeds lm_head). Other tap ids are boundaries b >= 0:
+"""Aux layer of the target's state after its final norm (what feeds lm_head). Other aux layers are boundaries b >= 0:
 the residual stream after b decoder layers (0 = embeddings)."""
 
 
@@ -23,13 +23,13 @@ class Head(Protocol):
 
     attention_specs: tuple[AttentionSpec, ...]
     """One per attention layer of the head."""
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     """The target states it wants, concatenated in this order: boundaries, or FINAL_NORM."""
     hidden_size: int
     draft_vocab_size: int
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        """[T, A·Ht] tapped target states -> [T, H] input of step 1 (EAGLE-3: norms and `fc`; MTP: identity)."""
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        """[T, A·Ht] aux hidden states -> [T, H] input of step 1 (EAGLE-3: norms and `fc`; MTP: identity)."""
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -57,11 +57,11 @@ class Head(Protocol):
 
 
 @runtime_checkable
-class InputConvention(Protocol):
-    """A head whose checkpoint does not say how it was trained to be read, but which can tell from a text."""
+class HasInputConvention(Protocol):
+    """A head whose checkpoint does not say how it was trained to be called, but which can tell from a text."""
 
-    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        """Refuse a head that is plainly read the wrong way.
+    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """Refuse a head that plainly runs with the wrong convention.
 
         Args:
             token_ids: [T] int64, a text; states: [T, H] the target's states on it after its final norm.

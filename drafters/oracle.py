@@ -13,18 +13,18 @@ from drafters.base import Attend, Head
 from drafters.mtp.stack import MtpStack
 
 
-def oracle_drafts(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, num_drafts: int) -> list[int]:
+def oracle_drafts(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_drafts: int) -> list[int]:
     """Greedy drafts after a committed prefix, recomputed without a cache.
 
     Args:
-        token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the root (sampled, not yet read by the target).
-        tapped: [L, A·Ht] true target states at positions 0 … L-1.
+        token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the bonus token (sampled, not yet read by the target).
+        aux_hidden_states: [L, A·Ht] true target states at positions 0 … L-1.
         num_drafts: how many drafts to make.
 
     Returns:
         Target-vocabulary ids of drafts 1 … num_drafts.
     """
-    hidden = head.fuse(tapped)  # [L, H]
+    hidden = head.fuse(aux_hidden_states)  # [L, H]
     ids = token_ids[1:]
     drafts: list[int] = []
     for _ in range(num_drafts):

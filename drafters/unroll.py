@@ -73,12 +73,12 @@ def _attend(query: torch.Tensor, past: list[tuple[torch.Tensor, torch.Tensor]]) 
     return out
 
 
-def unroll(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, steps: int) -> list[torch.Tensor]:
+def unroll(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor, steps: int) -> list[torch.Tensor]:
     """Run the training-time test.
 
     Args:
         token_ids: [B, S] int64, right-padded sequences.
-        tapped: [B, S, A·Ht] true target states of the same positions.
+        aux_hidden_states: [B, S, A·Ht] true target states of the same positions.
         steps: how many.
 
     Returns:
@@ -87,7 +87,7 @@ def unroll(head: Head, token_ids: torch.Tensor, tapped: torch.Tensor, steps: int
     batch_size, length = token_ids.shape
     attend = TttAttend(head.attention_specs, batch_size, length)
     positions = torch.arange(length, device=token_ids.device).repeat(batch_size)  # [B·S]
-    hidden = head.fuse(tapped.flatten(0, 1))
+    hidden = head.fuse(aux_hidden_states.flatten(0, 1))
     outputs = []
     for step in range(steps):
         tokens = shift_left(token_ids, step + 1).flatten()

@@ -13,7 +13,7 @@ import torch
 
 from attention.errors import InvalidInputError
 
-_MIN_SIZE_TO_JUDGE = 32
+_MIN_SIZE_TO_DECIDE = 32
 """From this many entries on, a map without two neighbouring target ids is taken for absolute ids."""
 
 
@@ -100,7 +100,7 @@ def _looks_absolute(d2t: torch.Tensor, target_vocab_size: int, t2d: torch.Tensor
         as_ids = torch.zeros_like(t2d, dtype=torch.bool)
         as_ids[d2t.long()] = True
         return torch.equal(as_ids, t2d.bool()) and len(d2t) > 1
-    return int(ids_of(d2t)[-1]) >= target_vocab_size or len(d2t) >= _MIN_SIZE_TO_JUDGE
+    return int(ids_of(d2t)[-1]) >= target_vocab_size or len(d2t) >= _MIN_SIZE_TO_DECIDE
 
 
 def most_frequent(counts: torch.Tensor, draft_vocab_size: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ class EngineConfig:
     """Sizes and limits. All counts are in tokens unless the name says otherwise.
 
     Attributes:
-        num_speculative_tokens: K, drafts a round (the root not counted); 0 is no speculation.
+        num_speculative_tokens: K, drafts a round (the bonus token not counted); 0 is no speculation.
         max_model_len: most positions of one request (prompt and new tokens).
         max_num_seqs: most requests in one batch (B).
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.

@@ -15,7 +15,7 @@ from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.mtp.convention import Concat, Feedback, MtpReading
+from drafters.mtp.convention import Concat, Feedback, MtpConvention
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
@@ -114,12 +114,12 @@ class SpeculativeModel:
         self.config = config
         self.generation_config_use = generation_config
         self.backend_name = backend.name
-        taps = () if head is None else tuple(head.taps)
+        aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
         attention_specs = tuple(c.attention_spec for c in probed.calls)
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
         runner = GroupRunner(backend, group, dtype, device)
-        self.target = Target(probed, runner, taps, config.max_num_batched_tokens)
+        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error():
             log.info("self-test")
@@ -233,8 +233,8 @@ class SpeculativeModel:
         probed = probe_target(model)
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
-        reading = MtpReading(options.mtp_concat, options.mtp_feedback)
-        head = None if draft is None else load_head(draft, checkpoint, probed, reading)
+        convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
+        head = None if draft is None else load_head(draft, checkpoint, probed, convention)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
         format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
         per_token, place = cache_token_bytes(probed, head, format), model.device

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from attention.backends.flashinfer import mla_plan as latent_work
+from attention.backends.flashinfer import mla_plan
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
@@ -95,24 +95,24 @@ class TableHead(torch.nn.Module):
     """
 
     def __init__(
-        self, table: torch.Tensor, taps: tuple[int, ...], width: int, disturbance: float, target_ids: torch.Tensor
+        self, table: torch.Tensor, aux_layers: tuple[int, ...], width: int, disturbance: float, target_ids: torch.Tensor
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
         vocab, dim = table.shape[0], 8
         self.attention_specs = (AttentionSpec(2, 1, dim, dim, scale=0.2),)
-        self.taps, self.hidden_size, self.draft_vocab_size = taps, vocab + 2 * dim, len(target_ids)
+        self.aux_layers, self.hidden_size, self.draft_vocab_size = aux_layers, vocab + 2 * dim, len(target_ids)
         self.target_ids, self.table, self.vocab = target_ids, table[:, target_ids], vocab
 
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator)
 
-        self.fuse_weight = random(len(taps) * width, self.hidden_size) / (len(taps) * width) ** 0.5
+        self.fuse_weight = random(len(aux_layers) * width, self.hidden_size) / (len(aux_layers) * width) ** 0.5
         self.qkv = random(self.hidden_size + vocab, 4 * dim) / 4
         self.mix = random(2 * dim, len(target_ids)) * disturbance
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        return tapped @ self.fuse_weight
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        return aux_hidden_states @ self.fuse_weight
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -137,12 +137,12 @@ class TableHead(torch.nn.Module):
 
 
 def table_head(
-    model: PreTrainedModel, disturbance: float = 0.4, taps: tuple[int, ...] = (1, 2, 4), known: Iterable[int] = ()
+    model: PreTrainedModel, disturbance: float = 0.4, aux_layers: tuple[int, ...] = (1, 2, 4), known: Iterable[int] = ()
 ) -> TableHead:
     """A TableHead for `model`, on the draft vocabulary `known` (default: the whole)."""
     table = bigram_logits(model)
     ids = torch.tensor(sorted(known) or range(table.shape[0]))
-    return TableHead(table, taps, model.config.hidden_size, disturbance, ids)
+    return TableHead(table, aux_layers, model.config.hidden_size, disturbance, ids)
 
 
 def eagle3_spec(**changes: Any) -> Any:
@@ -158,7 +158,7 @@ def eagle3_spec(**changes: Any) -> Any:
         head_dim=4,
         vocab_size=40,
         draft_vocab_size=11,
-        taps=(1, 2, 4),
+        aux_layers=(1, 2, 4),
     )
     return replace(spec, **changes)
 
@@ -180,7 +180,7 @@ def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | N
         head_dim=16,
         vocab_size=vocab,
         draft_vocab_size=known,
-        taps=(1, 2, 3),
+        aux_layers=(1, 2, 3),
     )
     d2t = None if known == vocab else torch.arange(known) * (vocab // known - 1)
     head = Eagle3Head(spec, model.get_input_embeddings().weight, d2t=d2t).eval().requires_grad_(False)
@@ -215,16 +215,16 @@ def wrong_rounds(head: Head, completion: Any) -> list[int]:
     from drafters.oracle import oracle_drafts
 
     ids = torch.tensor(completion.prompt_token_ids + completion.token_ids)
-    wrong, root = [], len(completion.prompt_token_ids)
+    wrong, bonus = [], len(completion.prompt_token_ids)
     with torch.no_grad():
         states = tiny_llama()(ids[None], output_hidden_states=True).hidden_states
-        tapped = torch.cat([states[tap][0] for tap in head.taps], -1)
+        aux_hidden_states = torch.cat([states[layer][0] for layer in head.aux_layers], -1)
         assert completion.drafts is not None and len(completion.drafts) == len(completion.stats.rounds)
         for index, (drafts, round_) in enumerate(zip(completion.drafts, completion.stats.rounds, strict=True)):
             assert len(drafts) == round_.drafted
-            if list(drafts) != oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts)):
+            if list(drafts) != oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[:bonus], len(drafts)):
                 wrong.append(index)
-            root += round_.emitted
+            bonus += round_.emitted
     return wrong
 
 
@@ -244,10 +244,10 @@ def flashinfer_stretch(mean: int) -> int:
 def divided_as_by_flashinfer() -> Iterator[None]:
     """Inside, MLA plans make KV chunks by FlashInfer's rule instead of ours."""
 
-    def stretch(tiles: latent_work.Tiles, keys: np.ndarray) -> int:
+    def stretch(tiles: mla_plan.Tiles, keys: np.ndarray) -> int:
         return flashinfer_stretch(max(-(-int(keys.sum()) // tiles.clusters), 1))
 
-    with patch.object(latent_work.Tiles, "stretch", stretch), patch.object(latent_work, "WHOLE_KEYS", 0):
+    with patch.object(mla_plan.Tiles, "stretch", stretch), patch.object(mla_plan, "WHOLE_KEYS", 0):
         yield
 
 

@@ -54,7 +54,7 @@ def test_the_rule_sees(line: str) -> None:
     assert backward("attention", ast.parse(line))
 
 
-def test_every_package_is_judged() -> None:
+def test_every_package_is_checked() -> None:
     assert {path.relative_to(ROOT).parts[0] for path in FILES} == set(ORDER)
     assert len(FILES) > 40
 

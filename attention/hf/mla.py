@@ -23,7 +23,7 @@ from attention.spec import AttentionSpec
 
 
 @dataclass(frozen=True)
-class LatentAttention:
+class AbsorbedAttention:
     """The absorbed form of one transformers attention module; reads the module's weights at every call.
 
     Attributes:
@@ -70,7 +70,7 @@ class LatentAttention:
         return weight.view(-1, self.nope_dim + self.value_dim, self.latent_dim)
 
 
-def latent_attention(module: nn.Module) -> LatentAttention | None:
+def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
     """The absorbed form of an attention module, or None when it has none.
 
     None for ordinary attention, and for a `kv_b_proj` that cannot be read as a plain matrix (quantised, or with a
@@ -82,11 +82,11 @@ def latent_attention(module: nn.Module) -> LatentAttention | None:
     if up.bias is not None or not up.weight.is_floating_point() or up.weight.element_size() < 2:
         return None
     nope, value, latent = (int(getattr(module, n)) for n in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
-    return LatentAttention(module, nope, value, latent)
+    return AbsorbedAttention(module, nope, value, latent)
 
 
 @contextmanager
-def unexpanded(layers: Sequence[LatentAttention]) -> Iterator[None]:
+def unexpanded(layers: Sequence[AbsorbedAttention]) -> Iterator[None]:
     """Let the modules hand out the latent instead of expanded K and V, for the duration of one forward.
 
     The module's own `expand_kv` is shadowed on the instance and uncovered after, so that the model's own `generate`

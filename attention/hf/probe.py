@@ -15,7 +15,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from attention.errors import UnsupportedAttentionError
 from attention.hf.gate import guarded
 from attention.hf.interface import attention_configs, attention_implementation
-from attention.hf.mla import LatentAttention, latent_attention
+from attention.hf.mla import AbsorbedAttention, absorbed_attention
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -55,7 +55,7 @@ class AttentionCall:
 
     module: torch.nn.Module
     attention_spec: AttentionSpec
-    latent: LatentAttention | None
+    latent: AbsorbedAttention | None
 
 
 @dataclass(frozen=True)
@@ -138,7 +138,7 @@ def _record(
         raise UnsupportedAttentionError(f"attention '{_PROBE_NAME}' was called outside a probe")
     _refuse_unknown(module, attention_mask, kwargs)
     _refuse_second(module, calls)
-    attention_spec, latent = _attention_spec(query, key, value, kwargs), latent_attention(module)
+    attention_spec, latent = _attention_spec(query, key, value, kwargs), absorbed_attention(module)
     calls.append(
         AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
     )

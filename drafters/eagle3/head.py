@@ -147,7 +147,7 @@ class Eagle3Head(nn.Module):
         """
         super().__init__()
         self.spec = spec
-        self.taps = spec.taps
+        self.aux_layers = spec.aux_layers
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
         self.attention_specs = (spec.attention_spec,) * spec.num_layers
@@ -187,11 +187,11 @@ class Eagle3Head(nn.Module):
         if spec.own_embed:
             self.embed_tokens = nn.Embedding(spec.vocab_size, spec.hidden_size)
         if spec.has_fc:
-            self.fc = nn.Linear(spec.tapped_size, spec.hidden_size, bias=spec.fc_bias)
+            self.fc = nn.Linear(spec.aux_size, spec.hidden_size, bias=spec.fc_bias)
         if spec.input_norm:
-            self.input_norm = nn.RMSNorm(spec.tapped_size, eps=spec.rms_norm_eps)
+            self.input_norm = nn.RMSNorm(spec.aux_size, eps=spec.rms_norm_eps)
         if spec.fc_norm:
-            norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in spec.taps)
+            norms = (nn.RMSNorm(spec.target_hidden_size, eps=spec.rms_norm_eps) for _ in spec.aux_layers)
             self.fc_norm = nn.ModuleList(norms)
         self.midlayer = Eagle3Layer(spec)
         self.layers = nn.ModuleDict({str(index): PlainLayer(spec, index) for index in range(1, spec.num_layers)})
@@ -199,16 +199,18 @@ class Eagle3Head(nn.Module):
         if spec.own_lm_head:
             self.lm_head = nn.Linear(spec.hidden_size, spec.draft_vocab_size, bias=False)
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, A·Ht] aux hidden states -> [T, H] input of step 1: norms if any, then `fc`."""
         if not self.spec.has_fc:
-            return tapped
+            return aux_hidden_states
         if self.spec.input_norm:
-            tapped = self.input_norm(tapped)
+            aux_hidden_states = self.input_norm(aux_hidden_states)
         if self.spec.fc_norm:
-            chunks = tapped.split(self.spec.target_hidden_size, dim=-1)
-            tapped = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1)
-        return self.fc(tapped)
+            chunks = aux_hidden_states.split(self.spec.target_hidden_size, dim=-1)
+            aux_hidden_states = torch.cat(
+                [norm(chunk) for norm, chunk in zip(self.fc_norm, chunks, strict=True)], dim=-1
+            )
+        return self.fc(aux_hidden_states)
 
     def forward(
         self,

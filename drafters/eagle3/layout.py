@@ -16,13 +16,13 @@ from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import Config, Field, by_presence, lookup, read
 from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
-from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 Shapes = Mapping[str, tuple[int, ...]]
-_NESTED_TAPS = "eagle_config.eagle_aux_hidden_state_layer_ids"
-_TOP_TAPS = "eagle_aux_hidden_state_layer_ids"
-_LEGACY_TAP_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
+_NESTED_AUX_LAYERS = "eagle_config.eagle_aux_hidden_state_layer_ids"
+_TOP_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+_LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
 
 
@@ -40,11 +40,11 @@ class Eagle3Overrides:
     """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
 
     Attributes:
-        taps: boundaries, or None for the checkpoint's.
+        aux_layers: boundaries, or None for the checkpoint's.
         feedback: which state is fed back, or None for the checkpoint's.
     """
 
-    taps: tuple[int, ...] | None = None
+    aux_layers: tuple[int, ...] | None = None
     feedback: Literal["pre_norm", "post_norm"] | None = None
 
 
@@ -69,7 +69,7 @@ def canonical_names(names: list[str]) -> dict[str, str]:
 
 
 def _parameter_name(short: str) -> str:
-    for legacy, current in _LEGACY_TAP_NORMS.items():
+    for legacy, current in _LEGACY_AUX_NORMS.items():
         if short.startswith(legacy + "."):
             return current + short.removeprefix(legacy)
     return "midlayer." + short.removeprefix("layers.0.") if short.startswith("layers.0.") else short
@@ -92,7 +92,7 @@ def resolve_spec(
     fields = (
         *_sizes(config, target),
         *_vocabulary(config, shapes),
-        _taps(config, target, overrides),
+        _aux_layers(config, target, overrides),
         read(config, "rms_norm_eps", float, default=1e-6),
         resolve_rope(config),
         *_modules(config, shapes),
@@ -167,27 +167,27 @@ def _presence(name: str, shapes: Shapes) -> str:
     return f"{name} {'present' if name in shapes else 'absent'}"
 
 
-def _taps(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
+def _aux_layers(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
     """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
     unless the largest id is the number of layers: then, like top-level ids, they are boundaries already."""
-    readings = _tap_readings(config, target.num_layers)
-    if overrides.taps is not None:
-        field = Field("taps", overrides.taps, "chosen by the user")
+    listed = _listed_layers(config, target.num_layers)
+    if overrides.aux_layers is not None:
+        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
     elif lookup(config, "eagle_config.use_aux_hidden_state") is False:
-        return Field("taps", (FINAL_NORM,), "config eagle_config.use_aux_hidden_state")
-    elif len(set(readings.values())) > 1:
-        raise HeadLoadError(f"config.json names different taps: {readings} (as boundaries); choose with overrides")
-    elif readings:
-        field = Field("taps", next(iter(readings.values())), "config " + ", ".join(readings))
+        return Field("aux_layers", (FINAL_NORM,), "config eagle_config.use_aux_hidden_state")
+    elif len(set(listed.values())) > 1:
+        raise HeadLoadError(f"config.json names different aux layers: {listed} (as boundaries); choose with overrides")
+    elif listed:
+        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:
-        field = Field("taps", default_taps(target.num_layers), "default 2, N//2, N-3")
-    _check_taps(config, field, target)
+        field = Field("aux_layers", default_aux_layers(target.num_layers), "default 2, N//2, N-3")
+    _check_aux_layers(config, field, target)
     return field
 
 
-def _tap_readings(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
-    readings = {}
-    for key, nested in ((_NESTED_TAPS, True), (_TOP_TAPS, False)):
+def _listed_layers(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
+    listed = {}
+    for key, nested in ((_NESTED_AUX_LAYERS, True), (_TOP_AUX_LAYERS, False)):
         ids = lookup(config, key)
         if ids is None:
             continue
@@ -195,17 +195,17 @@ def _tap_readings(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]
             raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
         # No layer has the number num_layers: such an id can only be a boundary.
         outputs = nested and max(ids) != num_layers
-        reading = "ids of layers whose output is tapped" if outputs else "boundaries"
-        readings[f"{key} (read as {reading})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)
-    return readings
+        meaning = "ids of layers whose output is read" if outputs else "boundaries"
+        listed[f"{key} (read as {meaning})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)
+    return listed
 
 
-def _check_taps(config: Config, field: Field, target: TargetSizes) -> None:
+def _check_aux_layers(config: Config, field: Field, target: TargetSizes) -> None:
     if max(field.value) > target.num_layers:
-        raise HeadMismatchError(f"the head taps boundaries {field.value}, this target has {target.num_layers} layers")
+        raise HeadMismatchError(f"the head reads boundaries {field.value}, this target has {target.num_layers} layers")
     count = lookup(config, "num_aux_hidden_states")
     if count is not None and count != len(field.value):
-        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the taps are {field.value}")
+        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {field.value}")
 
 
 def _modules(config: Config, shapes: Shapes) -> list[Field]:
@@ -231,7 +231,7 @@ def _feedback(config: Config, overrides: Eagle3Overrides) -> Field:
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
-    """config.json of a head in the SpecForge/SGLang layout; top-level tap ids are added for vLLM.
+    """config.json of a head in the SpecForge/SGLang layout; top-level layer ids are added for vLLM.
 
     Args:
         dtype: what the weights are stored in, e.g. "bfloat16".
@@ -260,12 +260,16 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
         "norm_before_residual": spec.norm_before_residual,
         "norm_output": spec.feedback == "post_norm",
         **rope_to_config(spec.rope),
-        **_taps_to_config(spec),
+        **_aux_layers_to_config(spec),
     }
 
 
-def _taps_to_config(spec: Eagle3Spec) -> dict[str, Any]:
+def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:
     if not spec.has_fc:
         return {"eagle_config": {"use_aux_hidden_state": False}}
-    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.taps]}
-    return {"eagle_config": nested, _TOP_TAPS: list(spec.taps), "num_aux_hidden_states": len(spec.taps)}
+    nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.aux_layers]}
+    return {
+        "eagle_config": nested,
+        _TOP_AUX_LAYERS: list(spec.aux_layers),
+        "num_aux_hidden_states": len(spec.aux_layers),
+    }

@@ -20,7 +20,7 @@ class Eagle3Spec:
         intermediate_size: width of the head's MLP.
         num_heads, num_kv_heads, head_dim: Hq, Hkv, D.
         vocab_size, draft_vocab_size: V and Vd.
-        taps: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
+        aux_layers: layer boundaries of the aux hidden states, ascending, or (FINAL_NORM,) for a head on the last state.
         rms_norm_eps, rope: from the head's configuration.
         fc_bias: `fc` has a bias.
         input_norm: one RMSNorm over the concatenated aux hidden states before `fc`.
@@ -40,7 +40,7 @@ class Eagle3Spec:
     head_dim: int
     vocab_size: int
     draft_vocab_size: int
-    taps: tuple[int, ...]
+    aux_layers: tuple[int, ...]
     rms_norm_eps: float = 1e-5
     rope: RopeSpec = field(default_factory=RopeSpec)
     fc_bias: bool = False
@@ -57,7 +57,7 @@ class Eagle3Spec:
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
         self._check_sizes()
-        self._check_taps()
+        self._check_aux_layers()
 
     def _check_sizes(self) -> None:
         names = ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -77,26 +77,28 @@ class Eagle3Spec:
                 "needs its own embed_tokens"
             )
 
-    def _check_taps(self) -> None:
-        taps = self.taps
-        if taps == (FINAL_NORM,):
+    def _check_aux_layers(self) -> None:
+        aux_layers = self.aux_layers
+        if aux_layers == (FINAL_NORM,):
             if self.hidden_size != self.target_hidden_size:
                 raise InvalidInputError("a head on the target's last state has no fc and so needs the target's width")
             if self.fc_bias or self.input_norm or self.fc_norm:
                 raise InvalidInputError("a head on the target's last state has no fc and none of the norms before it")
             return
-        if not taps or min(taps) < 0 or list(taps) != sorted(set(taps)):
-            raise InvalidInputError(f"taps must be ascending boundaries >= 0 (or the final norm alone), not {taps}")
+        if not aux_layers or min(aux_layers) < 0 or list(aux_layers) != sorted(set(aux_layers)):
+            raise InvalidInputError(
+                f"aux_layers must be ascending boundaries >= 0 (or the final norm alone), not {aux_layers}"
+            )
 
     @property
     def has_fc(self) -> bool:
         """Whether aux hidden states are fused by `fc` (no for a head on the target's last state)."""
-        return self.taps != (FINAL_NORM,)
+        return self.aux_layers != (FINAL_NORM,)
 
     @property
-    def tapped_size(self) -> int:
+    def aux_size(self) -> int:
         """Width of the concatenated aux hidden states, A·Ht."""
-        return len(self.taps) * self.target_hidden_size
+        return len(self.aux_layers) * self.target_hidden_size
 
     @property
     def attention_spec(self) -> AttentionSpec:
@@ -104,16 +106,17 @@ class Eagle3Spec:
         return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
 
 
-def default_taps(num_layers: int) -> tuple[int, ...]:
+def default_aux_layers(num_layers: int) -> tuple[int, ...]:
     """Default boundaries of the aux hidden states, for a target of `num_layers` decoder layers.
 
     Raises:
         InvalidInputError: the target is too shallow for three different states.
     Source: SafeAILab/EAGLE, eagle/model/modeling_llama_kv.py (states on entry to layers 2, N//2 and N-3).
     """
-    taps = (2, num_layers // 2, num_layers - 3)
-    if not taps[0] < taps[1] < taps[2]:
+    aux_layers = (2, num_layers // 2, num_layers - 3)
+    if not aux_layers[0] < aux_layers[1] < aux_layers[2]:
         raise InvalidInputError(
-            f"a target of {num_layers} layers has no default taps: 2, N//2, N-3 = {taps} must ascend; name the taps"
+            f"a target of {num_layers} layers has no default aux layers: 2, N//2, N-3 = {aux_layers} must ascend; "
+            "name the layers"
         )
-    return taps
+    return aux_layers

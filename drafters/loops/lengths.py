@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def tokens_kept(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray:
+def tokens_accepted(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray:
     """Tokens by which a verification lengthens each row's KV cache: the committed ones it read and accepted drafts.
 
     Args:
@@ -17,7 +17,7 @@ def tokens_kept(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray:
 
     K=3, q=[4,4,4] with one committed token each: start [16,29,44] becomes [18,33,45].
 
-    >>> (np.array([16, 29, 44]) + tokens_kept(np.ones(3, int), np.array([1, 3, 0]))).tolist()
+    >>> (np.array([16, 29, 44]) + tokens_accepted(np.ones(3, int), np.array([1, 3, 0]))).tolist()
     [18, 33, 45]
     """
     return num_new + num_accepted

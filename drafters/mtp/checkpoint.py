@@ -17,7 +17,7 @@ from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, c
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, MtpTarget
 from drafters.mtp.weights import dequantise, stack_experts, unstack_experts
@@ -94,7 +94,7 @@ def load_mtp(
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
-    reading: MtpReading | None = None,
+    convention: MtpConvention | None = None,
 ) -> tuple[MtpHead, ...]:
     """Load all modules of a checkpoint, ready for inference; usually `path` is the target's own.
 
@@ -103,7 +103,7 @@ def load_mtp(
         target: the model that they draft for; its embedding and lm_head are shared, not copied.
         dtype: of the weights; block-fp8 weights are multiplied out first.
         device: of the weights, the target's.
-        reading: the input convention, which no checkpoint records; default that of the family's reference code.
+        convention: the input convention, which no checkpoint records; default that of the family's reference code.
 
     Returns:
         Modules 0 … M-1.
@@ -119,14 +119,14 @@ def load_mtp(
             f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
             "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
         )
-    modules, how = _modules(folder, family, target.num_layers), reading or MtpReading()
+    modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     try:
         return tuple(_load_module(folder, family, names, target, dtype, device, how) for names in modules)
     except HeadLoadError as error:
         raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
 
 
-def describe_mtp(path: str | Path, target: MtpTarget, reading: MtpReading | None = None) -> HeadReport:
+def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention | None = None) -> HeadReport:
     """Every resolved field of a checkpoint's modules and where it came from; no weights are read.
 
     Raises:
@@ -136,7 +136,7 @@ def describe_mtp(path: str | Path, target: MtpTarget, reading: MtpReading | None
     family = _family(folder)
     if family is None:
         raise HeadLoadError(f"{folder.path} has no multi-token-prediction module")
-    modules, how = _modules(folder, family, target.num_layers), reading or MtpReading()
+    modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     fields = [Field("num_modules", len(modules), f"{family.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, family, names, f"module {m}: " if len(modules) > 1 else "")
@@ -145,7 +145,9 @@ def describe_mtp(path: str | Path, target: MtpTarget, reading: MtpReading | None
     order = "hidden_first" if how.hidden_first(family.hidden_first) else "embedding_first"
     fields += [
         Field("concat", order, by_family if how.concat == "auto" else option),
-        Field("feedback", how.feedback, "default" if how.feedback == MtpReading().feedback else "option mtp_feedback"),
+        Field(
+            "feedback", how.feedback, "default" if how.feedback == MtpConvention().feedback else "option mtp_feedback"
+        ),
         by_presence({}, "final_norm", "norm.weight", "norm.weight" in first),
         by_presence({}, "projection_bias", "eh_proj.bias", "eh_proj.bias" in first),
         by_presence({}, "experts", "block.mlp.experts.*", any(".experts." in name for name in first)),
@@ -273,7 +275,7 @@ def _load_module(
     target: MtpTarget,
     dtype: torch.dtype,
     device: torch.device | str,
-    reading: MtpReading,
+    convention: MtpConvention,
 ) -> MtpHead:
     shared = {rest: full for rest, full in names.items() if rest in _SHARED}
     for rest, full in shared.items():
@@ -281,7 +283,7 @@ def _load_module(
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
     weights = {_rename(rest, family): stored[full] for rest, full in names.items() if rest not in shared}
     weights = stack_experts(dequantise(weights, _block_size(folder)))
-    head = MtpHead(_spec(family, weights, reading), target, torch.device("meta"))
+    head = MtpHead(_spec(family, weights, convention), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
@@ -292,11 +294,11 @@ def _load_module(
     return head.eval().requires_grad_(False)
 
 
-def _spec(family: Family, weights: Mapping[str, torch.Tensor], reading: MtpReading) -> MtpSpec:
+def _spec(family: Family, weights: Mapping[str, torch.Tensor], convention: MtpConvention) -> MtpSpec:
     return MtpSpec(
-        hidden_first=reading.hidden_first(family.hidden_first),
+        hidden_first=convention.hidden_first(family.hidden_first),
         final_norm="norm.weight" in weights or family is not ERNIE,
-        feedback=reading.feedback,
+        feedback=convention.feedback,
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),
     )

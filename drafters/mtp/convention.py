@@ -1,4 +1,4 @@
-"""MtpReading: the input convention of a multi-token-prediction module, where the user may choose. Imports no torch."""
+"""The input convention of a multi-token-prediction module, as far as the user may choose it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ Concat = Literal["auto", "embedding_first", "hidden_first"]
 
 
 @dataclass(frozen=True)
-class MtpReading:
-    """What a user may choose about reading a module, because no checkpoint says it.
+class MtpConvention:
+    """What a user may choose about a module's inputs, because no checkpoint says it.
 
     Attributes:
         concat: the order of the projection's halves; "auto" is the order of the checkpoint's family.

@@ -28,7 +28,7 @@ from drafters.errors import HeadLoadError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.passes import MtpPasses
 from drafters.loops.chain.run import ChainLoop
-from drafters.mtp.reading import check_reading
+from drafters.mtp.convention_check import check_convention
 from drafters.mtp.spec import MtpSpec, MtpTarget, block_config
 
 
@@ -51,7 +51,7 @@ class MtpHead(nn.Module):
         super().__init__()
         self.spec = spec
         self.checkpoint_report: HeadReport | None = None
-        self.taps: tuple[int, ...] = (FINAL_NORM,)
+        self.aux_layers: tuple[int, ...] = (FINAL_NORM,)
         self.hidden_size = target.embedding.shape[1]
         self.draft_vocab_size = target.lm_head.shape[0]
         # Not persistent: they are the target's, so they are no part of the head's checkpoint.
@@ -88,9 +88,9 @@ class MtpHead(nn.Module):
         moved = tuple(t.to(like.device) for t in cos_sin) if isinstance(cos_sin, tuple) else cos_sin.to(like.device)
         return {"attention_mask": None, "position_embeddings": moved, "position_ids": positions.to(like.device)}
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
-        return tapped
+        return aux_hidden_states
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -152,6 +152,6 @@ class MtpHead(nn.Module):
         """A chain: the module is fed its own output."""
         return ChainLoop(self, partial(MtpPasses, self))
 
-    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        """See `drafters.base.InputConvention`."""
-        check_reading(self, token_ids, states, num_drafts)
+    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.HasInputConvention`."""
+        check_convention(self, token_ids, states, num_drafts)

@@ -16,8 +16,8 @@ from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
 from drafters.loops.base import LoopSize
 from drafters.loops.modules.run import ModuleLoop
+from drafters.mtp.convention_check import check_convention
 from drafters.mtp.head import MtpHead
-from drafters.mtp.reading import check_reading
 
 
 class MtpStack(nn.Module):
@@ -34,7 +34,7 @@ class MtpStack(nn.Module):
         self.heads = nn.ModuleList(modules)
         self.checkpoint_report: HeadReport | None = None
         self.attention_specs = tuple(key for module in modules for key in module.attention_specs)
-        self.taps = modules[0].taps
+        self.aux_layers = modules[0].aux_layers
         self.hidden_size = modules[0].hidden_size
         self.draft_vocab_size = modules[0].draft_vocab_size
 
@@ -47,9 +47,9 @@ class MtpStack(nn.Module):
         """The module that makes draft step+1."""
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
-        return tapped
+        return aux_hidden_states
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -78,6 +78,6 @@ class MtpStack(nn.Module):
         """All modules in turn."""
         return ModuleLoop(self, limits)
 
-    def check_reading(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-        """See `drafters.base.InputConvention`."""
-        check_reading(self, token_ids, states, num_drafts)
+    def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+        """See `drafters.base.HasInputConvention`."""
+        check_convention(self, token_ids, states, num_drafts)

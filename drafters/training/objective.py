@@ -64,7 +64,7 @@ def draft_targets(logits: torch.Tensor, target_ids: torch.Tensor) -> tuple[torch
 
 
 def evaluate_batch(
-    head: Head, batch: Batch, tapped: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
+    head: Head, batch: Batch, aux_hidden_states: torch.Tensor, logits: torch.Tensor, steps: int, decay: float
 ) -> Outcome:
     """Run the training-time test on a batch and score every step.
 
@@ -72,13 +72,13 @@ def evaluate_batch(
     target generated greedily, that is what greedy verification accepts.
 
     Args:
-        tapped, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
+        aux_hidden_states, logits: the target's features of `batch.token_ids`, [B, S, A·Ht] and [B, S, V].
     """
     ids = head.to_target_ids(torch.arange(head.draft_vocab_size, device=logits.device))
     probabilities, known = draft_targets(logits, ids)
     losses, accepted, possible = [], [], []
     right = torch.ones_like(batch.answer)  # of the whole chain so far: one wrong draft ends it
-    for step, x in enumerate(unroll(head, batch.token_ids, tapped, steps)):
+    for step, x in enumerate(unroll(head, batch.token_ids, aux_hidden_states, steps)):
         scores = head.logits(x).view(*batch.token_ids.shape, -1)  # [B, S, Vd]
         mask = chain_mask(batch.answer, step)
         wanted = shift_left(probabilities, step + 1)

@@ -34,7 +34,7 @@ from drafters.training.state import (
 )
 
 Evaluate = Callable[[TrainedHead], Mapping[str, float]]
-"""Judges a trained head, for example by drafting with a real engine: name -> number."""
+"""Evaluates a trained head, for example by drafting with a real engine: name -> number."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def train(
     Args:
         head: float32, on the device to train on: a fresh one (see `drafters.training.fresh`), or one to continue with.
         features: the target's aux hidden states and logits of a batch, on the head's device.
-        evaluate: judges the finished head.
+        evaluate: measures the finished head.
         output: gets checkpoints `step-N` and, at the end, `head`, as `save` writes it.
         console: where progress is shown.
         save: writes a head in the layout of its family.
@@ -136,10 +136,12 @@ class _Scorer(Generic[TrainedHead]):
 
     def __call__(self, batch: Batch) -> Outcome:
         with torch.no_grad():
-            tapped, logits = self._features(batch.token_ids, batch.real)
-        tapped = tapped.to(torch.bfloat16 if self._autocast else torch.float32)
+            aux_hidden_states, logits = self._features(batch.token_ids, batch.real)
+        aux_hidden_states = aux_hidden_states.to(torch.bfloat16 if self._autocast else torch.float32)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast):
-            return self._evaluate(self.head, batch, tapped, logits, self._config.ttt_steps, self._config.decay)
+            return self._evaluate(
+                self.head, batch, aux_hidden_states, logits, self._config.ttt_steps, self._config.decay
+            )
 
 
 def _learner(config: TrainConfig, head: TrainedHead) -> Learner[TrainedHead]:

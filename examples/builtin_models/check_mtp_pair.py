@@ -36,12 +36,12 @@ def different_drafts(model: SpeculativeModel, completion: Any) -> tuple[int, int
     assert head is not None
     ids = torch.tensor(list(completion.prompt_token_ids) + list(completion.token_ids))
     states = hf_model.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-    root, wrong, rounds = len(completion.prompt_token_ids), 0, 0
+    bonus, wrong, rounds = len(completion.prompt_token_ids), 0, 0
     for record, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         if len(drafts):
             rounds += 1
-            wrong += list(drafts) != oracle_drafts(head, ids[: root + 1], states[:root], len(drafts))
-        root += record.emitted
+            wrong += list(drafts) != oracle_drafts(head, ids[: bonus + 1], states[:bonus], len(drafts))
+        bonus += record.emitted
     return wrong, rounds
 
 

@@ -10,12 +10,12 @@ from specdec.requests.sampling import draw
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerificationResult:
     """The outcome of one verification.
 
     Attributes:
         num_accepted: [B] int64, accepted drafts of each row, at most its n_i.
-        next_token: [B] int64, the target's own token after them: the next root.
+        next_token: [B] int64, the target's own token after them: the next bonus token.
     """
 
     num_accepted: torch.Tensor
@@ -27,7 +27,7 @@ class SampledInputs:
     """What sampled acceptance needs beside the drafts.
 
     Attributes:
-        target_probs: [B, K+1, V] p at the root and after each draft (one-hot for greedy rows).
+        target_probs: [B, K+1, V] p at the bonus token and after each draft (one-hot for greedy rows).
         draft_probs: [B, K, V] q on the target's vocabulary, or None when every draft was greedy (one-hot).
         accept_uniform: [B, K]; next_uniform: [B, K+1], one for every place where the next token may stand.
     """
@@ -38,7 +38,7 @@ class SampledInputs:
     next_uniform: torch.Tensor
 
 
-def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
+def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> VerificationResult:
     """The longest prefix of drafts equal to the target's own argmax, then the target's token.
 
     Args:
@@ -46,10 +46,10 @@ def accept_greedy(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: to
     """
     matches = drafts == target_ids[:, :-1]
     num_accepted = _leading(matches, num_drafts)
-    return Verdict(num_accepted, target_ids.gather(1, num_accepted[:, None])[:, 0])
+    return VerificationResult(num_accepted, target_ids.gather(1, num_accepted[:, None])[:, 0])
 
 
-def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> Verdict:
+def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
     """Speculative sampling: accept draft x with probability min(1, p(x)/q(x)), else resample from norm(max(p - q, 0)).
 
     After the last draft (all accepted) the bonus token comes from p; also where the residual has no mass.
@@ -69,7 +69,7 @@ def accept_sampled(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: Sampl
     residual = (p_next - _q_at(drafts, q, num_accepted, p_next)).clamp(min=0)
     usable = rejected & (residual.sum(-1) > 0)
     uniform = inputs.next_uniform.gather(1, num_accepted[:, None])[:, 0]
-    return Verdict(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))
+    return VerificationResult(num_accepted, draw(torch.where(usable[:, None], residual, p_next), uniform))
 
 
 def _leading(matches: torch.Tensor, num_drafts: torch.Tensor) -> torch.Tensor:

@@ -8,8 +8,8 @@ import torch
 
 from drafters.loops.base import Choose, Draft
 from drafters.vocab import scatter
-from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
-from specdec.acceptance.packed import PackedVerdict
+from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
+from specdec.acceptance.packed import PackedResult
 from specdec.ops.argmax import greedy_ids
 from specdec.requests.sampling import draw, target_probs
 from specdec.rounds.fields import DeviceRound, DeviceSampling
@@ -60,20 +60,20 @@ def fill_drafts(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
     return round_.token_ids.index_copy_(0, round_.draft_places, chosen)
 
 
-def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedVerdict:
+def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab: DraftVocab | None) -> PackedResult:
     """Decide what is accepted, and pack it for the host.
 
     Args:
-        logits: [R', V] of the judged rows.
+        logits: [R', V] of the decided rows.
     """
     num_rows, width = round_.logit_index.shape
     drafts = _every_row(draft, num_rows, width - 1, logits.device)
     if round_.sampling is None:
         target_ids = greedy_ids(logits)[round_.logit_index]  # [J, n+1]
-        verdict = accept_greedy(drafts, round_.num_drafts, target_ids)
+        result = accept_greedy(drafts, round_.num_drafts, target_ids)
     else:
-        verdict = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
-    return PackedVerdict.pack(verdict.num_accepted, verdict.next_token, drafts)
+        result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 
 def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:
@@ -93,7 +93,7 @@ def _judge_sampled(
     drafts: torch.Tensor,
     draft: Draft | None,
     vocab: DraftVocab | None,
-) -> Verdict:
+) -> VerificationResult:
     num_rows, width = round_.logit_index.shape
     flat = round_.logit_index.reshape(-1)
     owner = torch.arange(num_rows, device=logits.device).repeat_interleave(width)

@@ -12,17 +12,17 @@ import torch
 
 
 @dataclass(frozen=True)
-class PackedVerdict:
+class PackedResult:
     """The device's side: `packed` in the layout above, of J rows with up to n drafts; accessors are views."""
 
     packed: torch.Tensor
 
     @classmethod
-    def pack(cls, num_accepted: torch.Tensor, next_token: torch.Tensor, drafts: torch.Tensor) -> PackedVerdict:
+    def pack(cls, num_accepted: torch.Tensor, next_token: torch.Tensor, drafts: torch.Tensor) -> PackedResult:
         """num_accepted, next_token [J]; drafts [J, n], all int64. Accepted drafts and next_token become the tokens.
 
-        >>> verdict = PackedVerdict.pack(torch.tensor([1]), torch.tensor([9]), torch.tensor([[5, 6]]))
-        >>> verdict.packed.tolist(), verdict.tokens.tolist(), verdict.drafts.tolist()
+        >>> result = PackedResult.pack(torch.tensor([1]), torch.tensor([9]), torch.tensor([[5, 6]]))
+        >>> result.packed.tolist(), result.tokens.tolist(), result.drafts.tolist()
         ([[1, 5, 9, 0, 5, 6]], [[5, 9, 0]], [[5, 6]])
         """
         tokens = torch.cat([drafts, drafts.new_zeros(len(drafts), 1)], 1)
@@ -30,7 +30,7 @@ class PackedVerdict:
         return cls(torch.cat([num_accepted[:, None], tokens, drafts], 1))
 
     @classmethod
-    def zeros(cls, rows: int, num_drafts: int, device: torch.device) -> PackedVerdict:
+    def zeros(cls, rows: int, num_drafts: int, device: torch.device) -> PackedResult:
         """A result in which nothing is accepted."""
         return cls(torch.zeros(rows, _columns(num_drafts), dtype=torch.int64, device=device))
 
@@ -64,9 +64,9 @@ class PackedVerdict:
         """[J, n]."""
         return self.packed[:, _drafts(self.packed.shape[1])]
 
-    def rows(self, count: int) -> PackedVerdict:
+    def rows(self, count: int) -> PackedResult:
         """The first `count` rows."""
-        return PackedVerdict(self.packed[:count])
+        return PackedResult(self.packed[:count])
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-    """packed [J, 2n+2] as `PackedVerdict` has it, on the host, of rows with num_drafts [J] drafts."""
+    """packed [J, 2n+2] as `PackedResult` has it, on the host, of rows with num_drafts [J] drafts."""
     columns = packed.shape[1]
     return Outcome(packed[:, 0], packed[:, _tokens(columns)], packed[:, _drafts(columns)])
 

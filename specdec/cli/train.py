@@ -88,7 +88,7 @@ def train() -> None:
 @added(_DATA)
 @click.option("--draft-vocab-size", type=click.IntRange(1), help="Default: the target's whole vocabulary.")
 @click.option("--intermediate-size", type=click.IntRange(1), help="Of the head's MLP. Default: the target's.")
-@click.option("--taps", help="Boundaries, e.g. 2,4,5. Default: 2, N//2, N-3.")
+@click.option("--taps", help="Layer boundaries of the aux hidden states, e.g. 2,4,5. Default: 2, N//2, N-3.")
 @click.option("--steps", default=1500, show_default=True)
 @click.option("--batch-size", default=48, show_default=True)
 @click.option("--ttt-steps", default=5, show_default=True, help="Steps of the training-time test.")
@@ -98,7 +98,7 @@ def eagle3(**options: Any) -> None:
     """Train an EAGLE-3 head; the result is OUTPUT/head, in the layout that other engines read too."""
     from specdec.training.run import HeadShape, plan_eagle3
 
-    shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _taps(options["taps"]))
+    shape = HeadShape(options["draft_vocab_size"], options["intermediate_size"], _aux_layers(options["taps"]))
     _run(options, lambda model, config, held_out: plan_eagle3(model, shape, config, held_out))
 
 
@@ -118,14 +118,14 @@ def mtp(module: str | None, mtp_concat: Concat, mtp_feedback: Feedback, **option
     Its checkpoint reads [embedding, hidden]; what is fed back it does not say: draft with the same --mtp-feedback.
     """
     from drafters.checkpoints.tensor_files import locate
-    from drafters.mtp.convention import MtpReading
+    from drafters.mtp.convention import MtpConvention
     from specdec.training.run import plan_mtp
 
     source, revision = module or options["model"], options["revision"]
     if module is None and revision is not None:
         source = str(locate(source, revision))
-    reading = MtpReading(mtp_concat, mtp_feedback)
-    _run(options, lambda model, config, held_out: plan_mtp(model, source, reading, config, held_out))
+    convention = MtpConvention(mtp_concat, mtp_feedback)
+    _run(options, lambda model, config, held_out: plan_mtp(model, source, convention, config, held_out))
 
 
 def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
@@ -192,7 +192,7 @@ def _kept(output: Path) -> str:
     return f"the last checkpoint is {found[-1]}" if found else f"{kept_answers(output)} answers are kept in {output}"
 
 
-def _taps(text: str | None) -> tuple[int, ...] | None:
+def _aux_layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:

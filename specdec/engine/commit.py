@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from drafters.loops.lengths import tokens_kept
+from drafters.loops.lengths import tokens_accepted
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
 from specdec.rounds.rows import RowTable
@@ -16,11 +16,11 @@ from specdec.rounds.verification import TargetArrays, Verified
 
 @dataclass(frozen=True)
 class Committed:
-    """What each judged row got.
+    """What each decided row got.
 
     Attributes:
         verified: the whole batch, for a draft loop over its aux hidden states.
-        rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are kept.
+        rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
         drafts: [J, n].
@@ -37,7 +37,7 @@ class Committed:
     drafts: np.ndarray
 
     def round_of(self, j: int) -> RowRound:
-        """One judged row's share."""
+        """One decided row's share."""
         num_drafts = int(self.num_drafts[j])
         return RowRound(
             token_ids=self.tokens[j, : self.count[j]].tolist(),
@@ -55,11 +55,11 @@ def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) ->
 
 
 def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> Committed:
-    """Append the kept tokens to the table and advance its lengths.
+    """Append the committed tokens to the table and advance its lengths.
 
     A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit.
     """
-    rows = schedule.rows[target.judged]
+    rows = schedule.rows[target.decided]
     width = np.arange(outcome.tokens.shape[1])
     length, limit = table.length[rows], table.limit[rows]
     count = np.minimum(outcome.num_accepted + 1, limit - length)
@@ -71,8 +71,8 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
     table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
-    accepted[target.judged] = outcome.num_accepted
-    table.computed[schedule.rows] += tokens_kept(schedule.num_new, accepted)
+    accepted[target.decided] = outcome.num_accepted
+    table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     return Committed(
         verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
         rows=rows,

@@ -199,16 +199,16 @@ class Engine:
         return self.reported
 
     def owners(self, round_: VerifyingRound) -> list[Request | None]:
-        """The request of each judged row; None for one that was aborted or stopped meanwhile."""
+        """The request of each decided row; None for one that was aborted or stopped meanwhile."""
         by_row = {request.row: request for request in self.scheduler.running}
-        return [by_row.get(row) for row in round_.schedule.rows[round_.target.judged].tolist()]
+        return [by_row.get(row) for row in round_.schedule.rows[round_.target.decided].tolist()]
 
     def _read(self, current: VerifyingRound) -> Outcome:
         self._counters.add(device_to_host=1)
         return self.executor.reads.finish(current.verification.packed, current.target.num_drafts)
 
     def _retire(self, current: VerifyingRound, committed: Committed) -> list[Request | None]:
-        """Close the rows that an eos id or a limit ended; return the request of each judged row."""
+        """Close the rows that an eos id or a limit ended; return the request of each decided row."""
         owners = self.owners(current)
         for j in np.flatnonzero(committed.at_eos | committed.at_limit).tolist():
             request = owners[j]

@@ -110,7 +110,7 @@ class Launcher:
         loop = self._draft_loop(last, committed, schedule, tables)
         target = self._verification(schedule, tables)
         device = self._send(schedule, target, loop)
-        draft = None if loop is None else self.executor.draft(device, last.verification.tapped)
+        draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
         return self.launched(schedule, target, device, draft)
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:

@@ -109,8 +109,8 @@ class Scheduler:
         left = table.limit[rows] - table.length[rows] - most
         if (left <= 0).any():
             return False
-        roots = table.computed[rows] + most
-        drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, roots, left)
+        bonus = table.computed[rows] + most
+        drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, bonus, left)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
@@ -129,7 +129,7 @@ class Scheduler:
         pending = table.pending(rows)
         allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
-        drafts = np.where(table.reading(rows), 0, allowed)
+        drafts = np.where(table.prefilling(rows), 0, allowed)
         if drafts.all() and (pending == 1).all():
             return Schedule(rows, pending, drafts)
         budget = self._config.max_num_batched_tokens - int((pending == 1).sum() + drafts.sum())

@@ -43,8 +43,8 @@ class Executor(Protocol):
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Lay out a round and send it; `draft` is None when no draft loop starts from aux hidden states."""
 
-    def draft(self, round_: Round, tapped: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """Launch the draft loop that was sent; None when the round has none."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
-        """Launch the target forward and the judgement of its logits, and start reading the result."""
+        """Launch the target forward and the acceptance of its drafts, and start reading the result."""

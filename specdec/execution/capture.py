@@ -13,7 +13,7 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from drafters.loops.base import Draft, StaticLoop, StaticPrefill
 from specdec.acceptance.judge import fill_drafts, in_order
-from specdec.acceptance.packed import PackedVerdict
+from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
 from specdec.execution.eager import EagerExecutor
 from specdec.rounds.fields import DeviceRound
@@ -43,7 +43,7 @@ class DraftGraphs:
 class Bucket:
     """The graphs of one number of rows.
 
-    token_ids [rows·(K+1)] is what the verification reads, logits [rows·(K+1), V] and verdict [rows] what it writes;
+    token_ids [rows·(K+1)] is what the verification reads, logits [rows·(K+1), V] and result [rows] what it writes;
     logit_index: [rows, K+1].
     """
 
@@ -52,7 +52,7 @@ class Bucket:
     token_ids: torch.Tensor
     logit_index: torch.Tensor
     logits: torch.Tensor
-    verdict: PackedVerdict
+    result: PackedResult
     draft: DraftGraphs | None
 
 
@@ -76,27 +76,27 @@ class DraftCapture:
         self._runner = runner
         self._pool = pool
 
-    def run_plainly(self, verdict: PackedVerdict, metadata: CommonAttentionMetadata) -> None:
+    def run_plainly(self, result: PackedResult, metadata: CommonAttentionMetadata) -> None:
         """The draft prefill, not compiled and not captured."""
-        self._prefill(verdict, self._runner.plan(metadata), compiled=False)
+        self._prefill(result, self._runner.plan(metadata), compiled=False)
 
-    def capture(self, verdict: PackedVerdict, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
-        """Capture the draft prefill after the verification that writes `verdict`, and the steps.
+    def capture(self, result: PackedResult, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
+        """Capture the draft prefill after the verification that writes `result`, and the steps.
 
         target: the verification's planner.
         """
         assert round_.prefill is not None
-        rows, query_len = verdict.tokens.shape
+        rows, query_len = result.tokens.shape
         planner = self._runner.fixed_planner(rows, query_len, target)
         planned = planner.plan(round_.prefill)
-        prefill, _ = record(lambda: self._prefill(verdict, planned), self._pool)
+        prefill, _ = record(lambda: self._prefill(result, planned), self._pool)
         return DraftGraphs(planner, prefill, self._capture_steps(rows, round_))
 
-    def _prefill(self, verdict: PackedVerdict, planned: PlannedBatch, compiled: bool = True) -> None:
+    def _prefill(self, result: PackedResult, planned: PlannedBatch, compiled: bool = True) -> None:
         """Over every token row of the verification, which stand query_len apart, up to the last accepted one."""
-        rows, query_len = verdict.tokens.shape
-        first = torch.arange(0, rows * query_len, query_len, device=verdict.packed.device)
-        inputs = StaticPrefill(verdict.tokens.reshape(-1), first + verdict.num_accepted)
+        rows, query_len = result.tokens.shape
+        first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
+        inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted)
         self.loop.prefill(inputs, planned, compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
@@ -112,11 +112,11 @@ class DraftCapture:
 def capture_bucket(
     eager: EagerExecutor, model: Callable[..., Any], drafts: DraftCapture | None, round_: EmptyRound, pool: Any
 ) -> Bucket:
-    """Capture everything of one bucket. `model`: the compiled target; every row of it is judged.
+    """Capture everything of one bucket. `model`: the compiled target; every row of it is decided.
 
     Where the rounds outside of graphs run it too, it is asked as they do, so that it is compiled once.
     """
-    judged = None if eager.model is None else round_.target.judged_rows
+    logits_indices = None if eager.model is None else round_.target.logits_indices
     rows, query_len = round_.target.logit_index.shape
     planner = eager.target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(round_.target.metadata)
@@ -125,14 +125,14 @@ def capture_bucket(
     def verify() -> tuple[torch.Tensor, torch.Tensor]:
         drafted = in_order(all_drafts, round_.target)
         token_ids = fill_drafts(round_.target, drafted)
-        logits = eager.target.forward(token_ids, planned, judged, model).logits
+        logits = eager.target.forward(token_ids, planned, logits_indices, model).logits
         return logits, eager.judge(logits, round_.target, drafted).packed
 
     graph, (logits, packed) = record(verify, pool)
-    verdict = PackedVerdict(packed)
+    result = PackedResult(packed)
     with compiler_settings():  # the head's: what it says decides no token
-        draft = None if drafts is None else drafts.capture(verdict, round_, planner)
-    return Bucket(planner, graph, round_.target.token_ids, round_.target.logit_index, logits, verdict, draft)
+        draft = None if drafts is None else drafts.capture(result, round_, planner)
+    return Bucket(planner, graph, round_.target.token_ids, round_.target.logit_index, logits, result, draft)
 
 
 def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:

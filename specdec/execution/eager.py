@@ -9,7 +9,7 @@ import torch
 
 from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, fill_drafts, in_order, judge
-from specdec.acceptance.packed import PackedVerdict
+from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter
 from specdec.execution.readback import HostReads
@@ -38,7 +38,7 @@ class EagerExecutor:
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
-        self.reads = HostReads(PackedVerdict.numel(config.max_num_seqs, config.num_speculative_tokens), device)
+        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._vocab = self._draft_vocab()
 
     @property
@@ -54,14 +54,14 @@ class EagerExecutor:
         """Everything of a round in one host-to-device copy."""
         return Round(target, self._transfer.send(draft, target, sampling), None, sampling is not None)
 
-    def draft(self, round_: Round, tapped: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
         sent, drafter = round_.sent, self.drafter
         if sent is None or sent.draft is None or drafter is None:
             return None
         sampling = sent.verification.sampling
         choose = choose_greedy if sampling is None else choose_sampled(sampling, len(sampling.draft_uniform))
-        return drafter.loop.run(sent.draft, drafter.runner, tapped, choose)
+        return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""
@@ -69,11 +69,11 @@ class EagerExecutor:
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
-        output = self.target.forward(fill_drafts(device, draft), planned, device.judged_rows, self.model)
-        return Verification(self.reads.start(self.judge(output.logits, device, draft)), output.tapped)
+        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices, self.model)
+        return Verification(self.reads.start(self.judge(output.logits, device, draft)), output.aux_hidden_states)
 
-    def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedVerdict:
-        """logits [R', V] of the judged rows -> the verification result."""
+    def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedResult:
+        """logits [R', V] of the decided rows -> the verification result."""
         return judge(logits, device, draft, self._vocab)
 
     def _draft_vocab(self) -> DraftVocab | None:

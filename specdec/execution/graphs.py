@@ -18,7 +18,7 @@ import torch
 
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
 from specdec.acceptance.judge import in_order
-from specdec.acceptance.packed import PackedVerdict
+from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import (
     compiled,
     compiled_model,
@@ -162,9 +162,9 @@ class GraphExecutor:
             self._send_verification(rows, target)
         return Round(target, sent, rows, sampling is not None)
 
-    def draft(self, round_: Round, tapped: torch.Tensor) -> Draft | None:
+    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
-        return self._eager.draft(round_, tapped)
+        return self._eager.draft(round_, aux_hidden_states)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`. Without sampled rows the draft prefill is launched after it."""
@@ -174,35 +174,35 @@ class GraphExecutor:
         if self._loop is not None and draft is not None and round_.sent is not None:
             self._loop.drafts[: len(draft.token_ids), : draft.token_ids.shape[1]].copy_(draft.token_ids)
         bucket.verify.replay()
-        tapped = self._target.tapped(round_.bucket * self._query_len)
+        aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if round_.sampled:
-            return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), tapped)
-        read = self._eager.reads.start(bucket.verdict.rows(round_.num_rows))
+            return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), aux_hidden_states)
+        read = self._eager.reads.start(bucket.result.rows(round_.num_rows))
         if bucket.draft is None:
-            return ChainedVerification(read, tapped, partial(self.launch_next, round_))
+            return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
         bucket.draft.prefill.replay()
-        return DraftedVerification(read, tapped, partial(self._draft_on, round_))
+        return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def launch_next(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
         """Launch a round without drafts after another one, see `ChainedVerification.launch_next`."""
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
         self._send_verification(round_.bucket, target)
-        bucket.token_ids.copy_(bucket.verdict.first_token)
+        bucket.token_ids.copy_(bucket.result.first_token)
         after = replace(round_, target=target, sent=None)
         return after, self.verify(after, None)
 
     def logits_of(self, round_: Round) -> torch.Tensor | None:
         """[J, K+1, V] logits that the graph of a launched greedy round wrote, valid until the next one is launched.
 
-        None of a round that was judged outside of a graph.
+        None of a round whose acceptance ran outside of a graph.
         """
         if round_.bucket is None or round_.sampled:
             return None
         bucket = self._buckets[round_.bucket]
         return bucket.logits[bucket.logit_index[: round_.num_rows]]
 
-    def _judge(self, bucket: Bucket, round_: Round, draft: Draft | None) -> PackedVerdict:
+    def _judge(self, bucket: Bucket, round_: Round, draft: Draft | None) -> PackedResult:
         assert round_.sent is not None
         index = bucket.logit_index[: round_.num_rows, : round_.target.max_drafts + 1]
         device = replace(round_.sent.verification, logit_index=index)
@@ -255,13 +255,13 @@ class GraphExecutor:
         token_ids, metadata = round_.target.token_ids, round_.target.metadata
         count = fuse_siblings(
             target.hf_model,
-            lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.judged_rows),
+            lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.logits_indices),
             target.alterations,
         )
         if drafts is None or drafter is None or round_.prefill is None or not isinstance(drafter.head, torch.nn.Module):
             return count
-        verdict = PackedVerdict.zeros(rows, self._query_len - 1, target.hf_model.device)
-        run = partial(drafts.run_plainly, verdict, round_.prefill)
+        result = PackedResult.zeros(rows, self._query_len - 1, target.hf_model.device)
+        run = partial(drafts.run_plainly, result, round_.prefill)
         return count + fuse_siblings(drafter.head, run, target.alterations)
 
 
@@ -270,6 +270,6 @@ def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> Stat
     loop = drafter.loop
     if not isinstance(loop, GraphLoop):
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
-    aux, limits = target.tapped(config.max_num_batched_tokens), loop_limits(config)
+    aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
     return loop.static_form(drafter.runner, aux, limits, greedy_ids, compiled)

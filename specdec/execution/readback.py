@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from specdec.acceptance.packed import Outcome, PackedVerdict, unpack_outcome
+from specdec.acceptance.packed import Outcome, PackedResult, unpack_outcome
 
 _RING = 2
 
@@ -47,14 +47,14 @@ class HostReads:
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
-        self.before_read: Callable[[PackedVerdict], None] | None = None
+        self.before_read: Callable[[PackedResult], None] | None = None
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
-    def start(self, verdict: PackedVerdict) -> Readback:
+    def start(self, result: PackedResult) -> Readback:
         """Queues the copy after what was launched so far."""
         if self.before_read is not None:
-            self.before_read(verdict)
-        packed = verdict.packed
+            self.before_read(result)
+        packed = result.packed
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING

@@ -16,7 +16,7 @@ class Round:
         target: its host arrays.
         sent: the round in its own shape on the device; None where all of it runs from graphs.
         bucket: rows of the CUDA graphs that verify it; None where it runs operator by operator.
-        sampled: whether rows are sampled: a graph gives the logits then, and they are judged apart.
+        sampled: whether rows are sampled: a graph gives the logits then, and acceptance runs apart.
     """
 
     target: TargetArrays
@@ -27,4 +27,4 @@ class Round:
     @property
     def num_rows(self) -> int:
         """J."""
-        return len(self.target.judged)
+        return len(self.target.decided)

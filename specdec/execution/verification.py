@@ -23,15 +23,15 @@ from specdec.rounds.verification import TargetArrays
 
 @dataclass(frozen=True)
 class Verification:
-    """A target forward and the acceptance of its drafts, launched. The draft loop starts from `tapped`.
+    """A target forward and the acceptance of its drafts, launched. The draft loop starts from `aux_hidden_states`.
 
     Attributes:
-        packed: the `PackedVerdict` of the J judged rows on its way to the host.
-        tapped: [T, A·Ht] aux hidden states on the device, valid until the next forward.
+        packed: the `PackedResult` of the J decided rows on its way to the host.
+        aux_hidden_states: [T, A·Ht] aux hidden states on the device, valid until the next forward.
     """
 
     packed: Readback
-    tapped: torch.Tensor
+    aux_hidden_states: torch.Tensor
 
 
 @dataclass(frozen=True)

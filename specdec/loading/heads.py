@@ -10,7 +10,7 @@ from drafters.base import Head
 from drafters.checkpoints.tensor_files import locate
 from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.mtp.stack import MtpStack
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError
@@ -60,23 +60,23 @@ def load_head(
     draft: str | Path | Head,
     target_name: str | Checkpoint | None,
     probed: TargetProbe,
-    reading: MtpReading | None = None,
+    convention: MtpConvention | None = None,
 ) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
     Args:
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
-        reading: how to read a multi-token-prediction module; default as its family's reference code does.
+        convention: input convention of a multi-token-prediction module; default that of its family's reference code.
 
     Raises:
         HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`.
-        InvalidInputError: no head, or a reading for a head that is none of these modules, or is loaded already.
+        InvalidInputError: no head, or an input convention for a head that is no such module or is loaded already.
     """
     check_head_type(draft)
-    how = reading or MtpReading()
+    how = convention or MtpConvention()
     if not isinstance(draft, (str, Path)):
-        _check_no_reading(how, "the head is loaded already")
+        _check_no_convention(how, "the head is loaded already")
         check_head_place(draft, probed.model)
         _check_fits(draft, probed)
         return draft
@@ -88,23 +88,23 @@ def load_head(
     path, model = resolve_head(draft, None if target is None else target.name), probed.model
     if has_mtp(path):
         return _load_mtp_head(path, probed, how)
-    _check_no_reading(how, f"{path} has no multi-token-prediction module")
+    _check_no_convention(how, f"{path} has no multi-token-prediction module")
     return load_eagle3(path, target_facts(probed), model.dtype, model.device)
 
 
-def _check_no_reading(reading: MtpReading, reason: str) -> None:
-    if reading != MtpReading():
+def _check_no_convention(convention: MtpConvention, reason: str) -> None:
+    if convention != MtpConvention():
         raise InvalidInputError(
-            f"mtp_concat={reading.concat!r}, mtp_feedback={reading.feedback!r} say how a multi-token-prediction module "
-            f"is read from a checkpoint, but {reason}; leave them out"
+            f"mtp_concat={convention.concat!r}, mtp_feedback={convention.feedback!r} say how a "
+            f"multi-token-prediction module is read from a checkpoint, but {reason}; leave them out"
         )
 
 
-def _load_mtp_head(path: str | Path, probed: TargetProbe, reading: MtpReading) -> Head:
+def _load_mtp_head(path: str | Path, probed: TargetProbe, convention: MtpConvention) -> Head:
     model = probed.model
-    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, reading)
+    modules = load_mtp(path, mtp_target(model), model.dtype, model.device, convention)
     head = modules[0] if len(modules) == 1 else MtpStack(modules)
-    head.checkpoint_report = describe_mtp(path, mtp_target(model), reading)
+    head.checkpoint_report = describe_mtp(path, mtp_target(model), convention)
     return head
 
 
@@ -112,13 +112,14 @@ def _check_fits(head: Head, probed: TargetProbe) -> None:
     """A loaded head brings no record of its target: look at the width it fuses and at the ids it drafts."""
     model = probed.model
     width = model.config.get_text_config().hidden_size
-    tapped = torch.zeros(1, len(head.taps) * width, dtype=model.dtype, device=model.device)
+    aux_hidden_states = torch.zeros(1, len(head.aux_layers) * width, dtype=model.dtype, device=model.device)
     try:
         with torch.no_grad():
-            head.fuse(tapped)
+            head.fuse(aux_hidden_states)
     except RuntimeError as error:
         raise HeadMismatchError(
-            f"the head was made for another target: it cannot read {len(head.taps)} states of width {width}: {error}"
+            f"the head was made for another target: it cannot read {len(head.aux_layers)} states of width {width}: "
+            f"{error}"
         ) from error
     largest = int(head.to_target_ids(torch.arange(head.draft_vocab_size, device=model.device)).max())
     if largest >= probed.vocab_size:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from drafters.loops.base import DraftingRows, DraftInput
-from drafters.loops.lengths import drafts_within, tokens_kept
+from drafters.loops.lengths import drafts_within, tokens_accepted
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.verification import TargetArrays, Verified
@@ -21,7 +21,7 @@ def draft_input(
     """
     drafting = schedule.rows[: schedule.num_drafting]
     alive = (table.previous[verified.rows] >= 0) & (table.drafts[verified.rows] > 0)
-    unfinished = alive & table.reading(verified.rows)
+    unfinished = alive & table.prefilling(verified.rows)
     order = np.concatenate([table.previous[drafting], np.flatnonzero(unfinished)])
     if not len(order):
         return None
@@ -52,7 +52,7 @@ def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
     """
     assert target.head_table is not None
     return DraftingRows(
-        committed_lens=target.start + tokens_kept(target.num_new, num_accepted),
+        committed_lens=target.start + tokens_accepted(target.num_new, num_accepted),
         num_drafts=drafts_after(target, num_accepted),
         block_table=target.head_table,
         page_size=target.page_size,

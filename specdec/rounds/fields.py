@@ -41,7 +41,7 @@ class DeviceRound:
     """One verification on the device.
 
     Attributes:
-        metadata, token_ids, draft_places, draft_sources, judged_rows, logit_index, num_drafts: see TargetInputs.
+        metadata, token_ids, draft_places, draft_sources, logits_indices, logit_index, num_drafts: see TargetInputs.
         sources: [R] int64 rows of the drafts, see TargetArrays; None where they are in order.
         sampling: None when all rows are greedy.
     """
@@ -50,7 +50,7 @@ class DeviceRound:
     token_ids: torch.Tensor
     draft_places: torch.Tensor
     draft_sources: torch.Tensor
-    judged_rows: torch.Tensor
+    logits_indices: torch.Tensor
     logit_index: torch.Tensor
     num_drafts: torch.Tensor
     sources: torch.Tensor | None
@@ -64,7 +64,7 @@ class VerificationBuffers:
     token_ids: np.ndarray
     draft_places: np.ndarray
     draft_sources: np.ndarray
-    judged_rows: np.ndarray
+    logits_indices: np.ndarray
     logit_index: np.ndarray
     num_drafts: np.ndarray
     sources: np.ndarray
@@ -78,12 +78,12 @@ class VerificationSection:
         Field("target.token_ids", np.int64, ("target.tokens",)),
         Field("target.draft_places", np.int64, ("target.tokens",)),
         Field("target.draft_sources", np.int64, ("target.tokens",)),
-        Field("target.judged_rows", np.int64, ("target.tokens",)),
+        Field("target.logits_indices", np.int64, ("target.tokens",)),
         Field("target.logit_index", np.int64, ("target.rows", "target.drafts_plus_1")),
         Field("target.num_drafts", np.int64, ("target.rows",)),
         Field("target.sources", np.int64, ("target.rows",)),
     )
-    _names = ("token_ids", "draft_places", "draft_sources", "judged_rows", "logit_index", "num_drafts")
+    _names = ("token_ids", "draft_places", "draft_sources", "logits_indices", "logit_index", "num_drafts")
     fields = (*_batch, *_own)
     static_fields = (*(field for field in _batch if field.name != "target.block_table"), *_own)
     """Without the block table: what a fixed shape sends."""

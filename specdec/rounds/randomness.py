@@ -1,4 +1,4 @@
-"""The uniforms and sampling parameters of a round's judged rows."""
+"""The uniforms and sampling parameters of a round's decided rows."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ class SamplingRound:
 
 
 def sampling_round(target: TargetArrays, schedule: Schedule, table: RowTable) -> SamplingRound | None:
-    """Parameters and uniforms of the judged rows; None when all of them are greedy.
+    """Parameters and uniforms of the decided rows; None when all of them are greedy.
 
     The token that draft j+1 proposes stands j+1 after the bonus token; so does the next token when j drafts were
     accepted.
     """
-    rows = schedule.rows[target.judged]
+    rows = schedule.rows[target.decided]
     arrays = table.sampling(rows)
     if not arrays.any_sampled:
         return None

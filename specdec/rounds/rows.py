@@ -13,10 +13,10 @@ class RowTable:
     """One row a running request; the row number is its block-table row.
 
     Columns:
-        tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the root).
+        tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
-            first token; after a preemption all but the root that the row had drafts from.
+            first token; after a preemption all but the bonus token that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
         drafts [R]: K of the request. previous [R]: its row in the last target batch, -1 when it was not in it.
         key [R] uint64: randomness. eos [R, E] int64: ids that end it, then -1. temperature, top_k, top_p, min_p [R].
@@ -84,13 +84,13 @@ class RowTable:
         self.previous[:] = -1
         self.previous[rows] = np.arange(len(rows))
 
-    def reading(self, rows: np.ndarray) -> np.ndarray:
+    def prefilling(self, rows: np.ndarray) -> np.ndarray:
         """[R] bool, rows that still prefill: they read chunks and do not draft."""
         return self.computed[rows] < self.prefill[rows]
 
     def pending(self, rows: np.ndarray) -> np.ndarray:
-        """[R] int64, committed tokens that each row reads next: what is left of its prefill, else its root."""
-        return np.where(self.reading(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
+        """[R] int64, committed tokens that each row reads next: what is left of its prefill, else its bonus token."""
+        return np.where(self.prefilling(rows), self.prefill[rows], self.length[rows]) - self.computed[rows]
 
     def committed(self, row: int) -> np.ndarray:
         """A copy of the row's committed tokens."""

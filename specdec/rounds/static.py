@@ -62,7 +62,7 @@ class _TargetPlace:
         self.groups = [_Pages(each, self.start, shape) for each in buffers]
         places = np.arange(rows * query_len).reshape(rows, query_len)
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
-        own.judged_rows[:] = places.reshape(-1)
+        own.logits_indices[:] = places.reshape(-1)
         own.logit_index[:] = places
         own.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
         own.draft_sources[: rows * (query_len - 1)] = np.arange(rows * (query_len - 1))

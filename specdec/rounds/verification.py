@@ -12,7 +12,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
 from drafters.loops.chain.index import rows_batch
-from drafters.loops.lengths import draft_room, tokens_kept
+from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -34,13 +34,13 @@ class Verified:
 
 @dataclass(frozen=True)
 class TargetInputs:
-    """What one target forward and the judgement of its logits read.
+    """What one target forward and the acceptance of its drafts read.
 
     Attributes:
         batch: its attention. token_ids: [T] int64, 0 where a draft comes.
         draft_places: [sum n] int64 rows of token_ids that take a draft.
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
-        judged_rows: [R'] int64 token rows whose logits are wanted; logit_index: [J, n+1] int64 into them.
+        logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
     """
 
@@ -48,7 +48,7 @@ class TargetInputs:
     token_ids: np.ndarray
     draft_places: np.ndarray
     draft_sources: np.ndarray
-    judged_rows: np.ndarray
+    logits_indices: np.ndarray
     logit_index: np.ndarray
     num_drafts: np.ndarray
     sources: np.ndarray | None
@@ -61,7 +61,7 @@ class TargetArrays:
     Attributes:
         start: [B] first position. num_new: [B] committed tokens. drafts: [B] n_i, some in the first num_drafting rows.
         tokens: [B, W] int32 the committed tokens, from column 0 on.
-        judged: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
+        decided: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         block_table, head_table: [B, P] the rows' pages of the target's group and of the head's (None without a head).
         wanted: [B] K of each row's request; room: [B] drafts that its limits would leave room for after this round if
             none of its drafts were accepted, see `drafters.loops.lengths.draft_room`.
@@ -73,7 +73,7 @@ class TargetArrays:
     drafts: np.ndarray
     num_drafting: int
     tokens: np.ndarray
-    judged: np.ndarray
+    decided: np.ndarray
     block_table: np.ndarray
     head_table: np.ndarray | None
     wanted: np.ndarray
@@ -93,8 +93,8 @@ class TargetArrays:
 
     @property
     def only_bonus_tokens(self) -> bool:
-        """Whether every row reads one committed token and is judged."""
-        return len(self.judged) == len(self.start) and bool((self.num_new == 1).all())
+        """Whether every row reads one committed token and is decided."""
+        return len(self.decided) == len(self.start) and bool((self.num_new == 1).all())
 
     @cached_property
     def query_start_loc(self) -> np.ndarray:
@@ -103,8 +103,8 @@ class TargetArrays:
 
     @cached_property
     def num_drafts(self) -> np.ndarray:
-        """[J] drafts of the judged rows."""
-        return self.drafts[self.judged]
+        """[J] drafts of the decided rows."""
+        return self.drafts[self.decided]
 
     @cached_property
     def max_drafts(self) -> int:
@@ -119,27 +119,27 @@ class TargetArrays:
         drafted = np.arange(starts[-1]) - starts[owner] >= self.num_new[owner]
         token_ids = np.zeros(starts[-1], np.int64)
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
-        judged_rows, logit_index = self._judged_rows()
+        logits_indices, logit_index = self._logits_indices()
         width = np.arange(1, self.max_drafts + 1)
         return TargetInputs(
             batch=rows_batch(starts, self.start, self.block_table, self.page_size),
             token_ids=token_ids,
             draft_places=np.flatnonzero(drafted),
             draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
-            judged_rows=judged_rows,
+            logits_indices=logits_indices,
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,
         )
 
-    def _judged_rows(self) -> tuple[np.ndarray, np.ndarray]:
-        """judged_rows and logit_index, see TargetInputs."""
+    def _logits_indices(self) -> tuple[np.ndarray, np.ndarray]:
+        """logits_indices and logit_index, see TargetInputs."""
         counts = self.num_drafts + 1
         ends = np.cumsum(counts)
-        bonus = self.query_start_loc[self.judged] + self.num_new[self.judged] - 1
+        bonus = self.query_start_loc[self.decided] + self.num_new[self.decided] - 1
         logit_index = (ends - counts)[:, None] + np.minimum(np.arange(self.max_drafts + 1), self.num_drafts[:, None])
-        judged_rows = np.repeat(bonus, counts) + offsets_within(counts)
-        return judged_rows.astype(np.int64), logit_index.astype(np.int64)
+        logits_indices = np.repeat(bonus, counts) + offsets_within(counts)
+        return logits_indices.astype(np.int64), logit_index.astype(np.int64)
 
 
 def target_arrays(
@@ -166,7 +166,7 @@ def target_arrays(
         drafts=schedule.num_drafts,
         num_drafting=schedule.num_drafting,
         tokens=table.tokens[rows[:, None], places],
-        judged=np.flatnonzero(start + schedule.num_new == table.length[rows]),
+        decided=np.flatnonzero(start + schedule.num_new == table.length[rows]),
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
         wanted=table.drafts[rows],
@@ -191,7 +191,7 @@ def target_after(
             them.
         drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
     """
-    read = tokens_kept(target.num_new, num_accepted)
+    read = tokens_accepted(target.num_new, num_accepted)
     return replace(
         target,
         start=target.start + read,

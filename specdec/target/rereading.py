@@ -67,27 +67,27 @@ def read_paged(
     model: Callable[..., Any] | None = None,
 ) -> list[torch.Tensor]:
     """Logits [stop - start, V] of the tokens start … stop of each row, float32."""
-    judged = torch.arange(int((stop - start).sum()), device=target.hf_model.device)
-    logits = read_judged(target, ids, start, stop, table, judged, model)
+    logits_indices = torch.arange(int((stop - start).sum()), device=target.hf_model.device)
+    logits = read_logits(target, ids, start, stop, table, logits_indices, model)
     return list(logits.split((stop - start).tolist()))
 
 
-def read_judged(
+def read_logits(
     target: Target,
     ids: list[torch.Tensor],
     start: np.ndarray,
     stop: np.ndarray,
     table: np.ndarray,
-    judged: torch.Tensor,
+    logits_indices: torch.Tensor,
     model: Callable[..., Any] | None = None,
 ) -> torch.Tensor:
-    """As `read_paged`, but the logits [R, V] of the batch's token rows `judged` [R] only, float32."""
+    """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32."""
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.group.page_size)
     arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
     planned = target.runner.plan(stage(batch, arena, bucket))
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    return target.forward(flat, planned, judged, model, keep_aux=False).logits.float()
+    return target.forward(flat, planned, logits_indices, model, keep_aux=False).logits.float()
 
 
 def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:

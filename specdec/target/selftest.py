@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from attention.backends.limits import HALF
-from drafters.base import Head, InputConvention
+from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
@@ -23,7 +23,7 @@ from specdec.target.rereading import (
     dummy_ids,
     errors_named,
     read_eager,
-    read_judged,
+    read_logits,
     read_paged,
     relative_errors,
     scrambled_table,
@@ -119,7 +119,7 @@ def self_test(target: Target, longest: int = 0) -> float:
         errors += [_error(ours[phase][row], piece) for phase, piece in enumerate(pieces)]
     most = _allowed(target, errors)
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
-        alone = read_judged(target, ids[one], prompts[one], lens[one], table[one], last)
+        alone = read_logits(target, ids[one], prompts[one], lens[one], table[one], last)
     return max(most, _allowed(target, [_error(alone, right[0][-1:])]))
 
 
@@ -204,10 +204,10 @@ def self_test_head(head: Head | None, model: PreTrainedModel, tokenizer: Any, nu
         num_drafts: K; with 0 nothing is tested.
 
     Raises:
-        HeadLoadError: see `drafters.base.InputConvention`.
+        HeadLoadError: see `drafters.base.HasInputConvention`.
     """
-    if isinstance(head, InputConvention) and num_drafts:
-        head.check_reading(*read_text(model, tokenizer), num_drafts)
+    if isinstance(head, HasInputConvention) and num_drafts:
+        head.check_convention(*read_text(model, tokenizer), num_drafts)
 
 
 def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,34 +108,36 @@ def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) ->
     )
 
 
-class TapRecorder:
+class AuxStateRecorder:
     """Copies the aux hidden states that a head reads into one static buffer [max_tokens, A·Ht] while the target runs.
 
     Hooks, not `output_hidden_states`: the list form of that means different layers in different transformers releases.
     """
 
-    def __init__(self, probed: TargetProbe, taps: tuple[int, ...], max_tokens: int, alterations: Alterations) -> None:
+    def __init__(
+        self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
+    ) -> None:
         """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then."""
         num_layers = len(probed.layers)
-        for tap in taps:
-            if tap != FINAL_NORM and not 0 <= tap <= num_layers:
-                raise InvalidInputError(f"tap {tap}: the target has boundaries 0 … {num_layers}")
+        for layer in aux_layers:
+            if layer != FINAL_NORM and not 0 <= layer <= num_layers:
+                raise InvalidInputError(f"aux layer {layer}: the target has boundaries 0 … {num_layers}")
         weight: torch.Tensor = probed.model.get_input_embeddings().weight  # type: ignore[assignment]
         self._width = probed.model.config.get_text_config().hidden_size
-        self.buffer = torch.zeros(max_tokens, len(taps) * self._width, dtype=weight.dtype, device=weight.device)
+        self.buffer = torch.zeros(max_tokens, len(aux_layers) * self._width, dtype=weight.dtype, device=weight.device)
         self._on = False
         self._thread: int | None = None
         self._caught: dict[int, torch.Tensor] = {}
         self._missing: set[int] = set()
         self._num_tokens = 0
-        self._places = range(len(taps))
-        for place, tap in enumerate(taps):
-            if tap == FINAL_NORM:
+        self._places = range(len(aux_layers))
+        for place, layer in enumerate(aux_layers):
+            if layer == FINAL_NORM:
                 alterations.hook_after(probed.model.get_decoder(), self._after_decoder(place))
-            elif tap == num_layers:
+            elif layer == num_layers:
                 alterations.hook_after(probed.layers[-1], self._after_layer(place))
             else:
-                alterations.hook_before(probed.layers[tap], self._before_layer(place))
+                alterations.hook_before(probed.layers[layer], self._before_layer(place))
 
     @contextmanager
     def recording(self, num_tokens: int, keep: bool = True) -> Iterator[None]:
@@ -208,13 +210,13 @@ class TapRecorder:
 
 @dataclass(frozen=True)
 class TargetOutput:
-    """logits [R, V] at the logits indices; tapped [T, A·Ht], the aux hidden states.
+    """logits [R, V] at the logits indices; aux_hidden_states [T, A·Ht], the aux hidden states.
 
-    `tapped` is a view of the static buffer, valid until the next forward.
+    `aux_hidden_states` is a view of the static buffer, valid until the next forward.
     """
 
     logits: torch.Tensor
-    tapped: torch.Tensor
+    aux_hidden_states: torch.Tensor
 
 
 class Target:
@@ -224,13 +226,13 @@ class Target:
         alterations: what was done to the model for this target and its executor.
     """
 
-    def __init__(self, probed: TargetProbe, runner: GroupRunner, taps: tuple[int, ...], max_tokens: int) -> None:
+    def __init__(self, probed: TargetProbe, runner: GroupRunner, aux_layers: tuple[int, ...], max_tokens: int) -> None:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
-        self._taps = TapRecorder(probed, taps, max(max_tokens, 2) if taps else 0, self.alterations)
+        self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
         self.alterations.on_undo(self._port.release)
 
@@ -244,7 +246,7 @@ class Target:
         self,
         token_ids: torch.Tensor,
         planned: PlannedBatch,
-        judged_rows: torch.Tensor | None,
+        logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
     ) -> TargetOutput:
@@ -252,36 +254,36 @@ class Target:
 
         Args:
             token_ids: [T] int64; planned: the batch's attention, positions included.
-            judged_rows: [R] int64 logits indices, token rows whose logits are computed; None for all.
+            logits_indices: [R] int64 logits indices, token rows whose logits are computed; None for all.
             model: the model in another form (compiled); default the model itself. It is given two tokens at least, and
                 two logits indices: code compiled for any number is compiled again for one and for none, and without
                 logits the compiler removes all that nothing reads, the writes of the cache included.
             keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
-                `tapped` has no rows.
+                `aux_hidden_states` has no rows.
 
         Raises:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
-        count = len(token_ids if judged_rows is None else judged_rows)
-        ids, rows = token_ids, judged_rows if self._selects_rows else None
+        count = len(token_ids if logits_indices is None else logits_indices)
+        ids, rows = token_ids, logits_indices if self._selects_rows else None
         if model is not None:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         num_tokens, served = len(token_ids), attend if len(ids) == len(token_ids) else _once(attend)
-        with self._port.using(served), self._taps.recording(num_tokens, keep_aux):
+        with self._port.using(served), self._recorder.recording(num_tokens, keep_aux):
             selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
             output = (self.hf_model if model is None else model)(
                 input_ids=ids[None], position_ids=positions[None], use_cache=False, **selection
             )
         logits = output.logits[0]
-        if judged_rows is not None and not self._selects_rows:
-            logits = logits.index_select(0, judged_rows)
-        return TargetOutput(logits[:count], self.tapped(num_tokens if keep_aux else 0))
+        if logits_indices is not None and not self._selects_rows:
+            logits = logits.index_select(0, logits_indices)
+        return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
 
-    def tapped(self, num_tokens: int) -> torch.Tensor:
+    def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""
-        return self._taps.buffer[:num_tokens]
+        return self._recorder.buffer[:num_tokens]
 
 
 def _at_least_two(x: torch.Tensor) -> torch.Tensor:

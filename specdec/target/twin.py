@@ -26,7 +26,7 @@ from specdec.target.rereading import (
     dummy_ids,
     errors_named,
     read_eager,
-    read_judged,
+    read_logits,
     relative_errors,
     scrambled_table,
 )
@@ -206,13 +206,13 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
             continue
         a, b = start[rows], stop[rows]
         own = torch.cat([right[row][start[row] : stop[row]] for row in rows])
-        for judged in _selections(b - a, with_none=start is second):
+        for logits_indices in _selections(b - a, with_none=start is second):
             tried = f"{len(rows)} row(s) are read from token {a.tolist()} to {b.tolist()}"
             with errors_named(twin, tried):
-                ours = read_judged(target, [ids[row] for row in rows], a, b, table[rows], judged)
-            if ours.shape != own[judged].shape:
-                return f"returns logits {list(ours.shape)} instead of {list(own[judged].shape)} when {tried}"
-            error = float(relative_errors(ours, own[judged]).max()) if len(judged) else 0.0
+                ours = read_logits(target, [ids[row] for row in rows], a, b, table[rows], logits_indices)
+            if ours.shape != own[logits_indices].shape:
+                return f"returns logits {list(ours.shape)} instead of {list(own[logits_indices].shape)} when {tried}"
+            error = float(relative_errors(ours, own[logits_indices]).max()) if len(logits_indices) else 0.0
             if not error <= _TOLERANCE:
                 return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
     return None

@@ -24,7 +24,7 @@ from specdec.training.answering import Questions
 from specdec.training.fingerprint import target_fingerprint
 from specdec.training.run_folder import Setting, claim, locked, release
 
-_JUDGED_PROMPTS = 64
+_EVALUATED_PROMPTS = 64
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ class TrainingPlan(Generic[TrainedHead]):
                 f"{self.config.ttt_steps + 1}"
             )
         data = TrainingData(training, measured)
-        judge = _judge(self.model, measured, self.config.ttt_steps, self.finished)
+        evaluate = _evaluation(self.model, measured, self.config.ttt_steps, self.finished)
         with locked(output):
             head = self.start(training)
-            return train(self.config, head, data, self.features, judge, output, console, save=self.save)
+            return train(self.config, head, data, self.features, evaluate, output, console, save=self.save)
 
 
 def common_settings(model: SpeculativeModel, family: str, config: TrainConfig, held_out: int) -> dict[str, Setting]:
@@ -121,14 +121,14 @@ def _results(output: Path) -> list[Path]:
     return sorted(path for pattern in ("step-*", "head", "head.*") for path in output.glob(pattern) if path.is_dir())
 
 
-def _judge(
+def _evaluation(
     model: SpeculativeModel, measured: AnswerSet, num_drafts: int, finished: Callable[[TrainedHead], Head]
 ) -> Callable[[TrainedHead], Mapping[str, float]]:
     """Acceptance of the finished head in a real engine on held-out prompts; `finished` makes it ready for that."""
-    count = min(len(measured), _JUDGED_PROMPTS)
+    count = min(len(measured), _EVALUATED_PROMPTS)
     prompts = [measured.sequence(i)[: measured.answer_starts[i]].tolist() for i in range(count)]
 
-    def judge(head: TrainedHead) -> Mapping[str, float]:
+    def evaluate(head: TrainedHead) -> Mapping[str, float]:
         trial = SpeculativeModel.from_pretrained(
             model.hf_model,
             draft=finished(head),
@@ -141,4 +141,4 @@ def _judge(
         completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
         return {"tau": pool_requests([c.stats for c in completions]).tau}
 
-    return judge
+    return evaluate

@@ -15,9 +15,9 @@ from rich.console import Console
 from drafters.base import FINAL_NORM, Head
 from drafters.eagle3.checkpoint import save_eagle3
 from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.checkpoint import deepseek_tensors, load_mtp, save_mtp
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import mtp_target
 from drafters.rope import RopeSpec
@@ -44,12 +44,12 @@ class HeadShape:
     Attributes:
         draft_vocab_size: Vd, None for the target's whole vocabulary.
         intermediate_size: of the MLP, None for the target's own.
-        taps: boundaries, None for the usual (2, N//2, N-3).
+        aux_layers: boundaries, None for the usual (2, N//2, N-3).
     """
 
     draft_vocab_size: int | None = None
     intermediate_size: int | None = None
-    taps: tuple[int, ...] | None = None
+    aux_layers: tuple[int, ...] | None = None
 
 
 def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
@@ -66,7 +66,7 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
         vocab_size=model.target.vocab_size,
         draft_vocab_size=shape.draft_vocab_size or model.target.vocab_size,
-        taps=shape.taps or default_taps(config.num_hidden_layers),
+        aux_layers=shape.aux_layers or default_aux_layers(config.num_hidden_layers),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=config.max_position_embeddings),
     )
@@ -84,10 +84,11 @@ def plan_eagle3(
     _check_alone(model)
     spec = eagle3_spec(model, shape)
     facts = target_facts(probe_target(model.hf_model))
-    features = target_features(model, spec.taps)
+    features = target_features(model, spec.aux_layers)
     settings = common_settings(model, "eagle3", config, held_out)
-    for name in ("draft_vocab_size", "intermediate_size", "taps"):
+    for name in ("draft_vocab_size", "intermediate_size"):
         settings[name] = Setting(getattr(spec, name))
+    settings["taps"] = Setting(spec.aux_layers)  # the key in run.json, as the option is called
 
     def start(training: AnswerSet) -> Eagle3Head:
         return fresh_eagle3(spec, facts, training.token_counts(spec.vocab_size), config.seed)
@@ -99,7 +100,7 @@ def plan_eagle3(
 
 
 def plan_mtp(
-    model: SpeculativeModel, module: str | Path, reading: MtpReading, config: TrainConfig, held_out: int
+    model: SpeculativeModel, module: str | Path, convention: MtpConvention, config: TrainConfig, held_out: int
 ) -> TrainingPlan[MtpHead]:
     """Load a multi-token-prediction module and check that it can be trained and saved.
 
@@ -109,7 +110,7 @@ def plan_mtp(
     """
     _check_alone(model)
     target = mtp_target(model.hf_model)
-    modules = load_mtp(resolve(module), target, torch.float32, model.device, reading)
+    modules = load_mtp(resolve(module), target, torch.float32, model.device, convention)
     if len(modules) > 1:
         raise HeadLoadError(f"{module} has {len(modules)} multi-token-prediction modules; one can be trained")
     head = modules[0]
@@ -117,11 +118,11 @@ def plan_mtp(
     self_test_head(head, model.hf_model, model.tokenizer, config.ttt_steps)
     settings = common_settings(model, "mtp", config, held_out)
     settings["module"] = Setting(weights_fingerprint(head), str(module))
-    settings["mtp_concat"], settings["mtp_feedback"] = Setting(reading.concat), Setting(reading.feedback)
+    settings["mtp_concat"], settings["mtp_feedback"] = Setting(convention.concat), Setting(convention.feedback)
 
     def finished(trained: MtpHead) -> Head:
         with TemporaryDirectory() as folder:
-            own = MtpReading(feedback=reading.feedback)
+            own = MtpConvention(feedback=convention.feedback)
             return load_mtp(save_mtp(trained, folder, target), target, model.dtype, model.device, own)[0]
 
     save, features = partial(save_mtp, target=target), final_features(model)
@@ -158,7 +159,7 @@ def train_mtp(
     model: SpeculativeModel,
     module: str | Path,
     answers: AnswerSet,
-    reading: MtpReading,
+    convention: MtpConvention,
     config: TrainConfig,
     output: Path,
     *,
@@ -172,14 +173,14 @@ def train_mtp(
     Args:
         model: the target, loaded without a head.
         module: folder or name of the checkpoint that holds the module, usually the target's own.
-        reading: how to read it.
+        convention: its input convention.
         output: gets checkpoints, and in `head/` the finished module as a DeepSeek-style checkpoint of its own.
 
     Raises:
         InvalidInputError, RunFolderError, TrainingDivergedError: as `train_eagle3`.
         HeadLoadError: see `drafters.mtp.checkpoint.load_mtp`; more than one module, or one that cannot be saved.
     """
-    return _train(plan_mtp(model, module, reading, config, held_out), answers, output, console)
+    return _train(plan_mtp(model, module, convention, config, held_out), answers, output, console)
 
 
 def _train(plan: TrainingPlan[Any], answers: AnswerSet, output: Path, console: Console) -> TrainResult:
@@ -210,22 +211,22 @@ def final_features(model: SpeculativeModel) -> Features:
     return features
 
 
-def target_features(model: SpeculativeModel, taps: tuple[int, ...]) -> Features:
-    """The target's tapped states and logits of right-padded batches, through transformers' own forward.
+def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Features:
+    """The target's aux hidden states and logits of right-padded batches, through transformers' own forward.
 
     The tuple form of `output_hidden_states` is used: index b is boundary b below N in every release. The causal mask
     alone keeps padding on the right out of the real tokens.
 
     Raises:
-        InvalidInputError: a tap is not one of the boundaries 0 … N-1.
+        InvalidInputError: an aux layer is not one of the boundaries 0 … N-1.
     """
     num_layers = len(model.target.runner.group.attention_specs)
-    if FINAL_NORM in taps or max(taps) >= num_layers:
-        raise InvalidInputError(f"taps {taps}: to train, boundaries 0 … {num_layers - 1} can be tapped")
+    if FINAL_NORM in aux_layers or max(aux_layers) >= num_layers:
+        raise InvalidInputError(f"aux layers {aux_layers}: to train, boundaries 0 … {num_layers - 1} can be read")
 
     @torch.no_grad()
     def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = model.hf_model(input_ids=token_ids, output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[tap] for tap in taps], -1).float(), out.logits.float()
+        return torch.cat([out.hidden_states[layer] for layer in aux_layers], -1).float(), out.logits.float()
 
     return features

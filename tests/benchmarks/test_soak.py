@@ -54,7 +54,9 @@ def test_uniforms_that_depend_on_the_batch_are_found(subject: Subject, monkeypat
 
 
 @pytest.mark.slow
-def test_a_resumed_request_that_reads_its_root_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resumed_request_that_reads_its_bonus_token_is_found(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Scheduler, "_entry", lambda self, request: (len(request.committed), 0))
     work = Soak(subject, seed=3)
     work.run(actions=60)

@@ -28,12 +28,12 @@ Pair = tuple[Any, Any]
 
 @pytest.fixture
 def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str], Pair]:
-    """(target, head) by name; the heads are right often enough that kept and rejected drafts both occur."""
+    """(target, head) by name; the heads are right often enough that accepted and rejected drafts both occur."""
 
     def built(name: str) -> Pair:
         if name in ("eagle3", "table"):
             model = tiny_llama()
-            return model, eagle3_head(model) if name == "eagle3" else table_head(model, taps=(1, 2, 3))
+            return model, eagle3_head(model) if name == "eagle3" else table_head(model, aux_layers=(1, 2, 3))
         case = nearly_bigram(tiny_case(name, context=0.02))
         (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")
         return case.model, head
@@ -54,12 +54,12 @@ def oracle_rounds(model: Any, head: Any, prompt: list[int], completion: Any) -> 
     """(drafts of the engine, drafts of the oracle) of every round."""
     ids = torch.tensor(prompt + completion.token_ids)
     states = model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-    tapped = torch.cat([states[-1 if t == FINAL_NORM else t][0] for t in head.taps], dim=-1)
-    rounds, root = [], len(prompt)
+    aux_hidden_states = torch.cat([states[-1 if t == FINAL_NORM else t][0] for t in head.aux_layers], dim=-1)
+    rounds, bonus = [], len(prompt)
     for stats, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         if len(drafts):
-            rounds.append((list(drafts), oracle_drafts(head, ids[: root + 1], tapped[:root], len(drafts))))
-        root += stats.emitted
+            rounds.append((list(drafts), oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[:bonus], len(drafts))))
+        bonus += stats.emitted
     return rounds
 
 

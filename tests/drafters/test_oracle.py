@@ -12,14 +12,14 @@ from drafters.oracle import oracle_drafts
 HEADS = {"table": table_head, "reduced": lambda m: table_head(m, known=range(1, 64, 3)), "eagle3": eagle3_head}
 
 
-def tapped_of(head: Head, ids: list[int]) -> torch.Tensor:
+def aux_hidden_states_of(head: Head, ids: list[int]) -> torch.Tensor:
     """[L, A·Ht] true states of a sequence, from transformers' own hidden states."""
     with torch.no_grad():
         states = tiny_llama(context=0.35)(torch.tensor([ids]), output_hidden_states=True).hidden_states
-    return torch.cat([states[tap][0] for tap in head.taps], -1)
+    return torch.cat([states[layer][0] for layer in head.aux_layers], -1)
 
 
-def one_by_one(head: Head, ids: list[int], tapped: torch.Tensor, num: int) -> list[int]:
+def one_by_one(head: Head, ids: list[int], aux_hidden_states: torch.Tensor, num: int) -> list[int]:
     """The same drafts from a head that reads one token a pass and keeps K and V in a list."""
     memory: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -34,7 +34,7 @@ def one_by_one(head: Head, ids: list[int], tapped: torch.Tensor, num: int) -> li
 
     x = torch.empty(0)
     for position, token in enumerate(ids[1:]):
-        hidden = head.fuse(tapped[position : position + 1])
+        hidden = head.fuse(aux_hidden_states[position : position + 1])
         x = head.forward(torch.tensor([token]), hidden, torch.tensor([position]), attend)
     drafts: list[int] = []
     for position in range(len(ids) - 1, len(ids) - 1 + num):
@@ -47,10 +47,10 @@ def one_by_one(head: Head, ids: list[int], tapped: torch.Tensor, num: int) -> li
 def test_the_oracle_agrees_with_a_head_read_token_by_token(name: str) -> None:
     head = HEADS[name](tiny_llama(context=0.35))
     for ids in random_prompts([2, 7, 23], seed=5):
-        tapped = tapped_of(head, ids[:-1])
-        right = one_by_one(head, ids, tapped, 4)
-        assert oracle_drafts(head, torch.tensor(ids), tapped, 4) == right
-        assert oracle_drafts(head, torch.tensor(ids), tapped, 2) == right[:2]
+        aux_hidden_states = aux_hidden_states_of(head, ids[:-1])
+        right = one_by_one(head, ids, aux_hidden_states, 4)
+        assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 4) == right
+        assert oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 2) == right[:2]
 
 
 @pytest.mark.parametrize("name", HEADS)
@@ -58,10 +58,10 @@ def test_the_oracle_depends_on_every_true_state(name: str) -> None:
     head = HEADS[name](tiny_llama(context=0.35))
     changed = 0
     for ids in random_prompts([12] * 10, seed=6):
-        tapped = tapped_of(head, ids[:-1])
-        broken = tapped.clone()
+        aux_hidden_states = aux_hidden_states_of(head, ids[:-1])
+        broken = aux_hidden_states.clone()
         broken[4] = 0
-        changed += oracle_drafts(head, torch.tensor(ids), tapped, 5) != oracle_drafts(
+        changed += oracle_drafts(head, torch.tensor(ids), aux_hidden_states, 5) != oracle_drafts(
             head, torch.tensor(ids), broken, 5
         )
     assert changed >= 2
@@ -69,4 +69,4 @@ def test_the_oracle_depends_on_every_true_state(name: str) -> None:
 
 def test_no_drafts_asked_none_given() -> None:
     head = table_head(tiny_llama())
-    assert oracle_drafts(head, torch.tensor([3, 4]), tapped_of(head, [3]), 0) == []
+    assert oracle_drafts(head, torch.tensor([3, 4]), aux_hidden_states_of(head, [3]), 0) == []

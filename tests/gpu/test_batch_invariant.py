@@ -150,7 +150,7 @@ def made(kind: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Eagle3Head]:
         head_dim=64,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
-        taps=(1, 2, 3),
+        aux_layers=(1, 2, 3),
     )
     head = Eagle3Head(spec, target.get_input_embeddings().weight).eval().requires_grad_(False)
     return target.to(CUDA, dtype), head.to(CUDA, dtype)

@@ -1,4 +1,4 @@
-"""Latent attention through FlashInfer against the torch reference over the same pages, eager and from CUDA graphs."""
+"""MLA through FlashInfer against the torch reference over the same pages, eager and from CUDA graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds from CUDA graphs on a GPU: the eager road's tokens and drafts, and no synchronisation but the round's read."""
+"""Rounds from CUDA graphs on a GPU: the eager path's tokens and drafts, and no synchronisation but the round's read."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
         head_dim=64,
         vocab_size=VOCAB,
         draft_vocab_size=VOCAB,
-        taps=(2, 4, 5),
+        aux_layers=(2, 4, 5),
     )
     head = Eagle3Head(spec, target.get_input_embeddings().weight).eval().requires_grad_(False)
     head.lm_head.weight.mul_(20)

@@ -407,7 +407,7 @@ def test_interrupts_at_any_moment() -> None:
 
 @pytest.mark.slow
 def test_two_models_over_one_target_and_its_own_generate_on_other_threads() -> None:
-    """A forward of a round and another one through the same modules must not meet: masks, caches, tapped states."""
+    """A forward of a round and another one through the same modules must not meet: masks, caches, aux hidden states."""
     target = tiny_llama()
     ids = torch.tensor([[0] * 4 + PROMPTS[5], PROMPTS[5] + [3] * 4])
     mask = torch.ones_like(ids)

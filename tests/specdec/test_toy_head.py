@@ -1,6 +1,6 @@
 """A head and a draft loop that specdec has never heard of: made here, run through the public SpeculativeModel.
 
-The toy head makes one pass over the kept rows and reads all drafts off its last output: no step feeds the head again.
+The toy head makes one pass over the accepted rows and reads all drafts off its last output: no step feeds it again.
 """
 
 from __future__ import annotations
@@ -84,10 +84,10 @@ class ToyLoop:
         indices, owners, positions, last = [], [], [], []
         for i, row in enumerate(draft.order):
             start, stop = draft.query_start_loc[row], draft.query_start_loc[row + 1]
-            kept = stop - start - draft.num_drafts[row] + draft.num_accepted[row]
-            indices += range(start, start + kept)
-            owners += [i] * kept
-            positions += range(draft.committed_lens[i] - kept, draft.committed_lens[i])
+            accepted = stop - start - draft.num_drafts[row] + draft.num_accepted[row]
+            indices += range(start, start + accepted)
+            owners += [i] * accepted
+            positions += range(draft.committed_lens[i] - accepted, draft.committed_lens[i])
             last.append(len(indices) - 1)
         owner, position = np.array(owners), np.array(positions)
         lens = np.bincount(owner, minlength=len(draft.order))
@@ -138,15 +138,16 @@ class ToyHead(torch.nn.Module):
     def __init__(self, target: Any) -> None:
         super().__init__()
         self.attention_specs = (AttentionSpec(2, 1, DIM, DIM, scale=0.2),)
-        self.taps, self.hidden_size, self.draft_vocab_size = (2,), target.config.hidden_size, target.config.vocab_size
+        self.aux_layers = (2,)
+        self.hidden_size, self.draft_vocab_size = target.config.hidden_size, target.config.vocab_size
         self.table = bigram_logits(target)
         generator = torch.Generator().manual_seed(3)
         self.embedding = torch.randn(self.draft_vocab_size, self.hidden_size, generator=generator)
         self.qkv = torch.randn(self.hidden_size, 4 * DIM, generator=generator) / 4
         self.mix = torch.randn(2 * DIM, self.draft_vocab_size, generator=generator) * 0.3
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
-        return tapped
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
+        return aux_hidden_states
 
     def forward(
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
@@ -201,13 +202,13 @@ def test_tokens_are_the_targets_own_and_drafts_those_of_its_true_states(options:
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS]
     compared = 0
     for prompt, completion in zip(PROMPTS, completions, strict=True):
-        ids, root = torch.tensor(prompt + completion.token_ids), len(prompt)
+        ids, bonus = torch.tensor(prompt + completion.token_ids), len(prompt)
         states = tiny_llama()(ids[None], output_hidden_states=True).hidden_states[2][0]
         for stats, drafts in zip(completion.stats.rounds, completion.drafts or (), strict=True):
             if drafts:
-                assert list(drafts) == oracle(head, ids[: root + 1], states[:root], len(drafts))
+                assert list(drafts) == oracle(head, ids[: bonus + 1], states[:bonus], len(drafts))
                 compared += 1
-            root += stats.emitted
+            bonus += stats.emitted
     accepted = [r.accepted for c in completions for r in c.stats.rounds]
     assert compared > 20 and 0 in accepted and max(accepted) >= 3
     assert wrapped.engine_stats.host_to_device == wrapped.engine_stats.rounds, "one copy with the loop's own arrays"
@@ -244,7 +245,7 @@ def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) ->
 
 def test_what_is_no_head_is_named_before_anything_is_built() -> None:
     class Old(torch.nn.Module):
-        taps, hidden_size, draft_vocab_size, attention_specs = (1,), 32, 64, ()
+        aux_layers, hidden_size, draft_vocab_size, attention_specs = (1,), 32, 64, ()
         fuse = logits = feedback = to_target_ids = torch.nn.Module.forward
 
     with pytest.raises(HeadLoadError, match=r"Old is no draft head: it has no draft_loop; see drafters\.base\.Head"):

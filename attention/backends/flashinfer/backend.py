@@ -16,13 +16,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from attention.backends.flashinfer.mla import (
-    FixedLatentBuilder,
-    FixedLatentPlans,
-    LatentBuilder,
-    LatentKernel,
-    LatentPlan,
-    check_latent_supported,
-    run_latent,
+    FixedMlaBuilder,
+    FixedMlaPlans,
+    MlaBuilder,
+    MlaKernel,
+    MlaPlan,
+    check_mla_supported,
+    run_mla,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
@@ -58,7 +58,7 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or MLA.
     """
     if key.value_in_key:
-        check_latent_supported(group, key, dtype)
+        check_mla_supported(group, key, dtype)
         return
     where = f"group {group.name}: FlashInfer"
     elsewhere = "; use backend='torch'"
@@ -247,11 +247,11 @@ class FlashInferBackend:
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
 
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | LatentBuilder:
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
-            return LatentBuilder(LatentKernel(self._workspace, group, key, dtype))
+            return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
@@ -273,17 +273,17 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
-    ) -> FixedBuilder | FixedLatentBuilder:
+    ) -> FixedBuilder | FixedMlaBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
         if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
             return FixedBuilder(PackedKernel(key), geometry)
-        if isinstance(beside, (FixedBuilder, FixedLatentBuilder)) and beside.geometry == geometry:
+        if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
-            plans = FixedLatentPlans(LatentKernel(self._workspace, group, key, dtype), rows, query_len)
-            return FixedLatentBuilder(plans, geometry)
+            plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
+            return FixedMlaBuilder(plans, geometry)
         divided = divides_keys(key, rows, self._workspace.device)
         workspace = self._workspace_for(key, rows, query_len) if divided else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
@@ -299,7 +299,7 @@ class FlashInferBackend:
 
     def run(
         self,
-        plan: FlashInferPlan | LatentPlan,
+        plan: FlashInferPlan | MlaPlan,
         key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -311,8 +311,8 @@ class FlashInferBackend:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.kernels.write import write_kv
 
-        if isinstance(plan, LatentPlan):
-            return run_latent(plan, query, key_states, layer_kv, metadata)
+        if isinstance(plan, MlaPlan):
+            return run_mla(plan, query, key_states, layer_kv, metadata)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:

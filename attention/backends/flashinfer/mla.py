@@ -29,7 +29,7 @@ PAGE_SIZES = (1, 16, 32, 64)
 _LIST_BYTES = 256 << 10
 
 
-def check_latent_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
+def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
     """Refuse what these kernels do not offer, before anything is allocated.
 
     Raises:
@@ -85,17 +85,17 @@ class WorkList:
 
 
 @dataclass(frozen=True)
-class LatentPlan:
+class MlaPlan:
     """A planned batch: its buffer and the generation of the plan in it, the launch's arguments, and the pages."""
 
-    kernel: LatentKernel
+    kernel: MlaKernel
     work: WorkList
     generation: int
     info: tuple[int, ...]
     page_indices: torch.Tensor
 
 
-class LatentKernel:
+class MlaKernel:
     """FlashInfer's kernel for one (CacheGroup, AttentionSpec, dtype)."""
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
@@ -120,7 +120,7 @@ class LatentKernel:
         """The layout of a plan with room for `items` work items."""
         return Layout.of(tiles, items, self.sms)
 
-    def run(self, plan: LatentPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
+    def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
         pages = layer_kv.keys.squeeze(layer_kv.slot_and_head[1])  # [num_pages, page_size, 576]
         self._module.run(
@@ -138,14 +138,14 @@ class LatentKernel:
         )
 
 
-class LatentBuilder:
+class MlaBuilder:
     """Plans any batch, into one of several buffers in turn."""
 
-    def __init__(self, kernel: LatentKernel) -> None:
+    def __init__(self, kernel: MlaKernel) -> None:
         self._kernel = kernel
         self._ring: list[WorkList] = []
 
-    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
+    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
         kernel, host = self._kernel, metadata.host
         tiles = kernel.tiles(host.query_start_loc)
@@ -155,7 +155,7 @@ class LatentBuilder:
         work = self._next_list(layout.nbytes)
         write_all(layout.arrays(work.host), tiles, division, keys, host)
         work.send(layout.nbytes)
-        return LatentPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
+        return MlaPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
 
     def _next_list(self, nbytes: int) -> WorkList:
         """The list planned longest ago; a new one while its copy still waits in the stream, or where it is small."""
@@ -166,22 +166,22 @@ class LatentBuilder:
         return work
 
 
-class FixedLatentBuilder:
+class FixedMlaBuilder:
     """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffer.
 
     Two builders may share one: a plan has offsets into the list of pages, not the pages themselves.
     """
 
-    def __init__(self, plans: FixedLatentPlans, geometry: tuple[object, ...]) -> None:
+    def __init__(self, plans: FixedMlaPlans, geometry: tuple[object, ...]) -> None:
         """geometry: all that a plan depends on except the lengths."""
         self._plans = plans
         self.geometry = geometry
 
-    def sharing(self) -> FixedLatentBuilder:
+    def sharing(self) -> FixedMlaBuilder:
         """Another builder over the same buffer."""
-        return FixedLatentBuilder(self._plans, self.geometry)
+        return FixedMlaBuilder(self._plans, self.geometry)
 
-    def build(self, metadata: CommonAttentionMetadata) -> LatentPlan:
+    def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
         """Plan one batch from its host arrays."""
         return self._plans.plan(metadata.host, metadata.page_indices)
 
@@ -190,10 +190,10 @@ class FixedLatentBuilder:
         self._plans.replan(host)
 
 
-class FixedLatentPlans:
+class FixedMlaPlans:
     """The plans of one shape, one at a time, always in the same places."""
 
-    def __init__(self, kernel: LatentKernel, rows: int, query_len: int) -> None:
+    def __init__(self, kernel: MlaKernel, rows: int, query_len: int) -> None:
         self._kernel = kernel
         self._tiles = kernel.tiles(np.arange(rows + 1) * query_len)
         self._layout = kernel.layout(self._tiles, self._tiles.most_items)
@@ -202,10 +202,10 @@ class FixedLatentPlans:
         self._division: Division | None = None
         self._planned = np.zeros(rows, np.int32)
 
-    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> LatentPlan:
+    def plan(self, host: HostBatch, page_indices: torch.Tensor) -> MlaPlan:
         """Plan one batch over these pages."""
         self.replan(host)
-        return LatentPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
+        return MlaPlan(self._kernel, self._work, self._work.generation, self._layout.info, page_indices)
 
     def replan(self, host: HostBatch) -> None:
         """Plan rows of other lengths; for the same lengths the plan is reused."""
@@ -224,8 +224,8 @@ class FixedLatentPlans:
         self._planned = host.seq_lens.copy()
 
 
-def run_latent(
-    plan: LatentPlan,
+def run_mla(
+    plan: MlaPlan,
     query: torch.Tensor,
     key_states: torch.Tensor,
     layer_kv: LayerKV,

@@ -1,4 +1,4 @@
-"""The host arrays of a chain: the draft prefill over the kept rows, then one token a row and step."""
+"""The host arrays of a chain: the draft prefill over the accepted rows, then one token a row and step."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import numpy as np
 from attention.batch.host import HostBatch
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
 from drafters.loops.chain.index import (
+    AcceptedRows,
     DraftSteps,
-    KeptRows,
+    accepted_rows,
     draft_steps,
-    kept_rows,
     rows_batch,
     shifted_token_ids,
     step_batch,
@@ -25,11 +25,11 @@ class PrefillArrays:
     """Host arrays of a draft prefill.
 
     Attributes:
-        kept: the verification's token rows that it reads. token_ids: [T'] int64, the token at p+1 of each.
+        accepted: the verification's token rows that it reads. token_ids: [T'] int64, the token at p+1 of each.
         batch: its attention on the head's pages, B' rows.
     """
 
-    kept: KeptRows
+    accepted: AcceptedRows
     token_ids: np.ndarray
     batch: HostBatch
 
@@ -82,14 +82,14 @@ def prefill_arrays(draft: DraftInput) -> PrefillArrays:
     >>> draft = DraftInput(np.array([0, 3, 7]), np.array([0, 3]), np.array([0, 1]), np.array([1, 0]),
     ...                    np.array([1, 0]), np.array([4, 3]), tokens, n, table[[1, 0]], 16)
     >>> arrays = prefill_arrays(draft)
-    >>> arrays.kept.token_indices.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
+    >>> arrays.accepted.token_indices.tolist(), arrays.batch.positions.tolist(), arrays.token_ids.tolist()
     ([3, 4, 0, 1, 2], [2, 3, 0, 1, 2], [23, 24, 11, 12, 13])
     """
-    kept = kept_rows(draft.query_start_loc, draft.num_drafts, draft.num_accepted, draft.order)
-    lens = np.diff(kept.query_start_loc)
-    batch = rows_batch(kept.query_start_loc, draft.committed_lens - lens, draft.block_table, draft.page_size)
+    accepted = accepted_rows(draft.query_start_loc, draft.num_drafts, draft.num_accepted, draft.order)
+    lens = np.diff(accepted.query_start_loc)
+    batch = rows_batch(accepted.query_start_loc, draft.committed_lens - lens, draft.block_table, draft.page_size)
     return PrefillArrays(
-        kept, shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions), batch
+        accepted, shifted_token_ids(draft.tokens, np.repeat(draft.request_rows, lens), batch.positions), batch
     )
 
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.batch.host import HostBatch, slots_of
-from drafters.loops.lengths import tokens_kept
+from drafters.loops.lengths import tokens_accepted
 
 
 @dataclass(frozen=True)
-class KeptRows:
+class AcceptedRows:
     """The rows of a verified batch that the draft prefill reads again with the target's true hidden states.
 
     Attributes:
@@ -50,9 +50,9 @@ class DraftSteps:
         return len(self.positions)
 
 
-def kept_rows(
+def accepted_rows(
     query_start_loc: np.ndarray, num_drafts: np.ndarray, num_accepted: np.ndarray, rows: np.ndarray | None = None
-) -> KeptRows:
+) -> AcceptedRows:
     """Drop the rejected rows of a verified batch: q - n committed tokens and the accepted drafts of each row stay.
 
     Args:
@@ -62,17 +62,17 @@ def kept_rows(
 
     Source: vllm-project/vllm PR #20466 (prepare_inputs of the EAGLE proposer), in numpy.
 
-    >>> kept = kept_rows(np.array([0, 4, 8, 12]), np.array([3, 3, 3]), np.array([1, 3, 0]))
-    >>> kept.query_start_loc.tolist(), kept.token_indices.tolist(), kept.last_row.tolist()
+    >>> accepted = accepted_rows(np.array([0, 4, 8, 12]), np.array([3, 3, 3]), np.array([1, 3, 0]))
+    >>> accepted.query_start_loc.tolist(), accepted.token_indices.tolist(), accepted.last_row.tolist()
     ([0, 2, 6, 7], [0, 1, 4, 5, 6, 7, 8], [1, 5, 6])
     """
-    lens = tokens_kept(np.diff(query_start_loc) - num_drafts, num_accepted)
+    lens = tokens_accepted(np.diff(query_start_loc) - num_drafts, num_accepted)
     starts = query_start_loc[:-1]
     if rows is not None:
         lens, starts = lens[rows], starts[rows]
     new_start_loc = np.concatenate([[0], np.cumsum(lens)])
     offsets = np.repeat(starts - new_start_loc[:-1], lens)
-    return KeptRows(
+    return AcceptedRows(
         query_start_loc=new_start_loc.astype(np.int32),
         token_indices=np.arange(new_start_loc[-1], dtype=np.int64) + offsets,
         last_row=new_start_loc[1:] - 1,

@@ -67,8 +67,8 @@ def draft_chain(
 ) -> Draft:
     """Draft a chain: step 1 from the draft prefill, steps 2 … n by feeding the head its own output.
 
-    The draft prefill rewrites the head's KV of all kept positions from the target's true hidden states; what the later
-    steps write is scratch.
+    The draft prefill rewrites the head's KV of all accepted positions from the target's true hidden states; what the
+    later steps write is scratch.
 
     Args:
         aux: [T, A·Ht] aux hidden states of the target's last forward.
@@ -92,7 +92,7 @@ def draft_chain(
 
 
 def draft_prefill(head: Head, runner: GroupRunner, aux: torch.Tensor, prefill: DraftPrefill) -> torch.Tensor | None:
-    """The head's pass over the kept rows: output rows [R, H] that give draft 1, or None when no row drafts."""
+    """The head's pass over the accepted rows: output rows [R, H] that give draft 1, or None when no row drafts."""
     hidden = head.fuse(aux.index_select(0, prefill.token_indices))  # [T', H]
     attend = paged_attend(runner, runner.plan(prefill.metadata))
     x = head.forward(prefill.token_ids, hidden, prefill.metadata.positions, attend)

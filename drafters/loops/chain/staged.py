@@ -61,8 +61,8 @@ class PrefillSection:
         """What is sent; num_last: rows whose last row is wanted."""
         return batch_arrays("prefill", prefill.batch) | {
             "prefill.token_ids": prefill.token_ids,
-            "prefill.token_indices": prefill.kept.token_indices,
-            "prefill.last_row": prefill.kept.last_row[:num_last],
+            "prefill.token_indices": prefill.accepted.token_indices,
+            "prefill.last_row": prefill.accepted.last_row[:num_last],
         }
 
     @staticmethod

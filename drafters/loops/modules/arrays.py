@@ -54,7 +54,7 @@ def module_arrays(draft: DraftInput, num_modules: int) -> ModuleArrays:
     """All arrays of M modules."""
     prefill = prefill_arrays(draft)
     first, page_size = prefill.batch, draft.page_size
-    passes = [ModulePassArrays(prefill.token_ids, prefill.kept.token_indices, prefill.kept.last_row, first)]
+    passes = [ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, first)]
     for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules):
         batch = module_batch(rows, first.block_table, page_size)
         passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch))

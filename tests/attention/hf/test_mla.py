@@ -23,7 +23,7 @@ from attention.backends.reference import TorchBackend
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, allocate, bytes_per_token
 from attention.hf.interface import attention_implementation
-from attention.hf.mla import LatentAttention, latent_attention, unexpanded
+from attention.hf.mla import AbsorbedAttention, absorbed_attention, unexpanded
 from attention.hf.probe import probe
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
@@ -128,8 +128,8 @@ def test_absorbed_logits_equal_the_expanded_forward(name: str) -> None:
 @torch.inference_mode()
 def test_a_wrong_projection_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The comparison can fail: with the heads' value projections in reverse order the logits are far off."""
-    right = LatentAttention.project_output
-    monkeypatch.setattr(LatentAttention, "project_output", lambda self, x: right(self, x.flip(1)))
+    right = AbsorbedAttention.project_output
+    monkeypatch.setattr(AbsorbedAttention, "project_output", lambda self, x: right(self, x.flip(1)))
     model = model_of(CONFIGS["deepseek_v3"])
     row = torch.randint(64, (12,), generator=torch.Generator().manual_seed(0))
     rows = [row, row[:5], row[:9]]
@@ -167,7 +167,7 @@ def test_the_cache_keeps_one_latent_a_token() -> None:
 
 def test_only_plain_projections_are_absorbed() -> None:
     module = model_of(CONFIGS["deepseek_v3"]).model.layers[0].self_attn
-    assert latent_attention(module) is not None
-    assert latent_attention(nn.Linear(2, 2)) is None
+    assert absorbed_attention(module) is not None
+    assert absorbed_attention(nn.Linear(2, 2)) is None
     module.kv_b_proj = nn.Linear(LATENT, 4 * (NOPE + VALUE), bias=True)
-    assert latent_attention(module) is None
+    assert absorbed_attention(module) is None

@@ -22,7 +22,7 @@ from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.rope import RopeSpec
 from drafters.vocab import most_frequent
 
-SPEC = eagle3_spec(taps=(2, 4, 5))
+SPEC = eagle3_spec(aux_layers=(2, 4, 5))
 YARN = RopeSpec(theta=5e5, kind="yarn", max_positions=64, scaling=(("factor", 4.0), ("truncate", False)))
 FULL = replace(
     SPEC,
@@ -37,7 +37,7 @@ FULL = replace(
     own_embed=True,
     target_hidden_size=24,
     num_layers=2,
-    taps=(0, 3, 8),
+    aux_layers=(0, 3, 8),
 )
 Tensors = dict[str, torch.Tensor]
 Edit = Callable[[dict[str, Any], Tensors], None]
@@ -117,12 +117,12 @@ def test_dtype_is_cast_once_and_maps_stay_integers(tmp_path: Path) -> None:
 def test_safeailab_layout_uses_its_defaults_not_the_targets(tmp_path: Path) -> None:
     head = make_head()
     again = load(safeailab(save_eagle3(head, tmp_path)))
-    assert again.spec == SPEC  # taps 2, N//2, N-3; rope_theta 10000; pre-norm feedback
+    assert again.spec == SPEC  # aux layers 2, N//2, N-3; rope_theta 10000; pre-norm feedback
     assert torch.equal(again.fc.weight, head.fc.weight)
     report = describe_eagle3(tmp_path, facts())
     assert report.layout == "EAGLE-3, SafeAILab layout"
     sources = {field.name: field.source for field in report.fields}
-    assert sources["taps"] == "default 2, N//2, N-3"
+    assert sources["aux_layers"] == "default 2, N//2, N-3"
     assert sources["rope"] == "theta: default; type: default"
 
 
@@ -167,23 +167,23 @@ def top_level(config: dict[str, Any], tensors: Tensors) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "taps"), [(nested([1, 3, 6]), (2, 4, 7)), (nested([2, 5, 8]), (2, 5, 8)), (top_level, (1, 3, 8))]
+    ("change", "aux_layers"), [(nested([1, 3, 6]), (2, 4, 7)), (nested([2, 5, 8]), (2, 5, 8)), (top_level, (1, 3, 8))]
 )
-def test_tap_ids_become_boundaries(change: Edit, taps: tuple[int, ...], tmp_path: Path) -> None:
-    assert load(edit(save_eagle3(make_head(), tmp_path), change)).taps == taps
+def test_layer_ids_become_boundaries(change: Edit, aux_layers: tuple[int, ...], tmp_path: Path) -> None:
+    assert load(edit(save_eagle3(make_head(), tmp_path), change)).aux_layers == aux_layers
 
 
 def test_users_choices_win_and_are_reported(tmp_path: Path) -> None:
     save_eagle3(make_head(), tmp_path)
-    head = load(tmp_path, taps=(1, 2, 3), feedback="post_norm")
-    assert head.taps == (1, 2, 3) and head.spec.feedback == "post_norm"
-    text = str(describe_eagle3(tmp_path, facts(), Eagle3Overrides(taps=(1, 2, 3))))
+    head = load(tmp_path, aux_layers=(1, 2, 3), feedback="post_norm")
+    assert head.aux_layers == (1, 2, 3) and head.spec.feedback == "post_norm"
+    text = str(describe_eagle3(tmp_path, facts(), Eagle3Overrides(aux_layers=(1, 2, 3))))
     assert "(1, 2, 3)" in text and "chosen by the user" in text
 
 
 def test_a_head_on_the_last_state_has_no_fc(tmp_path: Path) -> None:
-    head = load(save_eagle3(make_head(replace(SPEC, taps=(FINAL_NORM,))), tmp_path))
-    assert head.taps == (FINAL_NORM,) and not hasattr(head, "fc")
+    head = load(save_eagle3(make_head(replace(SPEC, aux_layers=(FINAL_NORM,))), tmp_path))
+    assert head.aux_layers == (FINAL_NORM,) and not hasattr(head, "fc")
 
 
 def test_report_names_every_field_of_the_spec(tmp_path: Path) -> None:
@@ -233,7 +233,7 @@ def poison(weight: torch.Tensor) -> torch.Tensor:
         (set_config(tie_word_embeddings=True), "tie_word_embeddings"),
         (set_config(head_dim=8), "shape of midlayer"),
         (set_config(num_aux_hidden_states=2), "num_aux_hidden_states"),
-        (set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "different taps"),
+        (set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "different aux layers"),
         (set_config(eagle_aux_hidden_state_layer_ids="2,4,5"), "list of layer numbers"),
         (nested([4, 2, 1]), "ascending"),
         (set_config(eagle_config={"use_aux_hidden_state": False}), r"unknown: fc\.weight|num_aux"),

@@ -12,7 +12,7 @@ from fakes import eagle3_spec
 from attention.errors import InvalidInputError
 from drafters.base import FINAL_NORM, Head
 from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.spec import Eagle3Spec, default_taps
+from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.rope import RopeSpec, Rotary
 from drafters.vocab import most_frequent
@@ -33,7 +33,7 @@ VARIANTS = {
     "llama3 rope": replace(SPEC, rope=RopeSpec(kind="llama3", scaling=LLAMA3)),
     "yarn rope": replace(SPEC, rope=RopeSpec(kind="yarn", max_positions=64, scaling=(("factor", 4.0),))),
     "two layers": replace(SPEC, num_layers=2),
-    "last state": replace(SPEC, taps=(FINAL_NORM,)),
+    "last state": replace(SPEC, aux_layers=(FINAL_NORM,)),
 }
 
 
@@ -86,15 +86,15 @@ class Reference:
     def n(self, name: str, x: torch.Tensor) -> torch.Tensor:
         return norm(x, self.w[name + ".weight"], self.spec.rms_norm_eps)
 
-    def fuse(self, tapped: torch.Tensor) -> torch.Tensor:
+    def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         if "fc.weight" not in self.w:
-            return tapped
+            return aux_hidden_states
         if self.spec.input_norm:
-            tapped = self.n("input_norm", tapped)
+            aux_hidden_states = self.n("input_norm", aux_hidden_states)
         if self.spec.fc_norm:
-            chunks = tapped.chunk(len(self.spec.taps), dim=-1)
-            tapped = torch.cat([self.n(f"fc_norm.{i}", chunk) for i, chunk in enumerate(chunks)], -1)
-        return tapped @ self.w["fc.weight"].T + self.w.get("fc.bias", 0.0)
+            chunks = aux_hidden_states.chunk(len(self.spec.aux_layers), dim=-1)
+            aux_hidden_states = torch.cat([self.n(f"fc_norm.{i}", chunk) for i, chunk in enumerate(chunks)], -1)
+        return aux_hidden_states @ self.w["fc.weight"].T + self.w.get("fc.bias", 0.0)
 
     def projected(self, prefix: str, y: torch.Tensor, position: int) -> tuple[torch.Tensor, ...]:
         out = []
@@ -143,9 +143,9 @@ class Reference:
 
 def outputs(head: Eagle3Head, start: int = 3, rows: int = 7) -> tuple[torch.Tensor, ...]:
     """fuse, block output, logits and feedback of a random sequence from the head, float64 for comparison."""
-    ids, tapped = inputs(head, rows)
+    ids, aux_hidden_states = inputs(head, rows)
     positions = torch.arange(start, start + rows)
-    hidden = head.fuse(tapped)
+    hidden = head.fuse(aux_hidden_states)
     x = head(ids, hidden, positions, causal_attend(head))
     return hidden, x, head.logits(x), head.feedback(x)
 
@@ -153,13 +153,13 @@ def outputs(head: Eagle3Head, start: int = 3, rows: int = 7) -> tuple[torch.Tens
 def inputs(head: Eagle3Head, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(7)
     ids = torch.randint(0, head.spec.vocab_size, (rows,), generator=generator)
-    return ids, torch.randn(rows, head.spec.tapped_size, generator=generator)
+    return ids, torch.randn(rows, head.spec.aux_size, generator=generator)
 
 
 def reference_outputs(head: Eagle3Head, start: int = 3, rows: int = 7) -> tuple[torch.Tensor, ...]:
-    ids, tapped = inputs(head, rows)
+    ids, aux_hidden_states = inputs(head, rows)
     reference = Reference(head)
-    hidden = reference.fuse(tapped.double())
+    hidden = reference.fuse(aux_hidden_states.double())
     x = reference.block(ids, hidden, list(range(start, start + rows)))
     return hidden, x, reference.logits(x), reference.feedback(x)
 
@@ -185,7 +185,7 @@ def swap_norms(head: Eagle3Head) -> None:
     layer.input_layernorm, layer.hidden_norm = layer.hidden_norm, layer.input_layernorm
 
 
-def swap_taps(head: Eagle3Head) -> None:
+def swap_aux_layers(head: Eagle3Head) -> None:
     head.fc.weight.copy_(head.fc.weight.roll(head.spec.target_hidden_size, dims=1))
 
 
@@ -197,7 +197,7 @@ def other_residual(head: Eagle3Head) -> None:
     head.midlayer.norm_before_residual = True
 
 
-@pytest.mark.parametrize("defect", [swap_concat, swap_norms, swap_taps, wrong_theta, other_residual])
+@pytest.mark.parametrize("defect", [swap_concat, swap_norms, swap_aux_layers, wrong_theta, other_residual])
 def test_planted_defects_are_seen(defect: Callable[[Eagle3Head], None]) -> None:
     head = make_head(SPEC)
     expected = reference_outputs(head)
@@ -214,8 +214,8 @@ def test_other_feedback_is_seen() -> None:
 def test_positions_matter_only_by_their_differences() -> None:
     head = make_head(SPEC)
     assert (outputs(head, start=3)[1] - outputs(head, start=900)[1]).abs().max() < 1e-3
-    ids, tapped = inputs(head, 7)
-    stretched = head(ids, head.fuse(tapped), torch.arange(0, 14, 2), causal_attend(head))
+    ids, aux_hidden_states = inputs(head, 7)
+    stretched = head(ids, head.fuse(aux_hidden_states), torch.arange(0, 14, 2), causal_attend(head))
     assert (stretched - outputs(head)[1]).abs().max() > 1e-3
 
 
@@ -223,9 +223,9 @@ def test_positions_matter_only_by_their_differences() -> None:
 def test_half_precision_stays_near_float32(dtype: torch.dtype) -> None:
     head = make_head(SPEC)
     expected = outputs(head)[1]
-    ids, tapped = inputs(head, 7)
+    ids, aux_hidden_states = inputs(head, 7)
     head.to(dtype)
-    x = head(ids, head.fuse(tapped.to(dtype)), torch.arange(3, 10), causal_attend(head))
+    x = head(ids, head.fuse(aux_hidden_states.to(dtype)), torch.arange(3, 10), causal_attend(head))
     assert x.dtype == dtype and head.rotary.frequencies.dtype == torch.float32
     assert (x.float() - expected).abs().max() < 0.05 * expected.abs().max()
 
@@ -264,23 +264,23 @@ def test_refusals() -> None:
     with pytest.raises(InvalidInputError, match="own embed_tokens"):
         replace(SPEC, target_hidden_size=32)
     with pytest.raises(InvalidInputError, match="ascending"):
-        replace(SPEC, taps=(4, 2, 1))
-    with pytest.raises(InvalidInputError, match="default taps"):
-        default_taps(4)
+        replace(SPEC, aux_layers=(4, 2, 1))
+    with pytest.raises(InvalidInputError, match="default aux layers"):
+        default_aux_layers(4)
     with pytest.raises(HeadLoadError, match="high_freq_factor"):
         RopeSpec(kind="llama3", scaling=(("factor", 8.0),)).frequencies(8)
     with pytest.raises(HeadLoadError, match="dynamic"):
         RopeSpec(kind="dynamic").frequencies(8)
-    assert default_taps(32) == (2, 16, 29)
-    assert default_taps(8) == (2, 4, 5)
+    assert default_aux_layers(32) == (2, 16, 29)
+    assert default_aux_layers(8) == (2, 4, 5)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_that_nobody_wants_are_left_out_and_change_nothing(name: str) -> None:
     """Their keys and values are made all the same."""
     head = make_head(VARIANTS[name])
-    ids, tapped = inputs(head, 7)
-    hidden, positions, plain, keys = head.fuse(tapped), torch.arange(7), causal_attend(head), []
+    ids, aux_hidden_states = inputs(head, 7)
+    hidden, positions, plain, keys = head.fuse(aux_hidden_states), torch.arange(7), causal_attend(head), []
 
     def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         keys.append(len(k))

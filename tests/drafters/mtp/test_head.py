@@ -18,7 +18,7 @@ from attention.backends.reference import attend as dense_attend
 from attention.hf.interface import attention_implementation
 from drafters.base import FINAL_NORM, Head
 from drafters.mtp.checkpoint import load_mtp
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import block_config, mtp_target
 from drafters.oracle import oracle_drafts
@@ -190,7 +190,7 @@ def test_the_other_concat_order_is_seen(name: str, tmp_path: Path, tiny_case: Ca
 def test_feedback_is_chosen_by_the_spec(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     case = tiny_case("glm4_moe")
     x = torch.randn(3, 32)
-    post, pre = load(case, tmp_path / "a"), load(case, tmp_path / "b", reading=MtpReading(feedback="pre_norm"))
+    post, pre = load(case, tmp_path / "a"), load(case, tmp_path / "b", convention=MtpConvention(feedback="pre_norm"))
     assert torch.equal(post.feedback(x), post.norm(x))
     assert torch.equal(pre.feedback(x), x)
 
@@ -198,11 +198,11 @@ def test_feedback_is_chosen_by_the_spec(tmp_path: Path, tiny_case: Callable[...,
 def test_it_is_a_head_on_the_last_state(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     head = load(tiny_case("deepseek_v3"), tmp_path)
     assert isinstance(head, Head)
-    assert head.taps == (FINAL_NORM,)
+    assert head.aux_layers == (FINAL_NORM,)
     assert head.draft_vocab_size == VOCAB
     assert [(k.head_dim_k, k.head_dim_v, k.value_in_key) for k in head.attention_specs] == [(48, 40, True)]
-    tapped = torch.randn(2, 32)
-    assert head.fuse(tapped) is tapped
+    aux_hidden_states = torch.randn(2, 32)
+    assert head.fuse(aux_hidden_states) is aux_hidden_states
 
 
 def test_block_config_leaves_the_target_alone(tiny_case: Callable[..., Any]) -> None:

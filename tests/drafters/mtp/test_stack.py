@@ -56,11 +56,11 @@ class Rows:
 
     @torch.no_grad()
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:
-        """The draft prefill reads positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
+        """The draft prefill reads positions start[i] … stop[i]-1 (the bonus token is at stop[i]); then the steps."""
         first, lens = np.array(start), np.array(stop) - np.array(start)
         tokens = torch.tensor([self.ids[i][p + 1] for i in range(2) for p in range(start[i], stop[i])])
-        tapped = torch.cat([self.states[i, start[i] : stop[i]] for i in range(2)])
-        shuffled = torch.randperm(len(tapped), generator=torch.Generator().manual_seed(0))
+        aux_hidden_states = torch.cat([self.states[i, start[i] : stop[i]] for i in range(2)])
+        shuffled = torch.randperm(len(aux_hidden_states), generator=torch.Generator().manual_seed(0))
         starts = np.concatenate([[0], np.cumsum(lens)])
         last_row = torch.from_numpy(starts[1:] - 1)
         batch = rows_batch(starts, first, TABLE, PAGE_SIZE)
@@ -68,7 +68,7 @@ class Rows:
         for rows in module_rows(first, lens, self.stack.num_modules):
             own, sources, last = (torch.from_numpy(x) for x in (rows.tokens, rows.sources, rows.last_row))
             passes.append(ModulePass(tokens[own], sources, last, staged(module_batch(rows, TABLE, PAGE_SIZE))))
-        self.carried = module_prefill(self.stack, self.runner, tapped[shuffled], passes, self.carried)
+        self.carried = module_prefill(self.stack, self.runner, aux_hidden_states[shuffled], passes, self.carried)
         steps = [
             staged(module_step(s, np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE, self.stack.num_modules))
             for s in range(1, max(num_drafts))

@@ -28,7 +28,7 @@ SPEC = Eagle3Spec(
     head_dim=4,
     vocab_size=16,
     draft_vocab_size=16,
-    taps=(1, 2, 3),
+    aux_layers=(1, 2, 3),
 )
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 import specdec.training.run
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import has_mtp, load_mtp, save_mtp
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.training.answers import AnswerSet, answer
 from drafters.training.config import TrainConfig
@@ -65,10 +65,10 @@ class Bench:
     def regenerate(self, prompts: list[list[int]]) -> list[list[int]]:
         return [c.token_ids for c in self.model.generate(prompts, SamplingParams(max_new_tokens=12))]
 
-    def train(self, output: Path, reading: MtpReading | None = None, **settings: Any) -> TrainResult:
+    def train(self, output: Path, convention: MtpConvention | None = None, **settings: Any) -> TrainResult:
         config = TrainConfig(**{**SHORT, **settings})
         quiet = Console(file=io.StringIO())
-        how = reading or MtpReading()
+        how = convention or MtpConvention()
         return specdec.training.run.train_mtp(
             self.model, self.folder, self.answers, how, config, output, held_out=12, console=quiet
         )

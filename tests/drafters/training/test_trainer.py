@@ -36,7 +36,7 @@ SPEC = Eagle3Spec(
     head_dim=8,
     vocab_size=48,
     draft_vocab_size=40,
-    taps=(1, 2, 3),
+    aux_layers=(1, 2, 3),
 )
 CONFIG = TrainConfig(
     steps=8,
@@ -96,7 +96,7 @@ def features_of(target: LlamaForCausalLM, calls: int = 10**9) -> Features:
         if next(left, None) is None:
             raise Killed
         out = target(token_ids, attention_mask=real.long(), output_hidden_states=True, use_cache=False)
-        return torch.cat([out.hidden_states[b] for b in SPEC.taps], dim=-1), out.logits
+        return torch.cat([out.hidden_states[b] for b in SPEC.aux_layers], dim=-1), out.logits
 
     return features
 
@@ -154,10 +154,10 @@ def drafts_accepted(head: Eagle3Head, target: LlamaForCausalLM, data: TrainingDa
     features, right, chains = features_of(target), [0] * CONFIG.ttt_steps, [0] * CONFIG.ttt_steps
     for i in range(len(data.held_out)):
         ids = torch.from_numpy(data.held_out.sequence(i))
-        tapped, _ = features(ids[None], torch.ones(1, len(ids)))
-        for root in range(int(data.held_out.answer_starts[i]), len(ids) - 1):
-            drafts = oracle_drafts(head, ids[: root + 1], tapped[0, :root], CONFIG.ttt_steps)
-            wanted = ids[root + 1 : root + 1 + CONFIG.ttt_steps].tolist()
+        aux_hidden_states, _ = features(ids[None], torch.ones(1, len(ids)))
+        for bonus in range(int(data.held_out.answer_starts[i]), len(ids) - 1):
+            drafts = oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[0, :bonus], CONFIG.ttt_steps)
+            wanted = ids[bonus + 1 : bonus + 1 + CONFIG.ttt_steps].tolist()
             for k in range(len(wanted)):
                 chains[k] += 1
                 right[k] += drafts[: k + 1] == wanted[: k + 1]
@@ -211,8 +211,8 @@ def test_other_runs_checkpoints_are_refused(target: LlamaForCausalLM, data: Trai
 
 def test_a_diverging_run_stops(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     def broken(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        tapped, logits = features_of(target)(token_ids, real)
-        return tapped * float("nan"), logits
+        aux_hidden_states, logits = features_of(target)(token_ids, real)
+        return aux_hidden_states * float("nan"), logits
 
     with pytest.raises(TrainingDivergedError, match="step 2"):
         train(CONFIG, fresh(target, data), data, broken, nothing, tmp_path, quiet())

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import specdec.acceptance.accept
-from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
+from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 
 GRID = 120
 
@@ -35,8 +35,8 @@ def first_token_distribution(p: torch.Tensor, q: torch.Tensor, one_hot: bool = F
             next_uniform=torch.stack([after, after], 1),
         )
         drafts = torch.full((cells, 1), x)
-        verdict = specdec.acceptance.accept.accept_sampled(drafts, torch.ones(cells, dtype=torch.long), inputs)
-        first = torch.where(verdict.num_accepted == 1, x, verdict.next_token)
+        result = specdec.acceptance.accept.accept_sampled(drafts, torch.ones(cells, dtype=torch.long), inputs)
+        first = torch.where(result.num_accepted == 1, x, result.next_token)
         total += q[x].double() * torch.bincount(first, minlength=size).double() / cells
     return total
 
@@ -63,7 +63,7 @@ def test_equal_distributions_accept_everything() -> None:
     assert accept_sampled(drafts, torch.full((500,), 3), inputs).num_accepted.eq(3).all()
 
 
-def wrong_half(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> Verdict:
+def wrong_half(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
     """Planted: accept when p > q/2."""
     assert inputs.draft_probs is not None
     p = inputs.target_probs[:, :-1].gather(2, drafts[:, :, None])[:, :, 0]
@@ -93,16 +93,14 @@ def test_greedy_acceptance_is_the_longest_common_prefix(rows: list[tuple[list[in
     width = max(len(d) for d, _ in rows)
     target = [np.random.default_rng(seed).integers(0, 3, width + 1).tolist() for _, seed in rows]
     drafts = torch.tensor([d + t[len(d) : -1] for (d, _), t in zip(rows, target, strict=True)], dtype=torch.long)
-    verdict = accept_greedy(
-        drafts.view(len(rows), width), torch.tensor([len(d) for d, _ in rows]), torch.tensor(target)
-    )
+    result = accept_greedy(drafts.view(len(rows), width), torch.tensor([len(d) for d, _ in rows]), torch.tensor(target))
     right = [slow_greedy(d, t) for (d, _), t in zip(rows, target, strict=True)]
-    assert list(zip(verdict.num_accepted.tolist(), verdict.next_token.tolist(), strict=True)) == right
+    assert list(zip(result.num_accepted.tolist(), result.next_token.tolist(), strict=True)) == right
 
 
 @pytest.mark.parametrize("width", [0, 1, 4])
-def test_greedy_rows_are_judged_alike_by_both_rules(width: int) -> None:
-    """In a mixed batch a greedy row has one-hot p and q; the verdict is the greedy one, whatever the uniforms."""
+def test_both_rules_decide_greedy_rows_alike(width: int) -> None:
+    """In a mixed batch a greedy row has one-hot p and q; the result is the greedy one, whatever the uniforms."""
     generator = torch.Generator().manual_seed(0)
     rows, vocab = 64, 3
     target = torch.randint(vocab, (rows, width + 1), generator=generator)

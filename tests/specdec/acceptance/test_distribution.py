@@ -28,7 +28,7 @@ from transformers import (
 
 import specdec.acceptance.judge
 from attention.checking import check_mode
-from specdec.acceptance.accept import SampledInputs, Verdict, accept_sampled
+from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_sampled
 from specdec.requests.sampling import SamplingParams, draw
 
 VOCAB = 6
@@ -129,10 +129,10 @@ def test_without_speculation_too() -> None:
     assert tau == 1.0
 
 
-Rule = Callable[[torch.Tensor, torch.Tensor, SampledInputs], Verdict]
+Rule = Callable[[torch.Tensor, torch.Tensor, SampledInputs], VerificationResult]
 
 
-def accept_over_half(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> Verdict:
+def accept_over_half(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
     """Accept when p > q/2, always."""
     if inputs.draft_probs is None:
         return accept_sampled(drafts, n, inputs)
@@ -141,15 +141,15 @@ def accept_over_half(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInput
     return accept_sampled(drafts, n, replace(inputs, accept_uniform=torch.where(p > q / 2, -1.0, 2.0)))
 
 
-def resample_from_p(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> Verdict:
+def resample_from_p(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
     """Resample from p instead of the residual."""
-    verdict = accept_sampled(drafts, n, inputs)
-    at = verdict.num_accepted[:, None, None].expand(-1, 1, inputs.target_probs.shape[2])
-    uniform = inputs.next_uniform.gather(1, verdict.num_accepted[:, None])[:, 0]
-    return Verdict(verdict.num_accepted, draw(inputs.target_probs.gather(1, at)[:, 0], uniform))
+    result = accept_sampled(drafts, n, inputs)
+    at = result.num_accepted[:, None, None].expand(-1, 1, inputs.target_probs.shape[2])
+    uniform = inputs.next_uniform.gather(1, result.num_accepted[:, None])[:, 0]
+    return VerificationResult(result.num_accepted, draw(inputs.target_probs.gather(1, at)[:, 0], uniform))
 
 
-def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> Verdict:
+def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
     """Resample with the uniform that rejected the draft."""
     shared = torch.cat([inputs.accept_uniform, inputs.next_uniform[:, -1:]], 1)
     return accept_sampled(drafts, n, replace(inputs, next_uniform=shared))

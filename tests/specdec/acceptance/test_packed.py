@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec.acceptance.packed
-from specdec.acceptance.packed import PackedVerdict, unpack_outcome
+from specdec.acceptance.packed import PackedResult, unpack_outcome
 from specdec.execution.readback import HostReads
 
 ROOT = Path(__file__).resolve().parent.parent.parent.parent
@@ -29,32 +29,32 @@ def test_the_host_reads_what_the_device_packed(rows: int, num_drafts: int, seed:
     drafts = torch.randint(100, (rows, num_drafts), generator=generator)
     accepted = torch.randint(num_drafts + 1, (rows,), generator=generator)
     following = torch.randint(100, (rows,), generator=generator)
-    verdict = PackedVerdict.pack(accepted, following, drafts)
-    assert verdict.packed.numel() == PackedVerdict.numel(rows, num_drafts) and verdict.num_rows == rows
-    outcome = unpack_outcome(verdict.packed.numpy(), torch.full((rows,), num_drafts).numpy())
+    result = PackedResult.pack(accepted, following, drafts)
+    assert result.packed.numel() == PackedResult.numel(rows, num_drafts) and result.num_rows == rows
+    outcome = unpack_outcome(result.packed.numpy(), torch.full((rows,), num_drafts).numpy())
     for name in ("num_accepted", "tokens", "drafts"):
-        assert getattr(outcome, name).tolist() == getattr(verdict, name).tolist()
+        assert getattr(outcome, name).tolist() == getattr(result, name).tolist()
     assert outcome.num_accepted.tolist() == accepted.tolist() and outcome.drafts.tolist() == drafts.tolist()
     for row, count in enumerate(accepted.tolist()):
         assert outcome.tokens[row, : count + 1].tolist() == [*drafts[row, :count].tolist(), int(following[row])]
-    assert verdict.first_token.tolist() == outcome.tokens[:, 0].tolist()
+    assert result.first_token.tolist() == outcome.tokens[:, 0].tolist()
 
 
 def test_accessors_are_views_and_fewer_rows_share_the_memory() -> None:
-    verdict = PackedVerdict.zeros(3, 2, torch.device("cpu"))
-    verdict.rows(2).first_token.copy_(torch.tensor([7, 8]))
-    verdict.num_accepted[2] = 1
-    verdict.drafts[1] = torch.tensor([5, 6])
-    assert verdict.packed.tolist() == [[0, 7, 0, 0, 0, 0], [0, 8, 0, 0, 5, 6], [1, 0, 0, 0, 0, 0]]
+    result = PackedResult.zeros(3, 2, torch.device("cpu"))
+    result.rows(2).first_token.copy_(torch.tensor([7, 8]))
+    result.num_accepted[2] = 1
+    result.drafts[1] = torch.tensor([5, 6])
+    assert result.packed.tolist() == [[0, 7, 0, 0, 0, 0], [0, 8, 0, 0, 5, 6], [1, 0, 0, 0, 0, 0]]
 
 
 def test_a_read_goes_through_the_hook_first() -> None:
     """The seam of benchmarks that draw tokens on the device."""
-    reads = HostReads(PackedVerdict.numel(2, 0), torch.device("cpu"))
-    reads.before_read = lambda verdict: verdict.first_token.fill_(9)  # type: ignore[assignment, return-value]
-    verdict = PackedVerdict.zeros(2, 0, torch.device("cpu"))
-    assert reads.start(verdict).wait().tolist() == [[0, 9], [0, 9]]
-    assert verdict.first_token.tolist() == [9, 9], "what follows on the device reads the same"
+    reads = HostReads(PackedResult.numel(2, 0), torch.device("cpu"))
+    reads.before_read = lambda result: result.first_token.fill_(9)  # type: ignore[assignment, return-value]
+    result = PackedResult.zeros(2, 0, torch.device("cpu"))
+    assert reads.start(result).wait().tolist() == [[0, 9], [0, 9]]
+    assert result.first_token.tolist() == [9, 9], "what follows on the device reads the same"
 
 
 def subscripts_of_packed(source: str) -> list[int]:

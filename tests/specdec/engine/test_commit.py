@@ -1,4 +1,4 @@
-"""What verification results mean for rows: tokens kept, eos ids, limits, KV lengths."""
+"""What verification results mean for rows: tokens committed, eos ids, limits, KV lengths."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def opened(*limits: int) -> RowTable:
 
 
 def committed(
-    table: RowTable, accepted: list[int], tokens: list[list[int]], judged: list[int] | None = None
+    table: RowTable, accepted: list[int], tokens: list[list[int]], decided: list[int] | None = None
 ) -> Committed:
     count = len(table.limit)
     rows, ones, drafts = np.arange(count), np.ones(count, np.int64), np.full(count, 2)
-    index = rows if judged is None else np.array(judged)
-    target: Any = SimpleNamespace(judged=index, num_drafts=drafts[index], query_start_loc=np.arange(count + 1) * 3)
+    index = rows if decided is None else np.array(decided)
+    target: Any = SimpleNamespace(decided=index, num_drafts=drafts[index], query_start_loc=np.arange(count + 1) * 3)
     outcome = Outcome(np.array(accepted), np.array(tokens), np.array(tokens)[:, :2])
     return commit(Schedule(rows, ones, drafts), target, outcome, table)
 
@@ -78,7 +78,7 @@ def test_an_eos_id_beyond_the_limit_is_not_the_reason() -> None:
 def test_a_row_in_the_middle_of_its_prompt_reads_and_gets_nothing() -> None:
     table = opened(20, 20)
     table.computed[0] = 1
-    done = committed(table, [1], [[5, 6, 0]], judged=[1])
+    done = committed(table, [1], [[5, 6, 0]], decided=[1])
     assert done.rows.tolist() == [1] and table.length.tolist() == [4, 6] and table.computed.tolist() == [2, 5]
 
 

@@ -13,12 +13,12 @@ from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 PARAMS = SamplingParams(max_new_tokens=24, return_drafts=True)
-TAPS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)
 
 
 def head_of(kind: str) -> Head:
     model = tiny_llama()
-    return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, taps=TAPS)
+    return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, aux_layers=AUX_LAYERS)
 
 
 @pytest.mark.parametrize("kind", ["table", "eagle3"])
@@ -91,14 +91,14 @@ def test_reading_the_neighbours_true_states_fails_the_oracle(monkeypatch: pytest
     """Planted defect: the draft prefill reads the target's states one row too late."""
     import drafters.loops.chain.arrays
 
-    real = drafters.loops.chain.arrays.kept_rows
+    real = drafters.loops.chain.arrays.accepted_rows
 
     def one_late(qsl: Any, drafts: Any, accepted: Any, rows: Any) -> Any:
-        kept = real(qsl, drafts, accepted, rows)
-        kept.token_indices[:-1] = kept.token_indices[1:]
-        return kept
+        found = real(qsl, drafts, accepted, rows)
+        found.token_indices[:-1] = found.token_indices[1:]
+        return found
 
-    monkeypatch.setattr(drafters.loops.chain.arrays, "kept_rows", one_late)
+    monkeypatch.setattr(drafters.loops.chain.arrays, "accepted_rows", one_late)
     head = head_of("table")
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=3)
     assert any(wrong_rounds(head, c) for c in wrapped.generate(PROMPTS, PARAMS))

@@ -22,12 +22,12 @@ from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 PARAMS = SamplingParams(max_new_tokens=24, return_drafts=True)
-TAPS = (1, 2, 3)
+AUX_LAYERS = (1, 2, 3)
 
 
 def ahead(**options: Any) -> Any:
     model = tiny_llama()
-    wrapped = wrap(model, table_head(model, taps=TAPS), num_speculative_tokens=3, **options)
+    wrapped = wrap(model, table_head(model, aux_layers=AUX_LAYERS), num_speculative_tokens=3, **options)
     launch_ahead(wrapped)
     return wrapped
 
@@ -61,7 +61,7 @@ def test_rows_that_end_or_are_aborted_leave_the_others_alone() -> None:
 
 
 def test_the_users_own_forward_between_two_rounds_does_not_spoil_the_drafts() -> None:
-    """The tapped states of a queued verification wait in a buffer; a forward of the user must not write there."""
+    """The aux hidden states of a queued verification wait in a buffer; a forward of the user must not write there."""
     wrapped = ahead()
     completion = None
     for update in wrapped.stream(PROMPTS[3], PARAMS):

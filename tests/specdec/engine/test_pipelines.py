@@ -11,7 +11,7 @@ import torch
 
 import specdec.engine.engine
 from drafters.loops.base import Draft
-from specdec.acceptance.packed import Outcome, PackedVerdict
+from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import InvalidInputError
@@ -46,15 +46,15 @@ class NotingExecutor:
         self.events.append("send")
         return target
 
-    def draft(self, round_: TargetArrays, tapped: torch.Tensor) -> Draft:
+    def draft(self, round_: TargetArrays, aux_hidden_states: torch.Tensor) -> Draft:
         self.events.append("draft loop")
         return Draft(torch.full((len(round_.start), K), TOKEN), None)
 
     def verify(self, round_: TargetArrays, draft: Draft | None) -> Verification:
         self.events.append("verify")
-        packed = torch.full((len(round_.judged), 2 * round_.max_drafts + 2), TOKEN)
+        packed = torch.full((len(round_.decided), 2 * round_.max_drafts + 2), TOKEN)
         packed[:, 0] = torch.from_numpy(round_.num_drafts)
-        read, states = self.reads.start(PackedVerdict(packed)), torch.zeros(0)
+        read, states = self.reads.start(PackedResult(packed)), torch.zeros(0)
         if not round_.only_bonus_tokens or self.kind is Verification:
             return Verification(read, states)
         if self.kind is ChainedVerification:

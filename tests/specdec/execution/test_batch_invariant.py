@@ -28,13 +28,13 @@ from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,
     Replayed,
     graphs_on_cpu,
-    latent_mixture_pair,
+    mla_mixture_pair,
     recorded_on_cpu,
     with_graphs,
 )
 
 PROMPTS = random_prompts((5, 60, 1, 50, 9))
-"""Two are longer than a round's 24 tokens: parts of them are read in rounds in which nothing is judged."""
+"""Two are longer than a round's 24 tokens: parts of them are read in rounds without logits indices."""
 PARAMS = SamplingParams(max_new_tokens=16)
 
 
@@ -75,8 +75,8 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
     def compiled_model(model: Callable[..., Any]) -> Callable[..., Any]:
         def run(**inputs: Any) -> Any:
-            judged = inputs["logits_to_keep"]
-            calls.append((inputs["input_ids"].shape[1], len(judged), torch.is_inference_mode_enabled()))
+            logits_indices = inputs["logits_to_keep"]
+            calls.append((inputs["input_ids"].shape[1], len(logits_indices), torch.is_inference_mode_enabled()))
             return model(**inputs)
 
         return run
@@ -99,13 +99,13 @@ def test_all_rounds_run_the_model_of_the_graphs(
     completions = model.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in completions] == [hf_greedy(p, 16) for p in PROMPTS]
     assert len(forwards) == len(calls)
-    assert all(tokens >= 2 and judged >= 2 for tokens, judged, _ in calls)
+    assert all(tokens >= 2 and logits >= 2 for tokens, logits, _ in calls)
     assert {inference for *_, inference in calls} == {False, True}  # rounds apart from graphs, and replays
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("defect", [False, True])
-def test_it_is_compiled_once_and_the_cache_is_written_where_nothing_is_judged(
+def test_it_is_compiled_once_and_the_cache_is_written_without_logits_indices(
     defect: bool,
     recorded_on_cpu: list[Replayed],  # noqa: F811
     tested: list[Any],
@@ -183,7 +183,7 @@ def test_products_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_mixtures_are_refused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
-    target, head = latent_mixture_pair()
+    target, head = mla_mixture_pair()
     with pytest.raises(UnsupportedModelError, match="DeepseekV2ForCausalLM is a mixture of experts"):
         with_graphs(head, target, Invariant(torch.device("cpu")), num_speculative_tokens=2)
 

@@ -144,7 +144,7 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
         pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
     ],
 )
-def test_tokens_and_drafts_are_those_of_the_eager_road(
+def test_tokens_and_drafts_are_those_of_the_eager_path(
     graphs_on_cpu: list[Replayed], kind: str, options: dict[str, int]
 ) -> None:
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 5, **options}
@@ -198,7 +198,7 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
     ("num_drafts", "temperature"),
     [(3, 0.0), (3, 0.9), pytest.param(0, 0.9, marks=pytest.mark.slow), pytest.param(5, 0.9, marks=pytest.mark.slow)],
 )
-def test_a_preempted_row_joins_again_at_its_root(
+def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
 ) -> None:
     """Rounds that prefill run eagerly; the row that is done drafts there and is verified from a graph, as if alone."""
@@ -222,7 +222,7 @@ def test_a_preempted_row_joins_again_at_its_root(
 
 @pytest.mark.slow
 def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Replayed]) -> None:
-    """With torch.compile, fused siblings and taps that leave the compiled forward as outputs (float32)."""
+    """With torch.compile, fused siblings and aux hidden states that leave the compiled forward as outputs (float32)."""
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
     params = SamplingParams(max_new_tokens=24, return_drafts=True)
     eager = wrap(tiny_llama(), eagle3_head(tiny_llama()), **sizes).generate(PROMPTS, params)
@@ -275,7 +275,7 @@ def test_buckets() -> None:
     assert graph_rows(128, 6)[:2] == (128, 64)
 
 
-def latent_mixture_pair() -> tuple[Any, MtpHead]:
+def mla_mixture_pair() -> tuple[Any, MtpHead]:
     """A tiny target with MLA and experts, and a multi-token-prediction module of its kind."""
     torch.manual_seed(0)
     config = DeepseekV2Config(
@@ -306,12 +306,12 @@ def latent_mixture_pair() -> tuple[Any, MtpHead]:
     return target, head
 
 
-def check_latent_mixture(drafts: int, rows: int = 4) -> None:
+def check_mla_mixture(drafts: int, rows: int = 4) -> None:
     sizes = {"num_speculative_tokens": drafts, "max_num_seqs": rows}
     params = SamplingParams(max_new_tokens=16, return_drafts=True)
-    target, head = latent_mixture_pair()
+    target, head = mla_mixture_pair()
     eager = wrap(target, head, **sizes).generate(PROMPTS, params)
-    target, head = latent_mixture_pair()
+    target, head = mla_mixture_pair()
     graphed = with_graphs(head, target, **sizes)
     with compiler_settings(), using_capturable_experts(target, head):  # a real replay compiles nothing anew
         completions = graphed.generate(PROMPTS, params)
@@ -322,16 +322,14 @@ def check_latent_mixture(drafts: int, rows: int = 4) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_a_latent_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
-    check_latent_mixture(drafts)
+def test_an_mla_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
+    check_mla_mixture(drafts)
     assert sum(g.replays for g in graphs_on_cpu) > 20
 
 
 @pytest.mark.slow
-def test_a_latent_mixture_is_one_compiled_graph(
-    recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Target and module traced without a break; what they compute is that of the eager road."""
+def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target and module traced without a break; what they compute is that of the eager path."""
     compiler = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": "aot_eager"}))
     plain = specdec.execution.capture.record
@@ -341,7 +339,7 @@ def test_a_latent_mixture_is_one_compiled_graph(
         return plain(launch, pool)
 
     monkeypatch.setattr(specdec.execution.capture, "record", record)
-    check_latent_mixture(2, rows=1)
+    check_mla_mixture(2, rows=1)
     assert sum(g.replays for g in recorded_on_cpu) > 20
 
 
@@ -416,7 +414,7 @@ def test_no_read_is_larger_than_its_buffer(
     assert [c.token_ids for c in graphed.generate(PROMPTS[:2], SamplingParams(max_new_tokens=12))] == [
         hf_greedy(prompt, 12) for prompt in PROMPTS[:2]
     ]
-    assert 0 < max(verdict.packed.numel() for (verdict,) in reads) <= 2 * (num_drafts + 1)
+    assert 0 < max(result.packed.numel() for (result,) in reads) <= 2 * (num_drafts + 1)
 
 
 def test_nothing_is_launched_ahead_when_somebody_could_join(

@@ -48,7 +48,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_tokens_and_drafts_are_those_of_the_eager_road(graphs_on_cpu: list[Any], launches: list[Any]) -> None:  # noqa: F811
+def test_tokens_and_drafts_are_those_of_the_eager_path(graphs_on_cpu: list[Any], launches: list[Any]) -> None:  # noqa: F811
     head, target = eagle3_head(tiny_llama()).half(), tiny_llama().half()
     options = {"num_speculative_tokens": 2, "max_num_seqs": 4, "page_size": 16}
     params = SamplingParams(max_new_tokens=12, return_drafts=True)

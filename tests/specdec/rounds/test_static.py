@@ -17,7 +17,7 @@ from specdec.rounds.verification import TargetArrays
 CPU = torch.device("cpu")
 ROWS, DRAFTS, LONGEST = 4, 3, 44
 Rows = list[tuple[int, int]]
-"""(position of the root, drafts) of each row."""
+"""(position of the bonus token, drafts) of each row."""
 
 
 def config(page_size: int) -> EngineConfig:
@@ -38,7 +38,7 @@ def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> T
         drafts=drafts,
         num_drafting=len(rows),
         tokens=(start[:, None] + 100).astype(np.int32),
-        judged=np.arange(len(rows)),
+        decided=np.arange(len(rows)),
         block_table=table(len(rows), page_size, 1),
         head_table=table(len(rows), page_size, 500),
         wanted=ones * DRAFTS,
@@ -80,8 +80,8 @@ def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page
         assert staged["target.page_indptr"].tolist() == plain.page_indptr.tolist()
         assert staged["target.last_page_len"].tolist() == plain.last_page_len.tolist()
         assert staged["target.num_drafts"].tolist() == [n for _, n in rows] + [0] * (ROWS - len(rows))
-        roots = staged["target.token_ids"].view(ROWS, DRAFTS + 1)[: len(rows), 0]
-        assert roots.tolist() == [first + 100 for first, _ in rows]
+        bonus = staged["target.token_ids"].view(ROWS, DRAFTS + 1)[: len(rows), 0]
+        assert bonus.tolist() == [first + 100 for first, _ in rows]
 
 
 def test_worked_example() -> None:

@@ -59,7 +59,8 @@ def test_a_verification_reads_bonus_tokens_and_has_places_for_its_drafts() -> No
     round_ = both.verification
     assert round_.token_ids.tolist() == [23, 0, 0, 0, 17, 0, 0, 0]
     assert round_.draft_places.tolist() == [1, 2, 3, 5, 6, 7] and round_.draft_sources.tolist() == list(range(6))
-    assert round_.judged_rows.tolist() == list(range(8)) and round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert round_.logits_indices.tolist() == list(range(8))
+    assert round_.logit_index.tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert round_.metadata.positions.tolist() == [11, 12, 13, 14, 8, 9, 10, 11]
     assert both.draft is None and round_.sampling is None
     assert transfer.transfers == 1

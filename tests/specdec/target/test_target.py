@@ -1,4 +1,4 @@
-"""Families that come out right through the paged attention, families that are refused and why, and the taps."""
+"""Families that come out right through the paged attention, refused families and why, and the aux hidden states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError
 from specdec.requests.sampling import SamplingParams
 from specdec.target.alterations import Alterations
 from specdec.target.rereading import dummy_ids, scrambled_table
-from specdec.target.target import TapRecorder, probe_target
+from specdec.target.target import AuxStateRecorder, probe_target
 
 SIZES = {
     "vocab_size": 64,
@@ -136,27 +136,27 @@ def test_a_cache_too_small_for_the_self_test_says_so() -> None:
         wrap(tiny_llama(), kv_cache_tokens=12)
 
 
-@pytest.mark.parametrize("taps", [(0,), (1, 2, 3), (2, 4), (FINAL_NORM,)])
-def test_tapped_states_are_those_of_the_model(taps: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("aux_layers", [(0,), (1, 2, 3), (2, 4), (FINAL_NORM,)])
+def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -> None:
     """Boundary b is the residual stream after b layers; the last one before the final norm, FINAL_NORM after it."""
     model = tiny_llama(context=0.35)
     ids = torch.tensor(random_prompts([9]))
     with torch.no_grad():
         states = model(ids, output_hidden_states=True).hidden_states
         residual = [*states[:4], model.model.layers[3](states[3], position_embeddings=rope(model, states[3]))]
-    recorder = TapRecorder(probe_target(model), taps, 16, Alterations(model))
+    recorder = AuxStateRecorder(probe_target(model), aux_layers, 16, Alterations(model))
     with torch.no_grad(), recorder.recording(9):
         model(ids)
     with torch.no_grad():
         model(ids.flip(1))
-    right = torch.cat([states[4][0] if tap == FINAL_NORM else residual[tap][0] for tap in taps], -1)
+    right = torch.cat([states[4][0] if layer == FINAL_NORM else residual[layer][0] for layer in aux_layers], -1)
     assert torch.allclose(recorder.buffer[:9], right, atol=1e-5)
-    if 4 in taps:
+    if 4 in aux_layers:
         assert not torch.allclose(residual[4], states[4], atol=1e-2), "transformers' last state is after the norm"
 
 
-def recorder_of(model: Any, taps: tuple[int, ...], max_tokens: int) -> TapRecorder:
-    return TapRecorder(probe_target(model), taps, max_tokens, Alterations(model))
+def recorder_of(model: Any, aux_layers: tuple[int, ...], max_tokens: int) -> AuxStateRecorder:
+    return AuxStateRecorder(probe_target(model), aux_layers, max_tokens, Alterations(model))
 
 
 def test_more_tokens_than_the_buffer_of_aux_hidden_states_holds_are_refused() -> None:
@@ -203,8 +203,8 @@ def rope(model: Any, states: torch.Tensor) -> Any:
 
 
 def test_a_boundary_the_target_does_not_have_is_refused() -> None:
-    with pytest.raises(InvalidInputError, match=r"tap 5: the target has boundaries 0 … 4"):
-        wrap(tiny_llama(), table_head(tiny_llama(), taps=(1, 5)), num_speculative_tokens=2)
+    with pytest.raises(InvalidInputError, match=r"aux layer 5: the target has boundaries 0 … 4"):
+        wrap(tiny_llama(), table_head(tiny_llama(), aux_layers=(1, 5)), num_speculative_tokens=2)
 
 
 def test_the_probe_does_not_change_the_model() -> None:

@@ -13,7 +13,7 @@ from fakes import divided_as_by_flashinfer, flashinfer_stretch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.backends.flashinfer import mla_plan as latent_work
+from attention.backends.flashinfer import mla_plan
 from attention.backends.flashinfer.mla_plan import (
     LEAST_KEYS,
     WHOLE_KEYS,
@@ -60,7 +60,7 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
     parts: dict[int, tuple[int, int, int]] = {}
     for cluster in range(tiles.clusters):
         for item in range(arrays["work_indptr"][cluster], arrays["work_indptr"][cluster + 1]):
-            a = {name: int(arrays[name][item]) for name in latent_work.PER_ITEM}
+            a = {name: int(arrays[name][item]) for name in mla_plan.PER_ITEM}
             width = min(tiles.size, a["q_len"] * heads - a["q_start"])
             for i in range(width):
                 pair = a["q_indptr"] * heads + a["q_start"] + i
@@ -73,7 +73,7 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
                     assert place not in parts and place < 2 * tiles.clusters * tiles.size
                     parts[place] = (pair, *stretch)
     for m in range(len(arrays["merge_partial_stride"])):
-        start, stop, place, end, stride = (int(arrays[name][m]) for name in latent_work.MERGES)
+        start, stop, place, end, stride = (int(arrays[name][m]) for name in mla_plan.MERGES)
         for i in range(stop - start):
             assert start + i not in written
             found = [parts.pop(p) for p in range(place + i, end, stride)]
@@ -174,7 +174,7 @@ def test_arrays_lie_on_multiples_of_16_bytes_in_the_plans_order() -> None:
     places = layout.info[2:16]
     assert layout.info[:2] == (1, 132) and layout.info[16:] == (0, 2 * 132 * 64 * 512 * 2)
     assert list(places) == sorted(places) and all(place % 16 == 0 for place in places)
-    assert list(arrays) == list(latent_work.ORDER) and places[-1] + 4 * 133 <= layout.nbytes
+    assert list(arrays) == list(mla_plan.ORDER) and places[-1] + 4 * 133 <= layout.nbytes
 
 
 def test_more_items_than_the_list_has_room_for_raise() -> None:

@@ -17,8 +17,8 @@ import drafters.loops.lengths
 from attention.batch.host import slots_of
 from attention.errors import InvariantError
 from drafters.loops.chain.index import (
+    accepted_rows,
     draft_steps,
-    kept_rows,
     rows_batch,
     shifted_token_ids,
     step_batch,
@@ -40,17 +40,17 @@ def test_the_examples_in_the_docstrings() -> None:
 
 
 def test_worked_example_draft_prefill() -> None:
-    kept = kept_rows(QSL, DRAFTS, ACCEPTED)
-    assert kept.query_start_loc.tolist() == [0, 2, 6, 7]
-    assert kept.token_indices.tolist() == [0, 1, 4, 5, 6, 7, 8]
-    assert kept.last_row.tolist() == [1, 5, 6]
+    accepted = accepted_rows(QSL, DRAFTS, ACCEPTED)
+    assert accepted.query_start_loc.tolist() == [0, 2, 6, 7]
+    assert accepted.token_indices.tolist() == [0, 1, 4, 5, 6, 7, 8]
+    assert accepted.last_row.tolist() == [1, 5, 6]
     verified = rows_batch(QSL, SEQ - 4, TABLE, 16)
     assert verified.seq_lens.tolist() == [20, 33, 48]
-    first = rows_batch(kept.query_start_loc, SEQ - 4, TABLE, 16)
+    first = rows_batch(accepted.query_start_loc, SEQ - 4, TABLE, 16)
     assert first.positions.tolist() == [16, 17, 29, 30, 31, 32, 44]
     assert first.seq_lens.tolist() == [18, 33, 45]
-    assert first.slot_mapping.tolist() == verified.slot_mapping[kept.token_indices].tolist()
-    assert first.positions.tolist() == verified.positions[kept.token_indices].tolist()
+    assert first.slot_mapping.tolist() == verified.slot_mapping[accepted.token_indices].tolist()
+    assert first.positions.tolist() == verified.positions[accepted.token_indices].tolist()
 
 
 def test_worked_example_steps() -> None:
@@ -66,9 +66,9 @@ def test_worked_example_steps() -> None:
 
 
 def test_rejection_vector() -> None:
-    kept = kept_rows(np.array([0, 4, 11, 16]), np.array([3, 6, 4]), np.array([2, 3, 2]))
-    assert kept.query_start_loc.tolist() == [0, 3, 7, 10]
-    assert kept.token_indices.tolist() == [0, 1, 2, 4, 5, 6, 7, 11, 12, 13]
+    accepted = accepted_rows(np.array([0, 4, 11, 16]), np.array([3, 6, 4]), np.array([2, 3, 2]))
+    assert accepted.query_start_loc.tolist() == [0, 3, 7, 10]
+    assert accepted.token_indices.tolist() == [0, 1, 2, 4, 5, 6, 7, 11, 12, 13]
 
 
 def test_shift_vector() -> None:
@@ -83,20 +83,20 @@ def test_page_crossing_vector() -> None:
     assert steps.slots[:, 0].tolist() == [47, 112, 113]
 
 
-@pytest.mark.parametrize(("root", "drafts"), [(20, 3), (60, 3), (61, 2), (62, 1), (63, 0), (64, 0)])
-def test_length_limit_vector(root: int, drafts: int) -> None:
-    """Limit 64: a root at 62 has one draft and no draft step, a root at 63 none."""
-    n = num_drafts_allowed(np.array([3]), 64, np.array([root]), np.array([99]))
+@pytest.mark.parametrize(("bonus", "drafts"), [(20, 3), (60, 3), (61, 2), (62, 1), (63, 0), (64, 0)])
+def test_length_limit_vector(bonus: int, drafts: int) -> None:
+    """Limit 64: a bonus token at 62 has one draft and no draft step, a bonus token at 63 none."""
+    n = num_drafts_allowed(np.array([3]), 64, np.array([bonus]), np.array([99]))
     assert n.tolist() == [drafts]
-    steps = draft_steps(np.array([root]), n, np.zeros((1, 64), np.int32), 1)
+    steps = draft_steps(np.array([bonus]), n, np.zeros((1, 64), np.int32), 1)
     assert steps.num_steps == max(0, drafts - 1)
 
 
 def test_rows_that_go_on_come_in_the_order_asked_for() -> None:
-    kept = kept_rows(QSL, DRAFTS, ACCEPTED, np.array([2, 0]))
-    assert kept.query_start_loc.tolist() == [0, 1, 3]
-    assert kept.token_indices.tolist() == [8, 0, 1]
-    assert kept.last_row.tolist() == [0, 2]
+    accepted = accepted_rows(QSL, DRAFTS, ACCEPTED, np.array([2, 0]))
+    assert accepted.query_start_loc.tolist() == [0, 1, 3]
+    assert accepted.token_indices.tolist() == [8, 0, 1]
+    assert accepted.last_row.tolist() == [0, 2]
 
 
 @dataclass(frozen=True)
@@ -135,23 +135,23 @@ def cases(draw: st.DrawFn) -> Case:
 
 
 @given(cases())
-def test_kept_rows_are_the_roots_and_the_accepted_drafts(case: Case) -> None:
+def test_accepted_rows_are_the_bonus_tokens_and_the_accepted_drafts(case: Case) -> None:
     qsl = np.concatenate([[0], np.cumsum(case.query)])
-    kept = kept_rows(qsl, case.drafts, case.accepted)
+    accepted = accepted_rows(qsl, case.drafts, case.accepted)
     expected, last = [], []
     for i in range(len(case.start)):
         keep = case.query[i] - case.drafts[i] + case.accepted[i]
         expected += range(qsl[i], qsl[i] + keep)
         last.append(len(expected) - 1)
-    assert kept.token_indices.tolist() == expected
-    assert kept.last_row.tolist() == last
-    assert np.diff(kept.query_start_loc).tolist() == (case.query - case.drafts + case.accepted).tolist()
+    assert accepted.token_indices.tolist() == expected
+    assert accepted.last_row.tolist() == last
+    assert np.diff(accepted.query_start_loc).tolist() == (case.query - case.drafts + case.accepted).tolist()
     verified = rows_batch(qsl, case.start, case.table, case.page_size)
-    first = rows_batch(kept.query_start_loc, case.start, case.table, case.page_size)
+    first = rows_batch(accepted.query_start_loc, case.start, case.table, case.page_size)
     verified.validate()
     first.validate()
-    assert first.slot_mapping.tolist() == verified.slot_mapping[kept.token_indices].tolist()
-    assert first.positions.tolist() == verified.positions[kept.token_indices].tolist()
+    assert first.slot_mapping.tolist() == verified.slot_mapping[accepted.token_indices].tolist()
+    assert first.positions.tolist() == verified.positions[accepted.token_indices].tolist()
 
 
 @given(cases())
@@ -185,14 +185,14 @@ def test_steps_write_the_rows_own_slots_in_order_and_nothing_else(case: Case) ->
 
 @given(cases())
 def test_one_rows_limit_does_not_touch_its_neighbours(case: Case) -> None:
-    root = np.minimum(case.start + 1, case.max_model_len)
-    n = num_drafts_allowed(case.most, case.max_model_len, root, case.left)
-    for i in range(len(root)):
+    bonus = np.minimum(case.start + 1, case.max_model_len)
+    n = num_drafts_allowed(case.most, case.max_model_len, bonus, case.left)
+    for i in range(len(bonus)):
         one = slice(i, i + 1)
-        alone = num_drafts_allowed(case.most[one], case.max_model_len, root[one], case.left[one])
+        alone = num_drafts_allowed(case.most[one], case.max_model_len, bonus[one], case.left[one])
         assert n[i] == alone[0]
-        steps, own = draft_steps(root, n, case.table, case.page_size), None
-        own = draft_steps(root[one], alone, case.table[one], case.page_size)
+        steps, own = draft_steps(bonus, n, case.table, case.page_size), None
+        own = draft_steps(bonus[one], alone, case.table[one], case.page_size)
         assert steps.slots[: own.num_steps, i].tolist() == own.slots[:, 0].tolist()
         assert not steps.slots[own.num_steps :, i].any()
 

@@ -42,24 +42,24 @@ class Rows:
         model = tiny_llama(context=0.35)
         with torch.no_grad():
             states = model(torch.tensor(self.ids), output_hidden_states=True).hidden_states
-        self.tapped = torch.cat([states[tap] for tap in head.taps], -1)  # [2, L, A·Ht]
+        self.aux_hidden_states = torch.cat([states[layer] for layer in head.aux_layers], -1)  # [2, L, A·Ht]
         group = CacheGroup("head", tuple(head.attention_specs), 21, PAGE_SIZE)
         self.runner = GroupRunner(TorchBackend(CPU), group, torch.float32, CPU)
 
     def round(self, start: list[int], stop: list[int], num_drafts: list[int]) -> Draft:
-        """The draft prefill reads positions start[i] … stop[i]-1 (the root is at stop[i]); then the steps."""
+        """The draft prefill reads positions start[i] … stop[i]-1 (the bonus token is at stop[i]); then the steps."""
         lens = np.array(stop) - np.array(start)
         first = rows_batch(np.concatenate([[0], np.cumsum(lens)]), np.array(start), TABLE, PAGE_SIZE)
         steps = draft_steps(np.array(stop), np.array(num_drafts), TABLE, PAGE_SIZE)
         span = range(2)
         tokens = [self.ids[i][p + 1] for i in span for p in range(start[i], stop[i])]
-        tapped = torch.cat([self.tapped[i, start[i] : stop[i]] for i in span])
-        shuffled = torch.randperm(len(tapped), generator=torch.Generator().manual_seed(0))
+        aux_hidden_states = torch.cat([self.aux_hidden_states[i, start[i] : stop[i]] for i in span])
+        shuffled = torch.randperm(len(aux_hidden_states), generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             return draft_chain(
                 self.head,
                 self.runner,
-                tapped[shuffled],
+                aux_hidden_states[shuffled],
                 DraftPrefill(
                     token_ids=torch.tensor(tokens),
                     token_indices=shuffled.argsort(),
@@ -73,7 +73,9 @@ class Rows:
     def oracle(self, stop: list[int], num_drafts: list[int]) -> list[list[int]]:
         with torch.no_grad():
             return [
-                oracle_drafts(self.head, torch.tensor(self.ids[i][: stop[i] + 1]), self.tapped[i, : stop[i]], n)
+                oracle_drafts(
+                    self.head, torch.tensor(self.ids[i][: stop[i] + 1]), self.aux_hidden_states[i, : stop[i]], n
+                )
                 for i, n in enumerate(num_drafts)
             ]
 
@@ -112,7 +114,7 @@ def test_a_prompt_chunk_alone_is_read_and_drafts_nothing() -> None:
     empty = torch.empty(0, dtype=torch.long)
     pass_ = DraftPrefill(torch.tensor(rows.ids[0][1:6]), torch.arange(5), empty, staged(first))
     with torch.no_grad():
-        draft = draft_chain(rows.head, rows.runner, rows.tapped[0, :5], pass_, [], greedy)
+        draft = draft_chain(rows.head, rows.runner, rows.aux_hidden_states[0, :5], pass_, [], greedy)
     assert draft.token_ids.shape == (0, 0) and draft.probs is None
     written = rows.runner.layers[0].keys[TABLE[0, :2].tolist()].flatten(0, 1).abs().sum((1, 2)) > 0
     assert written.tolist() == [True] * 5 + [False] * 3

@@ -50,12 +50,12 @@ def rounds(wrapped: SpeculativeModel, prompt: list[int], completion: Any) -> lis
     """(drafts of the engine, drafts of the oracle) of every round."""
     ids = torch.tensor(prompt + completion.token_ids)
     states = wrapped.hf_model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
-    found, root = [], len(prompt)
+    found, bonus = [], len(prompt)
     for stats, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         if len(drafts):
-            oracle = oracle_module_drafts(wrapped.head, ids[: root + 1], states[:root], len(drafts))  # type: ignore[arg-type]
+            oracle = oracle_module_drafts(wrapped.head, ids[: bonus + 1], states[:bonus], len(drafts))  # type: ignore[arg-type]
             found.append((list(drafts)[: len(oracle)], oracle))
-        root += stats.emitted
+        bonus += stats.emitted
     return found
 
 

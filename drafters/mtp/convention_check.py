@@ -33,8 +33,8 @@ _FIRST, _FED_BACK = range(1, 2), range(2, 5)
 """The drafts that decide the projection's order, and those that decide what is fed back: its effect grows per step."""
 
 
-class ReadModule(Head, Protocol):
-    """One module, as far as its reading matters; copies of it are read another way."""
+class CheckedModule(Head, Protocol):
+    """One module, as far as its input convention matters; copies of it are run with another one."""
 
     spec: MtpSpec
 
@@ -42,13 +42,13 @@ class ReadModule(Head, Protocol):
         """[R, H] states of the target after its final norm -> [R] int64, the tokens that it finds most probable."""
 
 
-class ReadHead(Protocol):
-    """A head of one module or several that are read in one way."""
+class CheckedHead(Protocol):
+    """A head of one module or several of one input convention."""
 
     attention_specs: tuple[AttentionSpec, ...]
 
     @property
-    def mtp_modules(self) -> tuple[ReadModule, ...]:
+    def mtp_modules(self) -> tuple[CheckedModule, ...]:
         """Modules 0 … M-1."""
 
 
@@ -80,19 +80,19 @@ class Comparison:
 
 
 @torch.no_grad()
-def compare_readings(
-    head: ReadHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
+def compare_conventions(
+    head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int
 ) -> tuple[Comparison, ...]:
     """Judge the order of the projection, and where K is two or more, what is fed back.
 
     Args:
-        head: one module, or several that are read in one way.
+        head: one module, or several of one input convention.
         token_ids: [T] int64, a text.
         states: [T, H], the target's states after its final norm on that text.
         num_drafts: K.
 
     Returns:
-        One comparison each; none where both readings are one (no final norm), where drafts are never fed back, or
+        One comparison each; none where both conventions are one (no final norm), where drafts are never fed back, or
         where the attention is of a kind that the comparison cannot run.
     """
     modules = head.mtp_modules
@@ -100,22 +100,22 @@ def compare_readings(
         return ()
     spec, text = modules[0].spec, _Text(token_ids, states, modules[0].target_choice(states))
     order = "embedding_first" if spec.hidden_first else "hidden_first"
-    swapped = _read_as(modules, hidden_first=not spec.hidden_first)
+    swapped = _with_convention(modules, hidden_first=not spec.hidden_first)
     found = [_compare("mtp_concat", order, modules, swapped, text, _FIRST)]
     if num_drafts > 1 and spec.final_norm:
         norm = "pre_norm" if spec.feedback == "post_norm" else "post_norm"
         drafts = _FED_BACK if len(modules) == 1 else range(2, min(_FED_BACK.stop, len(modules) + 1))
-        found.append(_compare("mtp_feedback", norm, modules, _read_as(modules, feedback=norm), text, drafts))
+        found.append(_compare("mtp_feedback", norm, modules, _with_convention(modules, feedback=norm), text, drafts))
     return tuple(found)
 
 
-def check_reading(head: ReadHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
-    """Refuse modules that are plainly read the wrong way; arguments as for `compare_readings`.
+def check_convention(head: CheckedHead, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
+    """Refuse modules that plainly run with the wrong convention; arguments as for `compare_conventions`.
 
     Raises:
         HeadLoadError: the other convention predicts the target's tokens far better; the message names the option.
     """
-    for found in compare_readings(head, token_ids, states, num_drafts):
+    for found in compare_conventions(head, token_ids, states, num_drafts):
         if found.other_is_right:
             raise HeadLoadError(
                 f"the multi-token-prediction module is read the wrong way: its drafts miss the target's own tokens by "
@@ -133,8 +133,8 @@ class _Text:
     wanted: torch.Tensor
 
 
-def _read_as(modules: tuple[ReadModule, ...], **changes: Any) -> tuple[ReadModule, ...]:
-    """The same weights under another reading."""
+def _with_convention(modules: tuple[CheckedModule, ...], **changes: Any) -> tuple[CheckedModule, ...]:
+    """The same weights under another convention."""
     others = tuple(copy.copy(module) for module in modules)
     for other in others:
         other.spec = replace(other.spec, **changes)
@@ -142,7 +142,12 @@ def _read_as(modules: tuple[ReadModule, ...], **changes: Any) -> tuple[ReadModul
 
 
 def _compare(
-    option: str, value: str, chosen: tuple[ReadModule, ...], other: tuple[ReadModule, ...], text: _Text, drafts: range
+    option: str,
+    value: str,
+    chosen: tuple[CheckedModule, ...],
+    other: tuple[CheckedModule, ...],
+    text: _Text,
+    drafts: range,
 ) -> Comparison:
     chosen_nats, other_nats = (_nats(each, text, drafts) for each in (chosen, other))
     gain = chosen_nats - other_nats
@@ -157,7 +162,7 @@ def _compare(
     )
 
 
-def _nats(modules: tuple[ReadModule, ...], text: _Text, drafts: range) -> torch.Tensor:
+def _nats(modules: tuple[CheckedModule, ...], text: _Text, drafts: range) -> torch.Tensor:
     """[T - last draft] mean surprise of some drafts at the target's own choice; drafts before them are the text's."""
     rows, last = len(text.token_ids) - drafts[-1], drafts[-1]
     outputs = _chain(modules, text, last) if len(modules) > 1 else unroll(modules[0], *_batch(text), last)
@@ -173,7 +178,7 @@ def _batch(text: _Text) -> tuple[torch.Tensor, torch.Tensor]:
     return text.token_ids[None], text.states[None]
 
 
-def _chain(modules: tuple[ReadModule, ...], text: _Text, count: int) -> list[torch.Tensor]:
+def _chain(modules: tuple[CheckedModule, ...], text: _Text, count: int) -> list[torch.Tensor]:
     """Outputs [T, H] of modules 0 … count-1, each over the whole text and the output of the one before."""
     (ids, states), outputs = _batch(text), list[torch.Tensor]()
     hidden, positions = states[0], torch.arange(ids.shape[1], device=ids.device)

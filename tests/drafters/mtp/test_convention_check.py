@@ -1,4 +1,4 @@
-"""A module that is read the wrong way is refused; right readings and random weights never are."""
+"""A module run with the wrong convention is refused; right conventions and random weights never are."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 from attention.errors import InvalidInputError
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import MIMO, load_mtp
-from drafters.mtp.convention import MtpReading
+from drafters.mtp.convention import MtpConvention
+from drafters.mtp.convention_check import check_convention, compare_conventions
 from drafters.mtp.head import MtpHead
-from drafters.mtp.reading import check_reading, compare_readings
 from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.mtp.stack import MtpStack
 from drafters.unroll import unroll
@@ -75,7 +75,7 @@ def open_mtp(target: str | Path, **options: Any) -> SpeculativeModel:
 
 
 def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
-    found = compare_readings(pair[1], *text, 3)
+    found = compare_conventions(pair[1], *text, 3)
     assert [(c.option, c.other) for c in found] == [("mtp_concat", "hidden_first"), ("mtp_feedback", "pre_norm")]
     assert all(c.chosen_nats < c.other_nats < c.limit * 3 and not c.other_is_right for c in found)
     assert open_mtp("gsm-deepseek").head is not None
@@ -89,26 +89,26 @@ def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
         ({"feedback": "pre_norm"}, "Give mtp_feedback='post_norm'"),
     ],
 )
-def test_each_wrong_reading_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
+def test_each_wrong_convention_is_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     (head,) = load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")
-    check_reading(head, *text, 3)
+    check_convention(head, *text, 3)
     head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_reading(head, *text, 3)
+        check_convention(head, *text, 3)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "message"), [({"hidden_first": True}, "embedding_first"), ({"feedback": "pre_norm"}, "post_norm")]
 )
-def test_wrong_readings_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
+def test_wrong_conventions_of_several_modules_are_refused(pair: Any, text: Any, changes: Any, message: str) -> None:
     """Three copies of the trained module: each reads its predecessor's state, as modules trained together do."""
     heads = [load_mtp(builtin_path("gsm-deepseek"), mtp_target(pair[0]), torch.float32, "cpu")[0] for _ in range(3)]
-    check_reading(MtpStack(heads), *text, 3)
+    check_convention(MtpStack(heads), *text, 3)
     for head in heads:
         head.spec = replace(head.spec, **changes)
     with pytest.raises(HeadLoadError, match=message):
-        check_reading(MtpStack(heads), *text, 3)
+        check_convention(MtpStack(heads), *text, 3)
 
 
 @pytest.mark.slow
@@ -132,7 +132,7 @@ def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
     assert isinstance(model.head, MtpHead) and model.head.spec.feedback == "pre_norm"
 
 
-def test_the_command_line_passes_the_reading_on() -> None:
+def test_the_command_line_passes_the_convention_on() -> None:
     options = "--model gsm-deepseek --draft mtp -k 2 --device cpu --max-model-len 64 --mtp-feedback pre_norm"
     result = CliRunner().invoke(generate, ["Anna has 3 apples.", *options.split()])
     assert isinstance(result.exception, HeadLoadError) and "mtp_feedback='post_norm'" in str(result.exception)
@@ -195,12 +195,12 @@ def test_without_a_norm_or_a_second_draft_nothing_is_fed_back(tmp_path: Path, ti
     for name, num_drafts in (("ernie", 3), ("deepseek_v3", 1)):
         case = tiny_case(name)
         (head,) = load_mtp(case.write(tmp_path / name), mtp_target(case.model), torch.float32, "cpu")
-        assert [c.option for c in compare_readings(head, ids, states, num_drafts)] == ["mtp_concat"]
+        assert [c.option for c in compare_conventions(head, ids, states, num_drafts)] == ["mtp_concat"]
 
 
 def test_options_that_do_not_fit(tiny_case: Callable[..., Any]) -> None:
     with pytest.raises(InvalidInputError, match=r"mtp_feedback='post'.*post_norm, pre_norm"):
-        MtpReading(feedback="post")  # type: ignore[arg-type]
+        MtpConvention(feedback="post")  # type: ignore[arg-type]
     with pytest.raises(InvalidInputError, match="no multi-token-prediction module; leave them out"):
         SpeculativeModel.from_pretrained("gsm-llama", "auto", mtp_feedback="pre_norm")
     case = tiny_case("deepseek_v3")
