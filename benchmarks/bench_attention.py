@@ -70,7 +70,7 @@ def _captured(launch: Callable[[], None]) -> Callable[[], None]:
 
 @dataclass(frozen=True)
 class Rates:
-    """What this card reaches: bytes a second of a device copy (read and written), operations a second of a matmul."""
+    """What this GPU reaches: bytes a second of a device copy (read and written), operations a second of a matmul."""
 
     copy: float
     matmul: float

@@ -72,7 +72,7 @@ def host_us(call: Callable[[], object]) -> float:
 
 
 def attention(rows: int, query: int, computed: int) -> dict[str, Any]:
-    """One batch of equal rows: `query` new tokens each behind `computed` cached ones."""
+    """One batch of equal rows: `query` new tokens each after `computed` cached ones."""
     pages = -(-(computed + query) // PAGE_SIZE)
     table = np.random.default_rng(0).permutation(np.arange(1, rows * pages + 1)).astype(np.int32).reshape(rows, pages)
     batch = rows_batch(np.arange(rows + 1) * query, np.full(rows, computed), table, PAGE_SIZE)

@@ -79,7 +79,7 @@ def idle(gaps: np.ndarray, busy: np.ndarray, waited: np.ndarray) -> dict[str, An
     """The idle share of rounds: medians of the rounds, times in ms.
 
     A round lasts from the end of its predecessor's last graph to the end of its own. Idle is what lies between two
-    graphs, copies included (a plan's work list, the round's own arrays, the read), and the launches that the device
+    graphs, copies included (a plan, the round's own arrays, the read), and the launches that the device
     waited for: to the events these are part of the graph. A launch that the device came to wait for half-way counts
     as a whole, so the share is never too small.
 

@@ -118,8 +118,8 @@ class TableHead(torch.nn.Module):
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         one_hot = torch.nn.functional.one_hot(token_ids, self.vocab).to(hidden.dtype)  # [T, V]
-        turned = one_hot * torch.cos(positions[:, None] * 0.3).to(hidden.dtype)
-        qkv = torch.cat([turned, hidden], -1) @ self.qkv  # [T, 4·dim]
+        rotated = one_hot * torch.cos(positions[:, None] * 0.3).to(hidden.dtype)
+        qkv = torch.cat([rotated, hidden], -1) @ self.qkv  # [T, 4·dim]
         query, key, value = qkv.unflatten(-1, (4, -1)).split((2, 1, 1), dim=1)
         return torch.cat([one_hot, attend(0, query, key, value).flatten(1)], -1)
 
@@ -234,20 +234,20 @@ def random_prompts(lengths: Iterable[int], seed: int = 0, vocab_size: int = VOCA
     return [torch.randint(vocab_size, (n,), generator=generator).tolist() for n in lengths]
 
 
-def flashinfer_stretch(mean: int) -> int:
+def flashinfer_chunk_size(mean: int) -> int:
     """Most keys of an item by FlashInfer's rule, from the mean of keys a cluster (scheduler.cuh, MLAPlan)."""
     steps = ((8, 32), (16, 64), (32, 128), (64, 192))
     return next((n for most, n in steps if mean <= most), -(-mean // 256) * 256)
 
 
 @contextmanager
-def divided_as_by_flashinfer() -> Iterator[None]:
+def split_as_by_flashinfer() -> Iterator[None]:
     """Inside, MLA plans make KV chunks by FlashInfer's rule instead of ours."""
 
-    def stretch(tiles: mla_plan.Tiles, keys: np.ndarray) -> int:
-        return flashinfer_stretch(max(-(-int(keys.sum()) // tiles.clusters), 1))
+    def chunk_size(tiles: mla_plan.Tiles, keys: np.ndarray) -> int:
+        return flashinfer_chunk_size(max(-(-int(keys.sum()) // tiles.clusters), 1))
 
-    with patch.object(mla_plan.Tiles, "stretch", stretch), patch.object(mla_plan, "WHOLE_KEYS", 0):
+    with patch.object(mla_plan.Tiles, "chunk_size", chunk_size), patch.object(mla_plan, "WHOLE_KEYS", 0):
         yield
 
 
@@ -293,7 +293,7 @@ def scheduler_of(wrapped: Any) -> Any:
 
 
 def launch_ahead(wrapped: Any, ahead: bool = True) -> None:
-    """Whether a verification is queued behind the draft loop before the host goes on, as on a GPU."""
+    """Whether a verification is queued after the draft loop before the host goes on, as on a GPU."""
     wrapped.engine.use(wrapped.executor, queue_verification=ahead)
 
 
@@ -308,7 +308,7 @@ def experts_form(model: Any) -> Any:
 
 
 def keep_gpu_busy(cycles: int) -> None:
-    """Queue a kernel that spins for so many clock cycles: what is launched next waits behind it."""
+    """Queue a kernel that spins for so many clock cycles: what is launched next waits for it."""
     torch.cuda._sleep(cycles)
 
 

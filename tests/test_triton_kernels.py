@@ -1,6 +1,6 @@
-"""The Triton kernels in Triton's interpreter: the source that runs on the card, on a machine without one.
+"""The Triton kernels in Triton's interpreter: the source that runs on a GPU, on a machine without one.
 
-The interpreter knows nothing of dependent launches, pipelines and shared memory, and cuts bfloat16 off where the card
+The interpreter knows nothing of dependent launches, pipelines and shared memory, and cuts bfloat16 off where a GPU
 rounds (so float16 here); tests/gpu runs the compiled kernels.
 """
 
@@ -28,8 +28,8 @@ from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
 from specdec.ops.argmax_kernel import launch_greedy
-from specdec.ops.experts import expert_products
-from specdec.ops.experts_kernel import launch_products
+from specdec.ops.experts import expert_matmul
+from specdec.ops.experts_kernel import launch_expert_matmul
 from specdec.ops.invariant_linear_kernel import launch_invariant_linear
 from specdec.ops.linear_kernel import fits, launch_linear
 from specdec.ops.norm import add_rms_norm, rms_norm
@@ -165,7 +165,7 @@ def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size:
     ("tokens", "width", "has_bias"),
     [(1, 96, True), (16, 256, False), (17, 256, True), (40, 96, False), (70, 256, False), (513, 96, True)],
 )
-def test_batch_invariant_products(tokens: int, width: int, has_bias: bool) -> None:
+def test_batch_invariant_matmuls(tokens: int, width: int, has_bias: bool) -> None:
     """Every size of tiles, over more weight rows than a group of tiles has, the last tile cut off."""
     dtype = torch.float16
     wide = torch.randn(tokens, width + 8, dtype=dtype)
@@ -238,10 +238,10 @@ def test_latent_writes() -> None:
 
 
 @pytest.mark.parametrize(("tokens", "same"), [(1, True), (6, True), (6, False)])
-def test_products_of_experts(tokens: int, same: bool) -> None:
+def test_matmuls_of_experts(tokens: int, same: bool) -> None:
     """Fewer pairs than experts and more; one input a token and one a pair."""
     stack, index = torch.randn(8, 40, 72, dtype=torch.float16), torch.randint(0, 8, (tokens, 3))
     x = torch.randn(tokens, 1 if same else 3, 72, dtype=torch.float16)
     out = x.new_empty(tokens, 3, 40)
-    launch_products(x, stack, index, out)
-    torch.testing.assert_close(out, expert_products(x, stack, index), rtol=2e-3, atol=2e-2)
+    launch_expert_matmul(x, stack, index, out)
+    torch.testing.assert_close(out, expert_matmul(x, stack, index), rtol=2e-3, atol=2e-2)

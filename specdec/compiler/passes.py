@@ -24,7 +24,7 @@ from specdec.ops.rotary import rotated  # noqa: F401
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
-_PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
+_ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
@@ -36,7 +36,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
-        leave_one_product(graph)
+        leave_one_matmul(graph)
         (sum_alike if self._batch_invariant else read_weights_once)(graph)
         norm_at_once(graph)
         rotate_at_once(graph)
@@ -46,7 +46,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
         return f"specdec-rewriting-2{'-batch-invariant' if self._batch_invariant else ''}"
 
 
-def leave_one_product(graph: Graph) -> None:
+def leave_one_matmul(graph: Graph) -> None:
     """Common-subexpression elimination of matmuls and of the reshapes around them; inference graphs get none."""
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
@@ -74,15 +74,15 @@ def sum_alike(graph: Graph) -> None:
         UnsupportedModelError: there is a matmul of another form, or not in half precision.
     """
     for node in list(graph.nodes):
-        if node.target not in _PRODUCTS or _sums_nothing(node):
+        if node.target not in _ATEN_MATMULS or _sums_nothing(node):
             continue
-        if (args := _product_with_weight(node)) is None:
+        if (args := _matmul_with_weight(node)) is None:
             sizes = (f"{list(_shape(arg))} {_dtype(arg)}" for arg in node.args if _shape(arg))
             raise UnsupportedModelError(f"not batch-invariant: a matmul {node.target} of {' and '.join(sizes)}")
         _replace(graph, node, torch.ops.specdec.invariant_linear, args)
 
 
-def _product_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
+def _matmul_with_weight(node: Node) -> tuple[Any, Any, Any] | None:
     """(x, weight, bias or None) of x · weightᵀ + bias in half precision, when `node` is one."""
     if node.kwargs or node.target not in (aten.mm.default, aten.addmm.default):
         return None
@@ -209,17 +209,17 @@ def _rotation_at(out: Any) -> _Rotation | None:
     """x · cos + cat(-x₂, x₁) · sin in half precision, when `out` is one."""
     if not _is(out, aten.add.Tensor) or out.kwargs or not all(_is(arg, aten.mul.Tensor) for arg in out.args):
         return None
-    (x, cos), (turned, sin) = (arg.args for arg in out.args)
-    if _dtype(x) not in HALF or any(_dtype(node) != _dtype(x) for node in (cos, turned, sin)):
+    (x, cos), (half_rotated, sin) = (arg.args for arg in out.args)
+    if _dtype(x) not in HALF or any(_dtype(node) != _dtype(x) for node in (cos, half_rotated, sin)):
         return None
     shape = _shape(x)
-    if len(shape) != 4 or shape[0] != 1 or not _is_turned(turned, x, shape[3]):
+    if len(shape) != 4 or shape[0] != 1 or not _is_rotate_half(half_rotated, x, shape[3]):
         return None
-    angles = (1, 1, shape[2], shape[3])
-    return _Rotation(x, cos, sin, out) if _shape(cos) == angles == _shape(sin) else None
+    wanted = (1, 1, shape[2], shape[3])
+    return _Rotation(x, cos, sin, out) if _shape(cos) == wanted == _shape(sin) else None
 
 
-def _is_turned(node: Any, x: Any, dim: Any) -> bool:
+def _is_rotate_half(node: Any, x: Any, dim: Any) -> bool:
     """Whether `node` is rotate_half of x: cat(-second half of x, first half of x)."""
     if not _is(node, aten.cat.default) or node.args[1:] not in ((-1,), (3,)) or len(node.args[0]) != 2:
         return False

@@ -26,7 +26,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(x)
 
 
-def store_angles(model: nn.Module, alterations: Alterations) -> int:
+def store_cos_sin(model: nn.Module, alterations: Alterations) -> int:
     """Keep rotary cos and sin as tensors in compiled code; left alone, every layer's kernel computes them again.
 
     Rotary modules are those with `inv_freq`, transformers' name of the frequencies in every model.

@@ -1,8 +1,8 @@
 """Sibling projections fused for compiled code, and parted again.
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
-sibling stays a module of its own: in compiled code it asks for the whole fused product and takes its slice, and
-`rewriting` leaves one of the equal products. In eager code it is the linear layer it was, on a view. What is done to
+sibling stays a module of its own: in compiled code it asks for the whole fused matmul and takes its slice, and
+`rewriting` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view. What is done to
 the modules is registered with `specdec.target.alterations`, and undone when the engine is closed.
 """
 

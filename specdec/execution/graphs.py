@@ -24,7 +24,7 @@ from specdec.compiler.settings import (
     compiled_model,
     compiler_settings,
     for_any_batch,
-    store_angles,
+    store_cos_sin,
     unwrapped,
 )
 from specdec.compiler.siblings import fuse_siblings
@@ -44,7 +44,7 @@ from specdec.rounds.fields import HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedTarget, uniform_verified
 from specdec.rounds.verification import TargetArrays, Verified, empty_target
-from specdec.target.selftest import invariance_test, products_test
+from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
 log = logging.getLogger("specdec")
@@ -99,7 +99,7 @@ class GraphExecutor:
         invariant = target.runner.batch_invariant
         if invariant and mixtures(target.hf_model):
             raise UnsupportedModelError(
-                f"{type(target.hf_model).__name__} is a mixture of experts, whose products are not batch-invariant; "
+                f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
                 "use backend='flashinfer'"
             )
         model = compiled_model(target.hf_model)
@@ -123,12 +123,12 @@ class GraphExecutor:
                 self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
                 drafts = DraftCapture(self._loop, drafter.runner, pool)
             fused = self._fuse(rows[-1], drafter, drafts)
-            store_angles(target.hf_model, target.alterations)
+            store_cos_sin(target.hf_model, target.alterations)
             if self._eager.model is not None:
                 log.info("testing that results do not depend on the batch")
                 with unwrapped(UnsupportedModelError):
                     invariance_test(target, self._eager.model)
-                    products_test(target.hf_model)
+                    matmul_test(target.hf_model)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)

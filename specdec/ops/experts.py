@@ -53,26 +53,26 @@ def paired_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weig
 def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, k or 1, I] times the chosen experts' matrices -> [T, k, O], summed in float32."""
     stack = getattr(experts, kind)  # [E, O, I], or [E, I, O] when transposed
-    product = expert_products(x, stack.transpose(-1, -2) if experts.is_transposed else stack, index)
-    return product + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else product
+    out = expert_matmul(x, stack.transpose(-1, -2) if experts.is_transposed else stack, index)
+    return out + getattr(experts, f"{kind}_bias")[index] if experts.has_bias else out
 
 
-@torch.library.custom_op("specdec::expert_products", mutates_args=())
-def expert_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+@torch.library.custom_op("specdec::expert_matmul", mutates_args=())
+def expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """x [T, 1 or k, I], stack [E, O, I], index [T, k] int64 -> stack[index] · x [T, k, O], summed in float32."""
     if not x.is_cuda:
         return (stack[index].float() * x.unsqueeze(-2).float()).sum(-1).to(x.dtype)
-    from specdec.ops.experts_kernel import LAUNCH_PAIRS, launch_products
+    from specdec.ops.experts_kernel import LAUNCH_PAIRS, launch_expert_matmul
 
     out = x.new_empty(*index.shape, stack.shape[1])
     tokens = LAUNCH_PAIRS // index.shape[1]
     for start in range(0, len(index), tokens):
         part = slice(start, start + tokens)
-        launch_products(x[part].contiguous(), stack, index[part].contiguous(), out[part])
+        launch_expert_matmul(x[part].contiguous(), stack, index[part].contiguous(), out[part])
     return out
 
 
-@expert_products.register_fake
+@expert_matmul.register_fake
 def _(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x.new_empty(*index.shape, stack.shape[1])
 

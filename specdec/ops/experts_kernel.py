@@ -21,7 +21,7 @@ LAUNCH_PAIRS = 1024
 
 
 @triton.jit
-def _products_kernel(  # type: ignore[no-untyped-def]
+def _expert_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, 1 or k, I]
     stack_ptr,  # [E, O, I]: see the strides
     index_ptr,  # [T·k] int64, the expert of every (token, expert) pair
@@ -75,7 +75,7 @@ def _products_kernel(  # type: ignore[no-untyped-def]
         tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real[:, None] & (row < rows)[None, :])
 
 
-def launch_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
+def launch_expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, out: torch.Tensor) -> None:
     """out [T, k, O] = stack[index] · x for x [T, 1 or k, I], stack [E, O, I] (any strides), index [T, k] int64.
 
     x, index and out are contiguous; T·k is at most LAUNCH_PAIRS.
@@ -84,7 +84,7 @@ def launch_products(x: torch.Tensor, stack: torch.Tensor, index: torch.Tensor, o
     num_pairs = index.numel()
     by_pair = num_pairs < experts
     grid = (num_pairs if by_pair else experts, triton.cdiv(rows, _TILE_ROWS))
-    _products_kernel[grid](
+    _expert_matmul_kernel[grid](
         x,
         stack,
         index,

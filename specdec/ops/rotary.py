@@ -39,5 +39,5 @@ def token_major(x: torch.Tensor) -> torch.Tensor:
 
 def _plain(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = x.float().chunk(2, -1)
-    turned = torch.cat((-second, first), -1)
-    return token_major(x).copy_(x.float() * cos.float() + turned * sin.float())
+    half_rotated = torch.cat((-second, first), -1)
+    return token_major(x).copy_(x.float() * cos.float() + half_rotated * sin.float())

@@ -177,7 +177,7 @@ def invariance_test(target: Target, model: Callable[..., Any]) -> None:
 
 
 @torch.inference_mode()
-def products_test(model: PreTrainedModel) -> None:
+def matmul_test(model: PreTrainedModel) -> None:
     """Multiply by a weight of every shape of the model in batches of all sizes of tiles, and compare bit by bit.
 
     Raises:

@@ -49,9 +49,9 @@ def test_frequencies_stay_float32_when_a_head_is_cast() -> None:
 
 def test_a_rotated_head_keeps_its_dtype_and_length() -> None:
     x = torch.randn(5, 2, DIM)
-    turned = rotate(x, *Rotary(RopeSpec(), DIM, torch.device("cpu"))(POSITIONS))
-    torch.testing.assert_close(turned.norm(dim=-1), x.norm(dim=-1))
-    assert torch.equal(turned[0], x[0]), "position 0 is not rotated"
+    rotated = rotate(x, *Rotary(RopeSpec(), DIM, torch.device("cpu"))(POSITIONS))
+    torch.testing.assert_close(rotated.norm(dim=-1), x.norm(dim=-1))
+    assert torch.equal(rotated[0], x[0]), "position 0 is not rotated"
     assert rotate(x.half(), *Rotary(RopeSpec(), DIM, torch.device("cpu"))(POSITIONS)).dtype is torch.float16
 
 

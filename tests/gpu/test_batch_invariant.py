@@ -52,7 +52,7 @@ SIZES = (1, 2, 6, 16, 17, 32, 33, 64, 65, 300, 512, 513, 1100)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize(("rows", "width"), [(640, 192), (6144, 4096), (1000, 1000), (300, 14336)])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_products(rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
+def test_matmuls(rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     x, weight, bias = (torch.randn(*s, device=CUDA, dtype=dtype) for s in ((1100, width), (rows, width), (rows,)))
     added = bias if has_bias else None
@@ -65,7 +65,7 @@ def test_products(rows: int, width: int, has_bias: bool, dtype: torch.dtype) -> 
             assert torch.equal(own, whole[start : start + size]), (size, start)
 
 
-def test_other_products_depend_on_the_number_of_tokens() -> None:
+def test_other_matmuls_depend_on_the_number_of_tokens() -> None:
     """The comparison can fail."""
     torch.manual_seed(0)
     x, weight = (torch.randn(n, 14336, device=CUDA, dtype=torch.bfloat16) for n in (1100, 4096))

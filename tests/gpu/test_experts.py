@@ -7,7 +7,7 @@ import torch
 from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
-from specdec.ops.experts import expert_products, mixtures, using_capturable_experts
+from specdec.ops.experts import expert_matmul, mixtures, using_capturable_experts
 
 CUDA = torch.device("cuda")
 LIMIT = {torch.bfloat16: 5e-3, torch.float16: 1e-3}
@@ -34,7 +34,7 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     ],
 )
 @pytest.mark.parametrize("shared_input", [True, False])
-def test_products_equal_float64(
+def test_matmuls_equal_float64(
     tokens: int,
     chosen: int,
     experts: int,
@@ -51,7 +51,7 @@ def test_products_equal_float64(
     stack = stack.transpose(1, 2) if transposed else stack
     index = routes(tokens, experts, chosen)
     expected = torch.stack([(stack[i].double() * v.double()[:, None]).sum(-1) for i, v in zip(index, x, strict=True)])
-    assert relative_error(expert_products(x, stack, index), expected) <= LIMIT[dtype]
+    assert relative_error(expert_matmul(x, stack, index), expected) <= LIMIT[dtype]
 
 
 def test_every_token_on_one_expert() -> None:
@@ -59,15 +59,15 @@ def test_every_token_on_one_expert() -> None:
     index = torch.full((50, 1), 2, device=CUDA)
     half = [t.to(torch.bfloat16) for t in (x, stack)]
     expected = half[0].double() @ half[1][2].double().T
-    assert relative_error(expert_products(*half, index), expected) <= LIMIT[torch.bfloat16]
+    assert relative_error(expert_matmul(*half, index), expected) <= LIMIT[torch.bfloat16]
 
 
 def test_the_comparison_can_fail() -> None:
     x, stack = torch.randn(5, 1, 128, device=CUDA).half(), torch.randn(4, 64, 128, device=CUDA).half()
     index = routes(5, 4, 2)
-    right = expert_products(x, stack, index)
+    right = expert_matmul(x, stack, index)
     stack[index[0, 0]] = 0
-    assert relative_error(expert_products(x, stack, index), right) > 0.1
+    assert relative_error(expert_matmul(x, stack, index), right) > 0.1
 
 
 def mixture() -> DeepseekV2Experts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from fakes import divided_as_by_flashinfer, keep_gpu_busy
+from fakes import keep_gpu_busy, split_as_by_flashinfer
 
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
@@ -90,7 +90,7 @@ def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.d
 
 @pytest.mark.parametrize("query_len", range(2, 9))
 def test_verification_equals_the_reference(pair: Pair, query_len: int) -> None:
-    """Rows of q tokens whose last ones end before, on and behind a page's end."""
+    """Rows of q tokens whose last ones end before, on and after a page's end."""
     computed = [0, 16 - query_len, 17 - query_len, 31, 160, 1023, 5]
     assert pair.error([query_len] * len(computed), computed) <= LIMIT
 
@@ -122,7 +122,7 @@ def test_the_comparison_can_fail(pair: Pair) -> None:
 
 
 def test_equals_the_public_wrapper_bit_for_bit() -> None:
-    """With its rule for stretches of keys our work lists are those of `BatchMLAPagedAttentionWrapper.plan`."""
+    """With its rule for KV chunks our plans are those of `BatchMLAPagedAttentionWrapper.plan`."""
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     pair = Pair()
@@ -131,7 +131,7 @@ def test_equals_the_public_wrapper_bit_for_bit() -> None:
     for query_lens, computed in (DECODE, MIXED, ODD):
         metadata = metadata_of(host_batch(query_lens, computed))
         states = pair.states(metadata.num_tokens)
-        with divided_as_by_flashinfer():
+        with split_as_by_flashinfer():
             ours = pair.attend(metadata, states)
         arrays = (metadata.query_start_loc, metadata.page_indptr, metadata.page_indices, metadata.seq_lens)
         wrapper.plan(*arrays, 16, 512, 64, 16, True, 192**-0.5, torch.bfloat16, torch.bfloat16)
@@ -239,7 +239,7 @@ def test_planning_never_synchronises(pair: Pair) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_a_plan_does_not_outlive_its_work_list(pair: Pair) -> None:
+def test_a_plan_does_not_outlive_its_arrays(pair: Pair) -> None:
     metadata = metadata_of(host_batch(*ODD))
     first = pair.flashinfer.plan(metadata)
     for _ in range(8):

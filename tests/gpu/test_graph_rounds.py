@@ -95,7 +95,7 @@ def agreement(ours: list[Any], others: list[Any]) -> float:
 
 
 def drafted(completions: list[Completion]) -> list[list[int]]:
-    """All draft ids of each completion, one round behind the other."""
+    """All draft ids of each completion, one round after the other."""
     return [[t for round_ in c.drafts or () for t in round_] for c in completions]
 
 
@@ -112,7 +112,7 @@ def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.
     """The kernel of full batches, here for batches of any size."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(5, False).generate(PROMPTS, params)
-    monkeypatch.setattr("attention.backends.flashinfer.packed.divides_keys", lambda *args: False)
+    monkeypatch.setattr("attention.backends.flashinfer.packed.splits_kv", lambda *args: False)
     launches = count_calls(monkeypatch, PackedKernel, "run")
     graphed = model(5, True).generate(PROMPTS, params)
     assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps

@@ -13,7 +13,7 @@ CUDA = torch.device("cuda")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [1, 2, 6, 16])
 @pytest.mark.parametrize(("rows", "width"), [(64, 128), (100, 256), (4096, 4096), (20_001, 512)])
-def test_products_are_those_of_float32(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
+def test_matmuls_are_those_of_float32(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
     """Rows that fill no tile, inputs and weights that are slices; the output was never written before."""
     torch.manual_seed(tokens)
     x = torch.randn(tokens, 2 * width, device=CUDA, dtype=dtype)[:, width:]
@@ -25,7 +25,7 @@ def test_products_are_those_of_float32(dtype: torch.dtype, tokens: int, rows: in
     assert ((got - right).norm() / right.norm()).item() <= (5e-4 if dtype == torch.float16 else 3e-3)
 
 
-def test_a_captured_chain_of_products_follows_its_input() -> None:
+def test_a_captured_chain_of_matmuls_follows_its_input() -> None:
     """Each is launched while the one before ends; every replay must see its predecessor's output."""
     torch.manual_seed(0)
     weights = [torch.randn(2048, 2048, device=CUDA, dtype=torch.bfloat16) / 45 for _ in range(12)]
@@ -50,7 +50,7 @@ def test_a_captured_chain_of_products_follows_its_input() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("tokens", [MOST_TOKENS + 1, 48, MOST_TOKENS_BIASED])
 @pytest.mark.parametrize(("rows", "width"), [(256, 256), (100, 4096), (4096, 14336)])
-def test_products_with_a_bias_of_zeros(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
+def test_matmuls_with_a_bias_of_zeros(dtype: torch.dtype, tokens: int, rows: int, width: int) -> None:
     torch.manual_seed(tokens)
     x, weight = (torch.randn(n, width, device=CUDA, dtype=dtype) for n in (tokens, rows))
     got, right = few_tokens_linear(x, weight).float(), x.float() @ weight.float().T

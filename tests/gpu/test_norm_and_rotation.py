@@ -35,7 +35,7 @@ def test_norm(tokens: int, width: int, dtype: torch.dtype) -> None:
 def test_rotation(tokens: int, query_heads: int, key_heads: int, dim: int, dtype: torch.dtype) -> None:
     torch.manual_seed(tokens)
     heads = query_heads + key_heads
-    fused = torch.randn(1, tokens, heads, dim, device="cuda", dtype=dtype)  # as a product of q and k together
+    fused = torch.randn(1, tokens, heads, dim, device="cuda", dtype=dtype)  # as one matmul of q and k together
     q, k = (x.transpose(1, 2) for x in fused.split((query_heads, key_heads), 2))
     phase = torch.rand(1, tokens, dim, device="cuda") * 6
     cos, sin = phase.cos().to(dtype), phase.sin().to(dtype)

@@ -1,4 +1,4 @@
-"""Large groups of query heads: every plan finds room for the parts of its divided keys."""
+"""Large groups of query heads: every plan finds room for the partial results of split-KV."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def load(model: Any, tokenizer: Any) -> SpeculativeModel:
 
 
 class AddedTokens(LetterTokenizer):
-    """Has a token '#' behind the model's vocabulary."""
+    """Has a token '#' after the model's vocabulary."""
 
     def __call__(self, text: str) -> dict[str, list[int]]:
         return {"input_ids": [VOCAB if c == "#" else LETTERS.index(c) for c in text]}

@@ -153,8 +153,8 @@ class ToyHead(torch.nn.Module):
         self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, attend: Attend
     ) -> torch.Tensor:
         """x [T, V + 2·DIM]: what the target says after the token alone, and what was attended to."""
-        turned = torch.cos(positions[:, None] * 0.3).to(hidden.dtype)
-        qkv = ((hidden + self.embedding[token_ids] * turned) @ self.qkv).unflatten(-1, (4, DIM))
+        rotated = torch.cos(positions[:, None] * 0.3).to(hidden.dtype)
+        qkv = ((hidden + self.embedding[token_ids] * rotated) @ self.qkv).unflatten(-1, (4, DIM))
         query, key, value = qkv.split((2, 1, 1), dim=1)
         return torch.cat([self.table[token_ids], attend(0, query, key, value).flatten(1)], -1)
 

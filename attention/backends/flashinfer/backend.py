@@ -26,7 +26,7 @@ from attention.backends.flashinfer.mla import (
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
-from attention.backends.flashinfer.wrapper import Kernel, Part, Route, divides_keys, least_undivided
+from attention.backends.flashinfer.wrapper import Kernel, Part, Route, least_unsplit, splits_kv
 from attention.backends.limits import HALF, check_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -260,7 +260,7 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {_name(dtype)}"
         served = routes(group, key, dtype, self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        rows = least_undivided(key, self._workspace.device)
+        rows = least_unsplit(key, self._workspace.device)
         packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
         packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
         return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}{packed}"
@@ -284,8 +284,8 @@ class FlashInferBackend:
         if key.value_in_key:
             plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedMlaBuilder(plans, geometry)
-        divided = divides_keys(key, rows, self._workspace.device)
-        workspace = self._workspace_for(key, rows, query_len) if divided else self._workspace
+        splits = splits_kv(key, rows, self._workspace.device)
+        workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
     def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:

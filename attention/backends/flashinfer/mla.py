@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from attention.backends.flashinfer.mla_plan import LATENT_DIM, Division, Layout, Tiles, write_all, write_lengths
+from attention.backends.flashinfer.mla_plan import LATENT_DIM, Layout, SplitKV, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -150,10 +150,10 @@ class MlaBuilder:
         kernel, host = self._kernel, metadata.host
         tiles = kernel.tiles(host.query_start_loc)
         keys = tiles.keys(host.seq_lens)
-        division = Division.of(tiles, keys)
-        layout = kernel.layout(tiles, len(division.tile))
+        split = SplitKV.of(tiles, keys)
+        layout = kernel.layout(tiles, len(split.tile))
         work = self._next_list(layout.nbytes)
-        write_all(layout.arrays(work.host), tiles, division, keys, host)
+        write_all(layout.arrays(work.host), tiles, split, keys, host)
         work.send(layout.nbytes)
         return MlaPlan(kernel, work, work.generation, layout.info, metadata.page_indices)
 
@@ -199,7 +199,7 @@ class FixedMlaPlans:
         self._layout = kernel.layout(self._tiles, self._tiles.most_items)
         self._work = WorkList(self._layout.nbytes, kernel.device)
         self._arrays = self._layout.arrays(self._work.host)
-        self._division: Division | None = None
+        self._split: SplitKV | None = None
         self._planned = np.zeros(rows, np.int32)
 
     def plan(self, host: HostBatch, page_indices: torch.Tensor) -> MlaPlan:
@@ -214,12 +214,12 @@ class FixedMlaPlans:
         keys = self._tiles.keys(host.seq_lens)
         self._planned = np.full_like(self._planned, -1)  # an interrupt from here on leaves no plan, not half of one
         self._work.wait()
-        if self._division is not None and self._division.serves(self._tiles, keys):
-            write_lengths(self._arrays, self._division, keys, host)
+        if self._split is not None and self._split.serves(self._tiles, keys):
+            write_lengths(self._arrays, self._split, keys, host)
         else:
-            self._division, division = None, Division.of(self._tiles, keys)
-            write_all(self._arrays, self._tiles, division, keys, host)
-            self._division = division
+            self._split, split = None, SplitKV.of(self._tiles, keys)
+            write_all(self._arrays, self._tiles, split, keys, host)
+            self._split = split
         self._work.send(self._layout.nbytes)
         self._planned = host.seq_lens.copy()
 

@@ -101,26 +101,26 @@ class Tiles:
         """[T] keys that each tile reads, of rows with seq_lens [B]."""
         return np.maximum(seq_lens[self.row] - self.unseen, 0)
 
-    def stretch(self, keys: np.ndarray) -> int:
+    def chunk_size(self, keys: np.ndarray) -> int:
         """Most keys of an item, for tiles with keys [T]."""
         mean = max(-(-int(keys.sum()) // self.clusters), 1)
         return LEAST_KEYS if mean <= LEAST_KEYS else -(-mean // 256) * 256
 
 
 @dataclass(frozen=True)
-class Division:
+class SplitKV:
     """The KV chunks of every tile, and their distribution over the clusters.
 
     Attributes:
-        stretch: KV chunk size of a split tile; parts: [T] KV chunks of each tile.
+        chunk_size: KV chunk size of a split tile; num_chunks: [T] KV chunks of each tile.
         tile, row: [N] the tile of each item, clusters one after the other, and its row; begin: [N] its first key;
             limit: [N] the key after its last, without a bound in a tile's only chunk.
         starts: [clusters+1] item `starts[c]` is the first of cluster c.
         place: [T] offset of a split tile's partial results in the workspace, in pairs.
     """
 
-    stretch: int
-    parts: np.ndarray
+    chunk_size: int
+    num_chunks: np.ndarray
     tile: np.ndarray
     row: np.ndarray
     begin: np.ndarray
@@ -129,27 +129,29 @@ class Division:
     place: np.ndarray
 
     @classmethod
-    def of(cls, tiles: Tiles, keys: np.ndarray) -> Division:
+    def of(cls, tiles: Tiles, keys: np.ndarray) -> SplitKV:
         """keys: [T]."""
-        stretch = tiles.stretch(keys)
-        parts = _parts(keys, stretch)
-        tile = np.repeat(np.arange(len(parts)), parts)
-        begin = offsets_within(parts) * stretch
+        chunk_size = tiles.chunk_size(keys)
+        num_chunks = _num_chunks(keys, chunk_size)
+        tile = np.repeat(np.arange(len(num_chunks)), num_chunks)
+        begin = offsets_within(num_chunks) * chunk_size
         # A tile's only chunk has no end of its own: growing rows then change kv_end, and the chunks stay.
-        limit = np.where(parts[tile] > 1, begin + stretch, np.iinfo(np.int32).max)
+        limit = np.where(num_chunks[tile] > 1, begin + chunk_size, np.iinfo(np.int32).max)
         order, starts = _shared_out(np.minimum(limit, keys[tile]) - begin, tiles.clusters)
-        size = np.where(parts > 1, parts * tiles.width, 0)
+        size = np.where(num_chunks > 1, num_chunks * tiles.width, 0)
         tile = tile[order]
-        return cls(stretch, parts, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size)
+        return cls(
+            chunk_size, num_chunks, tile, tiles.row[tile], begin[order], limit[order], starts, np.cumsum(size) - size
+        )
 
     def serves(self, tiles: Tiles, keys: np.ndarray) -> bool:
         """Whether rows of other lengths have the same KV chunks."""
-        stretch = tiles.stretch(keys)
-        return stretch == self.stretch and bool((_parts(keys, stretch) == self.parts).all())
+        chunk_size = tiles.chunk_size(keys)
+        return chunk_size == self.chunk_size and bool((_num_chunks(keys, chunk_size) == self.num_chunks).all())
 
 
-def _parts(keys: np.ndarray, stretch: int) -> np.ndarray:
-    return np.where(keys <= WHOLE_KEYS, 1, -(-keys // stretch))
+def _num_chunks(keys: np.ndarray, chunk_size: int) -> np.ndarray:
+    return np.where(keys <= WHOLE_KEYS, 1, -(-keys // chunk_size))
 
 
 def _shared_out(keys: np.ndarray, clusters: int) -> tuple[np.ndarray, np.ndarray]:
@@ -190,49 +192,49 @@ class Layout:
             starts[name] = end
             end += -(-counts[name] // 4) * 4
         places = [4 * start for start in starts.values()]
-        parts_bytes = 2 * tiles.clusters * tiles.size * LATENT_DIM * 2
-        return cls((tiles.cluster, tiles.clusters, *places, 0, parts_bytes), starts, counts, 4 * end)
+        partial_bytes = 2 * tiles.clusters * tiles.size * LATENT_DIM * 2
+        return cls((tiles.cluster, tiles.clusters, *places, 0, partial_bytes), starts, counts, 4 * end)
 
     def arrays(self, out: np.ndarray) -> Arrays:
         """The arrays in `out`, int32."""
         return {name: out[start : start + self.counts[name]] for name, start in self.starts.items()}
 
 
-def write_all(arrays: Arrays, tiles: Tiles, division: Division, keys: np.ndarray, host: HostBatch) -> None:
+def write_all(arrays: Arrays, tiles: Tiles, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
     """Write a whole plan for tiles with keys [T] of a batch; entries past the last item stay as they are."""
-    tile, row, count = division.tile, division.row, len(division.tile)
+    tile, row, count = split.tile, split.row, len(split.tile)
     require(count <= len(arrays["q_len"]), f"a plan has no room for {count} items")
     arrays["q_indptr"][:count] = tiles.query_start_loc[row]
     arrays["q_len"][:count] = tiles.query_lens[row]
     arrays["q_start"][:count] = tiles.first[tile]
-    arrays["kv_start"][:count] = division.begin
-    places = division.place[tile] + division.begin // division.stretch * tiles.width[tile]
-    arrays["partial_indptr"][:count] = np.where(division.parts[tile] > 1, places, -1)
-    arrays["work_indptr"][:] = division.starts
-    for name, values in zip(MERGES, _merges(tiles, division, keys), strict=True):
+    arrays["kv_start"][:count] = split.begin
+    places = split.place[tile] + split.begin // split.chunk_size * tiles.width[tile]
+    arrays["partial_indptr"][:count] = np.where(split.num_chunks[tile] > 1, places, -1)
+    arrays["work_indptr"][:] = split.starts
+    for name, values in zip(MERGES, _merges(tiles, split, keys), strict=True):
         arrays[name][:] = 0
         arrays[name][: len(values)] = values
-    write_lengths(arrays, division, keys, host)
+    write_lengths(arrays, split, keys, host)
 
 
-def write_lengths(arrays: Arrays, division: Division, keys: np.ndarray, host: HostBatch) -> None:
+def write_lengths(arrays: Arrays, split: SplitKV, keys: np.ndarray, host: HostBatch) -> None:
     """Update a plan whose KV chunks stay for other lengths: page offsets, lengths and last keys."""
-    tile, row, count = division.tile, division.row, len(division.tile)
+    tile, row, count = split.tile, split.row, len(split.tile)
     arrays["kv_indptr"][:count] = host.page_indptr[row]
     arrays["kv_len"][:count] = host.seq_lens[row]
-    np.minimum(division.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
+    np.minimum(split.limit, keys[tile], out=arrays["kv_end"][:count], casting="unsafe")
 
 
-def _merges(tiles: Tiles, division: Division, keys: np.ndarray) -> np.ndarray:
+def _merges(tiles: Tiles, split: SplitKV, keys: np.ndarray) -> np.ndarray:
     """[5, M] int64, one column per block that reduces some pairs of a split tile, in the order of `MERGES`."""
-    divided = np.flatnonzero(division.parts > 1)
-    width = tiles.width[divided]
-    wanted = np.maximum(keys[divided] * tiles.cluster // division.stretch, 1)
+    split_tiles = np.flatnonzero(split.num_chunks > 1)
+    width = tiles.width[split_tiles]
+    wanted = np.maximum(keys[split_tiles] * tiles.cluster // split.chunk_size, 1)
     share = -(-width // wanted)
     counts = -(-width // share)
-    at = np.repeat(np.arange(len(divided)), counts)
+    at = np.repeat(np.arange(len(split_tiles)), counts)
     offset = offsets_within(counts) * share[at]
-    tile, width = divided[at], width[at]
-    start, place = tiles.start[tile], division.place[tile]
+    tile, width = split_tiles[at], width[at]
+    start, place = tiles.start[tile], split.place[tile]
     stop = start + np.minimum(offset + share[at], width)
-    return np.stack([start + offset, stop, place + offset, place + division.parts[tile] * width, width])
+    return np.stack([start + offset, stop, place + offset, place + split.num_chunks[tile] * width, width])

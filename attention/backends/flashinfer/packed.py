@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from attention.backends.flashinfer.wrapper import Part, divides_keys
+from attention.backends.flashinfer.wrapper import Part, splits_kv
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
 
@@ -25,7 +25,7 @@ def is_packed(
     plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
     fits = key.head_dim_k == key.head_dim_v in HEAD_DIMS and group.format.dtype_for(dtype) == dtype
     queries = query_len * key.num_q_heads // key.num_kv_heads
-    return plain and fits and queries <= MOST_QUERIES and not divides_keys(key, rows, device)
+    return plain and fits and queries <= MOST_QUERIES and not splits_kv(key, rows, device)
 
 
 class PackedKernel:

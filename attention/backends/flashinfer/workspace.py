@@ -45,8 +45,8 @@ def split_bytes(key: AttentionSpec, sms: int, rows: int | None = None, query_len
         queries = query_len * group
         tile = tile if queries > _SHORT_TILE else _SHORT_TILE
         blocks = max(blocks, rows * math.ceil(queries / tile))
-    parts = math.ceil(blocks * tile / group)  # of one token row, all its heads
-    outputs, sums = (4 * key.num_q_heads * parts * width for width in (key.head_dim_v, 1))
+    chunks = math.ceil(blocks * tile / group)  # of one token row, all its heads
+    outputs, sums = (4 * key.num_q_heads * chunks * width for width in (key.head_dim_v, 1))
     return _aligned(outputs) + _aligned(sums)
 
 

@@ -46,14 +46,14 @@ def most_tiles(key: AttentionSpec, device: torch.device) -> int:
     return 2 * torch.cuda.get_device_properties(device).multi_processor_count // key.num_kv_heads
 
 
-def least_undivided(key: AttentionSpec, device: torch.device) -> int:
+def least_unsplit(key: AttentionSpec, device: torch.device) -> int:
     """The fewest rows that fill the GPU, so that the planner would hardly split the KV of any."""
     return math.ceil(_SPLIT_SHARE * most_tiles(key, device))
 
 
-def divides_keys(key: AttentionSpec, rows: int, device: torch.device) -> bool:
+def splits_kv(key: AttentionSpec, rows: int, device: torch.device) -> bool:
     """Whether there are so few rows that the planner would split the KV of a row over the GPU."""
-    return rows < least_undivided(key, device)
+    return rows < least_unsplit(key, device)
 
 
 class Kernel:
@@ -82,7 +82,7 @@ class Kernel:
         self._planned = np.zeros(0, np.int32)  # page_indptr [B+1]
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)
-        self._splits = fixed is None or route != "fa2" or divides_keys(key, rows, workspace.device)
+        self._splits = fixed is None or route != "fa2" or splits_kv(key, rows, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
         buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
@@ -91,8 +91,8 @@ class Kernel:
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
         )
-        work_list = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
-        self._wrapper.reset_workspace_buffer(workspace, work_list)
+        int_workspace = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
+        self._wrapper.reset_workspace_buffer(workspace, int_workspace)
         window_left = -1 if key.window is None else key.window - 1
         self._wrapper.plan(
             *buffers[:2],

@@ -90,14 +90,14 @@ def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bias", [False, True])
-def test_one_product_a_group_of_siblings(bias: bool) -> None:
+def test_one_matmul_per_group_of_siblings(bias: bool) -> None:
     block, x = Block(bias).requires_grad_(False), torch.randn(TOKENS, 16)
     before = block(x)
     fuse_siblings(block, lambda: block(x), Alterations(block))
     out, counted = compiled(block, x)
     assert counted.before["mm"] + counted.before["addmm"] == 8
-    products = ("mm", "addmm", "few_tokens_linear")
-    assert sum(counted.after[name] for name in products) == 5  # q+k+v, o, gate+up, tied, head
+    matmuls = ("mm", "addmm", "few_tokens_linear")
+    assert sum(counted.after[name] for name in matmuls) == 5  # q+k+v, o, gate+up, tied, head
     assert torch.allclose(out, before, atol=1e-5)
 
 
@@ -115,7 +115,7 @@ class Norm(nn.Module):
 
 
 class Residual(nn.Module):
-    """A sum that is normed, and read once more behind the norm."""
+    """A sum that is normed, and read once more after the norm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
         scale = torch.rsqrt(mean_square(wide) + 1e-5)
         return weight * (wide * scale).to(x.dtype) + scale.to(x.dtype)
 
-    def product_with_another(x: torch.Tensor) -> torch.Tensor:
+    def matmul_with_another(x: torch.Tensor) -> torch.Tensor:
         wide = x.float()
         return weight * (wide.flip(-1) * torch.rsqrt(mean_square(wide) + 1e-5)).to(x.dtype)
 
@@ -208,7 +208,7 @@ def other_norms() -> dict[str, tuple[Run, torch.Tensor]]:
         "epsilon a tensor": (scaled_by(norm, lambda x: torch.rsqrt(mean_square(x) + x[:, :, :1].abs())), x),
         "float64": (scaled_by(norm, lambda x: torch.rsqrt(mean_square(x) + 1e-5), torch.float64), x),
         "scale read twice": (scale_read_twice, x),
-        "product with another": (product_with_another, x),
+        "matmul with another": (matmul_with_another, x),
     }
 
 
@@ -234,21 +234,21 @@ def test_other_norms_stay(name: str) -> None:
     ids=["broadcast", "weighed", "number of tokens", "constant", "in float32"],
 )
 def test_other_sums_are_no_residuals(add: Run) -> None:
-    """The norm behind them is one operator by itself."""
+    """The norm after them is one operator by itself."""
     norm, x = Norm(), hidden()
     out, after = rewritten(lambda x: norm(add(x)), x)
     assert (after["rms_norm"], after["add_rms_norm"]) == (1, 0)
     assert_alike(out, norm(add(x)))
 
 
-def turned(x: torch.Tensor) -> torch.Tensor:
+def half_rotated(x: torch.Tensor) -> torch.Tensor:
     half = x.shape[-1] // 2
     return torch.cat((-x[..., half:], x[..., :half]), dim=-1)
 
 
 def rotate(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return torch.cat((q * cos + turned(q) * sin, k * cos + turned(k) * sin), 1)
+    return torch.cat((q * cos + half_rotated(q) * sin, k * cos + half_rotated(k) * sin), 1)
 
 
 def rotating(turn: Run, add: Run = torch.add) -> Run:
@@ -264,20 +264,20 @@ def rotating(turn: Run, add: Run = torch.add) -> Run:
 def read_at_once(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The first result is read before the second is there, as an attention operator's reshapes do."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    q = (q * cos + turned(q) * sin).transpose(1, 2)[0].relu()
-    k = (k * cos + turned(k) * sin).transpose(1, 2)[0].relu()
+    q = (q * cos + half_rotated(q) * sin).transpose(1, 2)[0].relu()
+    k = (k * cos + half_rotated(k) * sin).transpose(1, 2)[0].relu()
     return torch.cat((q, k), 1)
 
 
 def one_after_the_other(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """The second rotation needs the first."""
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    q = q * cos + turned(q) * sin
+    q = q * cos + half_rotated(q) * sin
     k = k + q[:, : k.shape[1]]
-    return k * cos + turned(k) * sin
+    return k * cos + half_rotated(k) * sin
 
 
-def query_key_angles(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
+def query_key_cos_sin(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
     shapes = ((1, TOKENS, 4, 16), (1, TOKENS, 2, 16), (1, TOKENS, 16), (1, TOKENS, 16))
     q, k, cos, sin = (torch.randn(shape, dtype=dtype) for shape in shapes)
     return q.transpose(1, 2), k.transpose(1, 2), cos, sin
@@ -286,22 +286,22 @@ def query_key_angles(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [rotate, read_at_once])
 def test_queries_and_keys_are_rotated_at_once(run: Run) -> None:
-    args = query_key_angles()
+    args = query_key_cos_sin()
     out, counted = compiled(run, *args)
     assert (counted.after["rotated"], counted.after["neg"]) == (1, 0)
     assert_alike(out, run(*args))
 
 
 def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
-    args = query_key_angles()
+    args = query_key_cos_sin()
     q, k, cos, sin = args
     half = [x[..., :8] for x in args[2:]]
     return {
-        "float32": (rotate, query_key_angles(torch.float32)),
-        "angles of float32": (rotate, (q, k, cos.float(), sin.float())),
-        "angles of two sequences": (rotate, (q, k, cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))),
+        "float32": (rotate, query_key_cos_sin(torch.float32)),
+        "cos and sin of float32": (rotate, (q, k, cos.float(), sin.float())),
+        "cos and sin of two sequences": (rotate, (q, k, cos.repeat(2, 1, 1), sin.repeat(2, 1, 1))),
         "two sequences": (rotate, (q.repeat(2, 1, 1, 1), k.repeat(2, 1, 1, 1), cos, sin)),
-        "angles of one token": (rotate, (q, k, cos[:, :1], sin[:, :1])),
+        "cos and sin of one token": (rotate, (q, k, cos[:, :1], sin[:, :1])),
         "one after the other": (one_after_the_other, args),
         "other way round": (rotating(lambda x: torch.cat((x[..., 8:], -x[..., :8]), -1)), args),
         "both negative": (rotating(lambda x: torch.cat((-x[..., 8:], -x[..., :8]), -1)), args),
@@ -310,11 +310,11 @@ def other_rotations() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
         "halves in place": (rotating(lambda x: torch.cat((-x[..., :8], x[..., 8:]), -1)), args),
         "unequal parts": (rotating(lambda x: torch.cat((-x[..., 6:], x[..., :6]), -1)), args),
         "overlapping parts": (rotating(lambda x: torch.cat((-x[..., 4:12], x[..., :8]), -1)), args),
-        "of another": (rotating(lambda x: turned(x.flip(-1))), args),
-        "minus": (rotating(turned, lambda a, b: torch.add(a, b, alpha=-1)), args),
-        "of the number of tokens": (lambda q, k, cos, sin: q * q.shape[2] + turned(q) * sin.unsqueeze(1), args),
-        "queries alone": (lambda q, k, cos, sin: q * cos.unsqueeze(1) + turned(q) * sin.unsqueeze(1), args),
-        "narrow angles": (
+        "of another": (rotating(lambda x: half_rotated(x.flip(-1))), args),
+        "minus": (rotating(half_rotated, lambda a, b: torch.add(a, b, alpha=-1)), args),
+        "of the number of tokens": (lambda q, k, cos, sin: q * q.shape[2] + half_rotated(q) * sin.unsqueeze(1), args),
+        "queries alone": (lambda q, k, cos, sin: q * cos.unsqueeze(1) + half_rotated(q) * sin.unsqueeze(1), args),
+        "narrow cos and sin": (
             lambda q, k, cos, sin: torch.cat(
                 [x[..., :8] * cos.unsqueeze(1) + x[..., 8:] * sin.unsqueeze(1) for x in (q, k)], 1
             ),
@@ -335,7 +335,7 @@ def test_other_rotations_stay(name: str) -> None:
 @pytest.mark.slow
 def test_the_quick_way_sees_what_the_compiler_sees() -> None:
     """Else nothing would be found in the cases that must stay."""
-    norm, args = Residual(), query_key_angles()
+    norm, args = Residual(), query_key_cos_sin()
     x = hidden()
     assert rewritten(norm, x, x.flip(-1))[1]["add_rms_norm"] == 1
-    assert rewritten(rotate, *args)[1]["rotated"] == rewritten(rotating(turned), *args)[1]["rotated"] == 1
+    assert rewritten(rotate, *args)[1]["rotated"] == rewritten(rotating(half_rotated), *args)[1]["rotated"] == 1

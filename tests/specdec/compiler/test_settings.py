@@ -1,4 +1,4 @@
-"""Sibling projections are found and fused, and nothing changes for the module itself; angles are computed once."""
+"""Sibling projections are found and fused, and nothing changes for the module itself; cos and sin are computed once."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 
-from specdec.compiler.settings import store_angles
+from specdec.compiler.settings import store_cos_sin
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
 from specdec.target.alterations import Alterations
 
@@ -71,7 +71,7 @@ class Rotary(nn.Module):
 
 
 class Rotated(nn.Module):
-    """Two layers that read the same angles, with a matmul between; not alike, so that each has a kernel of its own."""
+    """Two layers that read the same cos and sin, with a matmul between; unlike, so that each has its own kernel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,11 +85,11 @@ class Rotated(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("once", "kernels"), [(True, 1), (False, 2)])
-def test_angles_are_computed_once(once: bool, kernels: int) -> None:
+def test_cos_and_sin_are_computed_once(once: bool, kernels: int) -> None:
     model, x, positions = Rotated().requires_grad_(False), torch.randn(5, 4), torch.arange(5)
     before = model(x, positions)
     if once:
-        assert store_angles(model, Alterations(model)) == 1
+        assert store_cos_sin(model, Alterations(model)) == 1
         assert torch.equal(model(x, positions), before)
     with torch.no_grad():
         out, code = run_and_get_code(torch.compile(model, fullgraph=True, dynamic=True), x, positions)

@@ -1,4 +1,4 @@
-"""On a GPU the verification is queued behind the draft loop before the host goes on; here the same order on a CPU."""
+"""On a GPU the verification is queued after the draft loop before the host goes on; here the same order on a CPU."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from specdec.compiler.settings import unwrapped
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.sampling import SamplingParams
-from specdec.target.selftest import invariance_test, products_test
+from specdec.target.selftest import invariance_test, matmul_test
 from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     FixedPlaceBackend,
     Replayed,
@@ -60,7 +60,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             invariance_test(target, model)
 
     monkeypatch.setattr(specdec.execution.graphs, "invariance_test", run)
-    monkeypatch.setattr(specdec.execution.graphs, "products_test", found.append)
+    monkeypatch.setattr(specdec.execution.graphs, "matmul_test", found.append)
     return found
 
 
@@ -111,7 +111,7 @@ def test_it_is_compiled_once_and_the_cache_is_written_without_logits_indices(
     tested: list[Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Planted defect: a model that is asked for no logits is asked for nothing. Products stay those of a CPU."""
+    """Planted defect: a model that is asked for no logits is asked for nothing. Matmuls stay those of a CPU."""
     monkeypatch.setattr(specdec.compiler.settings, "Rewriting", lambda batch_invariant: Rewriting())
     if defect:
         monkeypatch.setattr(specdec.target.target, "_at_least_two", lambda x: x)
@@ -169,16 +169,16 @@ def test_the_self_test_compares_with_the_model() -> None:
 
 
 @pytest.mark.parametrize("defect", [False, True])
-def test_products_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: Any) -> torch.Tensor:
         return x[:, :1] * weight[:, 0] + (1e-6 if defect and len(x) == 17 else 0)
 
     monkeypatch.setattr("specdec.target.selftest.invariant_linear", linear)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Test GPU")
     if not defect:
-        return products_test(tiny_llama())
+        return matmul_test(tiny_llama())
     with pytest.raises(UnsupportedModelError, match=r"a weight of \[\d+, \d+\] are not batch-invariant on Test GPU"):
-        products_test(tiny_llama())
+        matmul_test(tiny_llama())
     return None
 
 
@@ -198,7 +198,7 @@ def called(graph: torch.fx.Graph) -> Counter[str]:
     return Counter(node.target.overloadpacket.__name__ for node in graph.nodes if node.op == "call_function")
 
 
-def test_products_with_a_weight_are_found() -> None:
+def test_matmuls_with_a_weight_are_found() -> None:
     def run(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         angles = torch.bmm(bias.float()[None, :, None], x[:1].float()[None])  # one term a result: nothing is summed
         return F.linear(x, weight, bias) + F.linear(x, weight) + angles[0]
@@ -223,7 +223,7 @@ OTHERS: dict[str, tuple[Callable[..., torch.Tensor], torch.dtype]] = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_products_are_refused(name: str) -> None:
+def test_other_matmuls_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedModelError, match="not batch-invariant: a matmul aten"):
         sum_alike(graph_of(*OTHERS[name]))
 
@@ -242,7 +242,7 @@ def test_compiled_code_of_the_two_kinds_is_kept_apart() -> None:
     assert Rewriting(True).uuid() != Rewriting().uuid()
 
 
-def test_the_product_serves_a_gpu_only() -> None:
+def test_the_matmul_serves_a_gpu_only() -> None:
     x = torch.randn(2, 4, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"half precision on a GPU, not torch.float16 on cpu"):
         invariant_linear(x, x, None)

@@ -163,7 +163,7 @@ def test_tokens_and_drafts_are_those_of_the_eager_path(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 1, 5])
 def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
-    """What is reserved for the round behind a launched one is no more than the block tables hold."""
+    """What is reserved for the round after a launched one is no more than the block tables hold."""
     head = table_head(tiny_llama()) if num_drafts else None
     sizes = {"max_num_seqs": 3, "max_model_len": 64, "page_size": 16, "max_num_batched_tokens": 64}
     graphed = with_graphs(head, num_speculative_tokens=num_drafts, **sizes)

@@ -77,7 +77,7 @@ def test_the_examples_in_the_docstrings() -> None:
 
 @pytest.mark.parametrize("drafting", [False, True])
 def test_a_round_is_one_copy_with_and_without_its_draft_loop(drafting: bool) -> None:
-    """Two rows behind a verification of K=2: one kept all its drafts, the other none."""
+    """Two rows after a verification of K=2: one keeps all its drafts, the other none."""
     config = EngineConfig(2, 64, 2, 16, 4, 40)
     transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), config, torch.device("cpu"))
     table, pages = RowTable(2, 64), np.arange(1, 33, dtype=np.int32).reshape(2, 16)

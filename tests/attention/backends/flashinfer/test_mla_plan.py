@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes import divided_as_by_flashinfer, flashinfer_stretch
+from fakes import flashinfer_chunk_size, split_as_by_flashinfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,8 +18,8 @@ from attention.backends.flashinfer.mla_plan import (
     LEAST_KEYS,
     WHOLE_KEYS,
     Arrays,
-    Division,
     Layout,
+    SplitKV,
     Tiles,
     write_all,
     write_lengths,
@@ -41,45 +41,45 @@ def host_batch(rows: list[tuple[int, int]]) -> HostBatch:
     return rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), computed, table, 16)
 
 
-def work_list(host: HostBatch, heads: int, sms: int, spare: int = 0) -> tuple[Tiles, Division, Layout, Arrays]:
+def planned(host: HostBatch, heads: int, sms: int, spare: int = 0) -> tuple[Tiles, SplitKV, Layout, Arrays]:
     tiles = Tiles.of(host.query_start_loc, heads, sms)
     keys = tiles.keys(host.seq_lens)
-    division = Division.of(tiles, keys)
-    layout = Layout.of(tiles, len(division.tile) + spare, sms)
+    split = SplitKV.of(tiles, keys)
+    layout = Layout.of(tiles, len(split.tile) + spare, sms)
     arrays = layout.arrays(np.full(layout.nbytes // 4, -7, np.int32))
-    write_all(arrays, tiles, division, keys, host)
-    return tiles, division, layout, arrays
+    write_all(arrays, tiles, split, keys, host)
+    return tiles, split, layout, arrays
 
 
 def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, int]]]:
-    """Stretches of keys [begin, end) that reach each (token, head) pair of the batch, merged or written at once.
+    """KV chunks [begin, end) that reach each (token, head) pair of the batch, reduced or written at once.
 
-    Checks that no two parts share a place, that places fit the workspace, and that a pair is written once.
+    Checks that no two partial results share a place, that places fit the workspace, and that a pair is written once.
     """
     written: dict[int, list[tuple[int, int]]] = {}
-    parts: dict[int, tuple[int, int, int]] = {}
+    partials: dict[int, tuple[int, int, int]] = {}
     for cluster in range(tiles.clusters):
         for item in range(arrays["work_indptr"][cluster], arrays["work_indptr"][cluster + 1]):
             a = {name: int(arrays[name][item]) for name in mla_plan.PER_ITEM}
             width = min(tiles.size, a["q_len"] * heads - a["q_start"])
             for i in range(width):
                 pair = a["q_indptr"] * heads + a["q_start"] + i
-                stretch = (a["kv_start"], a["kv_end"])
+                chunk = (a["kv_start"], a["kv_end"])
                 if a["partial_indptr"] < 0:
                     assert pair not in written
-                    written[pair] = [stretch]
+                    written[pair] = [chunk]
                 else:
                     place = a["partial_indptr"] + i
-                    assert place not in parts and place < 2 * tiles.clusters * tiles.size
-                    parts[place] = (pair, *stretch)
+                    assert place not in partials and place < 2 * tiles.clusters * tiles.size
+                    partials[place] = (pair, *chunk)
     for m in range(len(arrays["merge_partial_stride"])):
         start, stop, place, end, stride = (int(arrays[name][m]) for name in mla_plan.MERGES)
         for i in range(stop - start):
             assert start + i not in written
-            found = [parts.pop(p) for p in range(place + i, end, stride)]
+            found = [partials.pop(p) for p in range(place + i, end, stride)]
             assert all(pair == start + i for pair, _, _ in found)
             written[start + i] = [(begin, last) for _, begin, last in found]
-    assert not parts
+    assert not partials
     return written
 
 
@@ -88,47 +88,47 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
 @given(ROWS, HEADS, SMS)
 def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     host = host_batch(rows)
-    tiles, division, _, arrays = work_list(host, heads, sms)
-    assert len(division.tile) <= tiles.most_items
+    tiles, split, _, arrays = planned(host, heads, sms)
+    assert len(split.tile) <= tiles.most_items
     written = walk(arrays, tiles, heads)
     assert sorted(written) == list(range(host.num_tokens * heads))
     owner = np.repeat(np.arange(host.num_reqs), host.query_lens)
-    for pair, stretches in written.items():
+    for pair, chunks in written.items():
         token = pair // heads
-        ends = [0, *(end for _, end in sorted(stretches))]
-        assert [begin for begin, _ in sorted(stretches)] == ends[:-1]
+        ends = [0, *(end for _, end in sorted(chunks))]
+        assert [begin for begin, _ in sorted(chunks)] == ends[:-1]
         assert int(host.positions[token]) < ends[-1] <= host.seq_lens[owner[token]]
-    count = len(division.tile)
-    assert (arrays["kv_indptr"][:count] == host.page_indptr[division.row]).all()
-    assert (arrays["kv_len"][:count] == host.seq_lens[division.row]).all()
+    count = len(split.tile)
+    assert (arrays["kv_indptr"][:count] == host.page_indptr[split.row]).all()
+    assert (arrays["kv_len"][:count] == host.seq_lens[split.row]).all()
 
 
 @pytest.mark.slow
 @settings(max_examples=60)
 @given(ROWS, st.integers(1, 12), HEADS, SMS)
-def test_a_kept_division_is_that_of_the_new_lengths(
+def test_a_split_that_stays_is_that_of_the_new_lengths(
     rows: list[tuple[int, int]], more: int, heads: int, sms: int
 ) -> None:
-    """Rows grow; where the division serves, writing the lengths gives the list that would be made anew."""
-    tiles, division, _, arrays = work_list(host_batch(rows), heads, sms)
+    """Rows grow; where the split serves, writing the lengths gives the list that would be made anew."""
+    tiles, split, _, arrays = planned(host_batch(rows), heads, sms)
     grown = host_batch([(query, computed + more) for query, computed in rows])
     keys = tiles.keys(grown.seq_lens)
-    if not division.serves(tiles, keys):
+    if not split.serves(tiles, keys):
         return
-    write_lengths(arrays, division, keys, grown)
+    write_lengths(arrays, split, keys, grown)
     written = walk(arrays, tiles, heads)
-    _, _, _, anew = work_list(grown, heads, sms)
+    _, _, _, anew = planned(grown, heads, sms)
     assert {p: sorted(s) for p, s in written.items()} == {p: sorted(s) for p, s in walk(anew, tiles, heads).items()}
 
 
 @given(st.integers(1, 30), st.integers(0, 26), st.integers(0, 400))
-def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: int, computed: int) -> None:
+def test_a_row_is_split_by_itself_while_the_batch_is_small(own: int, others: int, computed: int) -> None:
     """Up to 128 keys a cluster, neighbours and a longer query of the same row change no boundary."""
-    alone = work_list(host_batch([(1, computed)]), 16, 132)
-    beside = work_list(host_batch([(1, computed), *((1, 600 + i) for i in range(others))]), 16, 132)
-    drafted = work_list(host_batch([(4, computed), (4, own)]), 16, 132)
+    alone = planned(host_batch([(1, computed)]), 16, 132)
+    beside = planned(host_batch([(1, computed), *((1, 600 + i) for i in range(others))]), 16, 132)
+    drafted = planned(host_batch([(4, computed), (4, own)]), 16, 132)
 
-    def boundaries(found: tuple[Tiles, Division, Layout, Arrays]) -> set[int]:
+    def boundaries(found: tuple[Tiles, SplitKV, Layout, Arrays]) -> set[int]:
         tiles, _, _, arrays = found
         return {begin for begin, _ in walk(arrays, tiles, 16)[0]}
 
@@ -142,10 +142,10 @@ def test_a_row_is_divided_by_itself_while_the_batch_is_small(own: int, others: i
 
 
 @given(ROWS, HEADS, SMS)
-def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
+def test_without_a_least_chunk_size_the_split_is_flashinfers(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     host = host_batch(rows)
-    with divided_as_by_flashinfer():
-        tiles, division, _, _ = work_list(host, heads, sms)
+    with split_as_by_flashinfer():
+        tiles, split, _, _ = planned(host, heads, sms)
     expected: list[tuple[int, int]] = []
     cluster = 2 if host.num_tokens * heads // host.num_reqs > 64 else 1
     tile, clusters = 64 * cluster, sms // cluster
@@ -154,23 +154,23 @@ def test_without_a_least_stretch_the_division_is_flashinfers(rows: list[tuple[in
         for t in range(count):
             expected.append((row, seq if t + 1 == count else min(seq - query + -(-(t + 1) * tile // heads), seq)))
     mean = max(-(-sum(keys for _, keys in expected) // clusters), 1)
-    limit = flashinfer_stretch(mean)
-    assert tiles.stretch(tiles.keys(host.seq_lens)) == (limit if mean > LEAST_KEYS else LEAST_KEYS)
+    limit = flashinfer_chunk_size(mean)
+    assert tiles.chunk_size(tiles.keys(host.seq_lens)) == (limit if mean > LEAST_KEYS else LEAST_KEYS)
     items = Counter((row, begin) for row, keys in expected for begin in range(0, max(keys, 1), limit))
-    assert Counter(zip(division.row.tolist(), division.begin.tolist(), strict=True)) == items
+    assert Counter(zip(split.row.tolist(), split.begin.tolist(), strict=True)) == items
 
 
 def test_the_longest_items_come_first_and_clusters_share_evenly() -> None:
-    tiles, division, _, _ = work_list(host_batch([(1, 100 + 7 * i) for i in range(200)]), 16, 132)
-    keys = tiles.keys(np.array([101 + 7 * i for i in range(200)]))[division.tile] - division.begin
-    keys = np.minimum(keys, division.stretch)
-    loads = [int(keys[a:b].sum()) for a, b in zip(division.starts[:-1], division.starts[1:], strict=True)]
-    assert max(loads) <= np.mean(loads) + division.stretch
-    assert keys[division.starts[:-1]].tolist() == sorted(keys[division.starts[:-1]], reverse=True)
+    tiles, split, _, _ = planned(host_batch([(1, 100 + 7 * i) for i in range(200)]), 16, 132)
+    keys = tiles.keys(np.array([101 + 7 * i for i in range(200)]))[split.tile] - split.begin
+    keys = np.minimum(keys, split.chunk_size)
+    loads = [int(keys[a:b].sum()) for a, b in zip(split.starts[:-1], split.starts[1:], strict=True)]
+    assert max(loads) <= np.mean(loads) + split.chunk_size
+    assert keys[split.starts[:-1]].tolist() == sorted(keys[split.starts[:-1]], reverse=True)
 
 
 def test_arrays_lie_on_multiples_of_16_bytes_in_the_plans_order() -> None:
-    _, _, layout, arrays = work_list(host_batch([(4, 900), (4, 80)]), 16, 132, spare=3)
+    _, _, layout, arrays = planned(host_batch([(4, 900), (4, 80)]), 16, 132, spare=3)
     places = layout.info[2:16]
     assert layout.info[:2] == (1, 132) and layout.info[16:] == (0, 2 * 132 * 64 * 512 * 2)
     assert list(places) == sorted(places) and all(place % 16 == 0 for place in places)
@@ -179,7 +179,7 @@ def test_arrays_lie_on_multiples_of_16_bytes_in_the_plans_order() -> None:
 
 def test_more_items_than_the_list_has_room_for_raise() -> None:
     host = host_batch([(4, 900)])
-    tiles, division, _, _ = work_list(host, 16, 132)
-    small = Layout.of(tiles, len(division.tile) - 1, 132)
+    tiles, split, _, _ = planned(host, 16, 132)
+    small = Layout.of(tiles, len(split.tile) - 1, 132)
     with pytest.raises(InvariantError, match="no room for 8 items"):
-        write_all(small.arrays(np.zeros(small.nbytes // 4, np.int32)), tiles, division, tiles.keys(host.seq_lens), host)
+        write_all(small.arrays(np.zeros(small.nbytes // 4, np.int32)), tiles, split, tiles.keys(host.seq_lens), host)

@@ -15,7 +15,7 @@ SMS = 132
 
 @dataclass(frozen=True)
 class Planned:
-    """What FlashInfer's planner asks its float workspace for, and the rows of parts that the batch really leaves."""
+    """What FlashInfer's planner asks its float workspace for, and the rows of partial results of the batch."""
 
     nbytes: int
     reserved: int
@@ -75,6 +75,6 @@ def test_the_constant_of_old_was_not_enough_for_every_batch() -> None:
 
 
 def test_batches_outside_graphs_never_need_more() -> None:
-    """Divided tiles are at most two a multiprocessor, so that the least is enough for any model on 300 of them."""
+    """Split tiles are at most two a multiprocessor, so that the least is enough for any model on 300 of them."""
     keys = (AttentionSpec(q, kv, d, d, 1.0) for q, kv in ((1, 1), (71, 1), (128, 1), (128, 8)) for d in (64, 128, 256))
     assert max(split_bytes(key, 300) for key in keys) < LEAST_BYTES
