@@ -15,6 +15,7 @@ from benchmarks.sweep_configs import VOCAB, Case, tiny_config
 from drafters.base import Attend
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
+from specdec.target.twin import enlarge
 
 MOST_PARAMETERS = 20_000_000
 _RIGHT = 70
@@ -35,18 +36,6 @@ class NumberTokenizer:
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
         return " ".join(map(str, token_ids))
-
-
-def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
-    """Random weights so large that every part of the model shows in its logits."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * std / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(0.2 * noise)
 
 
 def build(case: Case) -> PreTrainedModel:

@@ -20,10 +20,25 @@ from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
+from specdec.target.twin import enlarge as enlarge
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 VOCAB = len(LETTERS)
 EOS = 63
+TINY: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+"""The sizes of a tiny model, as most configurations name them."""
 
 
 class LetterTokenizer:
@@ -39,34 +54,9 @@ class LetterTokenizer:
         return "".join(special if t == EOS else LETTERS[t % VOCAB] for t in token_ids)
 
 
-def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
-    """Random weights so large that every part of the model shows in its logits."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if parameter.ndim > 1:
-                parameter.copy_(noise * std / parameter.shape[-1] ** 0.5)
-            else:
-                parameter.add_(0.2 * noise)
-
-
 @functools.cache
 def _llama(vocab_size: int, seed: int, context: float) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=vocab_size,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=128,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    model = LlamaForCausalLM(config).eval()
+    model = LlamaForCausalLM(LlamaConfig(**{**TINY, "vocab_size": vocab_size})).eval()
     enlarge(model, seed)
     with torch.no_grad():
         for layer in model.model.layers:

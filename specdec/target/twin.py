@@ -41,7 +41,6 @@ _TOLERANCE = 1e-3
 """Largest rms error of any token's logits over their rms. Right models stay below 1e-5."""
 _SEEDS = (0, 1)
 """Of the weights. Rounding may flip an expert of one token with one of them; a wrong model is wrong with both."""
-_STD = 1.5
 
 
 @dataclass(frozen=True)
@@ -138,7 +137,7 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
     for towers in (True, False):
         try:
             twin = _constructed(probed.model, low, towers)
-            _fill(twin, seed)
+            enlarge(twin, seed)
             with torch.inference_mode():
                 read_eager(twin, [torch.arange(1, _SHORTEST)])
             small = probe_target(twin)
@@ -168,13 +167,13 @@ def _quiet_transformers() -> Iterator[None]:
 
 
 @torch.no_grad()
-def _fill(twin: PreTrainedModel, seed: int) -> None:
-    """Random weights so large that every part of the model shows in its logits."""
+def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
+    """Random weights so large that every part of the model shows in its logits; matrices of rows with norm `std`."""
     generator = torch.Generator().manual_seed(seed)
-    for parameter in twin.parameters():
+    for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         if parameter.ndim > 1:
-            parameter.copy_(noise * (_STD / parameter.shape[-1] ** 0.5))
+            parameter.copy_(noise * (std / parameter.shape[-1] ** 0.5))
         else:
             parameter.add_(0.2 * noise)
 

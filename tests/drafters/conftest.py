@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import VOCAB, enlarge
+from fakes import TINY, VOCAB, enlarge
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
@@ -22,22 +22,15 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-H, LAYERS, HEADS, KV_HEADS, D, INTER, EXPERTS, EXPERT_SIZE = 32, 4, 4, 2, 16, 48, 4, 24
+H, LAYERS, HEADS, INTER = (
+    TINY[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+)
+KV_HEADS, D = TINY["num_key_value_heads"], TINY["head_dim"]
+EXPERTS, EXPERT_SIZE = 4, 24
 Q_LORA, LATENT, NOPE, ROPE, VALUE = 24, 40, 12, 8, 20
 Shapes = dict[str, tuple[int, ...]]
-COMMON: dict[str, Any] = {
-    "vocab_size": VOCAB,
-    "hidden_size": H,
-    "intermediate_size": INTER,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": HEADS,
-    "max_position_embeddings": 128,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 GQA: dict[str, Any] = {"num_key_value_heads": KV_HEADS, "head_dim": D}
+COMMON: dict[str, Any] = {n: value for n, value in TINY.items() if n not in GQA} | {"tie_word_embeddings": False}
 MOE: dict[str, Any] = {"n_routed_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": EXPERT_SIZE}
 GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
 

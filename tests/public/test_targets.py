@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from fakes import enlarge, random_prompts, tiny_llama, wrap
+from fakes import TINY, enlarge, random_prompts, tiny_llama, wrap
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,19 +26,7 @@ from specdec.errors import SpecdecWarning, UnsupportedModelError
 
 WINDOW = 32
 NEW = 8
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
+SIZES = {**TINY, "max_position_embeddings": 256}
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import enlarge, random_prompts, table_head, tiny_llama, wrap
+from fakes import TINY, enlarge, random_prompts, table_head, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
@@ -21,19 +21,6 @@ from specdec.target.alterations import Alterations
 from specdec.target.rereading import dummy_ids, scrambled_table
 from specdec.target.target import AuxStateRecorder, probe_target
 
-SIZES = {
-    "vocab_size": 64,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 128,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-}
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 RIGHT: dict[str, dict[str, Any]] = {
@@ -71,7 +58,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
-    sizes = {name: value for name, value in {**SIZES, **options}.items() if value is not None or name != "head_dim"}
+    sizes = {name: value for name, value in {**TINY, **options}.items() if value is not None or name != "head_dim"}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
     enlarge(model)
