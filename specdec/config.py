@@ -54,8 +54,3 @@ class EngineConfig:
     def num_head_pages(self) -> int:
         """Pages of the head's pool: what fits the target's fits here, with K more tokens a row."""
         return self.num_pages + self.max_num_seqs * -(-self.num_speculative_tokens // self.page_size)
-
-    @property
-    def pages_per_row(self) -> int:
-        """P: pages of the longest request."""
-        return -(-self.max_model_len // self.page_size)

@@ -38,7 +38,6 @@ class CommonAttentionMetadata:
         slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
         page_indptr: [B+1] int32; last_page_len: [B] int32.
         staged: the transfer they came with (for the staleness check).
-        causal: every token sees the keys up to its own position.
     """
 
     host: HostBatch
@@ -51,7 +50,6 @@ class CommonAttentionMetadata:
     page_indptr: torch.Tensor
     last_page_len: torch.Tensor
     staged: Staged
-    causal: bool = True
 
     @property
     def num_reqs(self) -> int:
@@ -67,11 +65,6 @@ class CommonAttentionMetadata:
     def max_query_len(self) -> int:
         """Longest query of the batch."""
         return int(self.host.query_lens.max(initial=0))
-
-    @property
-    def max_seq_len(self) -> int:
-        """Longest row of the batch."""
-        return int(self.host.seq_lens.max(initial=0))
 
 
 def batch_fields(prefix: str) -> list[Field]:
@@ -116,7 +109,7 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
         batch.validate()
     views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
     table = staged.views.get(f"{prefix}.block_table")
-    return CommonAttentionMetadata(host=batch, staged=staged, causal=True, block_table=table, **views)
+    return CommonAttentionMetadata(host=batch, staged=staged, block_table=table, **views)
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -82,7 +82,7 @@ def load_eagle3(
     stored = opened.folder.load(opened.names.values())
     weights = {parameter: stored[name] for parameter, name in opened.names.items()}
     d2t = _read_map(opened, weights)
-    head = _empty_head(opened.spec, target, weights, d2t)
+    head = _empty_head(opened.spec, target, d2t)
     cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
     _check_finite(cast)
     head.load_state_dict(cast, assign=True)
@@ -186,9 +186,7 @@ def _read_map(opened: _Opened, weights: Mapping[str, torch.Tensor]) -> torch.Ten
     return d2t.long()
 
 
-def _empty_head(
-    spec: Eagle3Spec, target: TargetFacts, weights: Mapping[str, torch.Tensor], d2t: torch.Tensor | None
-) -> Eagle3Head:
+def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None) -> Eagle3Head:
     """The head without weights of its own, on the target's tensors (a padded embedding is cut, not copied)."""
     embedding = target.embedding[: spec.vocab_size]
     lm_head = target.lm_head[: spec.draft_vocab_size]

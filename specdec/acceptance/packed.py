@@ -81,8 +81,8 @@ class Outcome:
     drafts: np.ndarray
 
 
-def unpack_outcome(packed: np.ndarray, num_drafts: np.ndarray) -> Outcome:
-    """packed [J, 2n+2] as `PackedResult` has it, on the host, of rows with num_drafts [J] drafts."""
+def unpack_outcome(packed: np.ndarray) -> Outcome:
+    """packed [J, 2n+2] as `PackedResult` has it, on the host."""
     columns = packed.shape[1]
     return Outcome(packed[:, 0], packed[:, _tokens(columns)], packed[:, _drafts(columns)])
 

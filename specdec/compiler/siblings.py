@@ -2,8 +2,8 @@
 
 Projections that read the same input (q, k, v; gate, up) are one matmul when their weights lie in one tensor. Each
 sibling stays a module of its own: in compiled code it asks for the whole fused matmul and takes its slice, and
-`rewriting` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view. What is done to
-the modules is registered with `specdec.target.alterations`, and undone when the engine is closed.
+`specdec.compiler.passes` leaves one of the equal matmuls. In eager code it is the linear layer it was, on a view. What
+is done to the modules is registered with `specdec.target.alterations`, and undone when the engine is closed.
 """
 
 from __future__ import annotations

@@ -126,12 +126,12 @@ class Launcher:
         round_ = LaunchedRound(schedule, target, device, draft)
         if self._queue_verification:
             round_ = self.verify(round_)
-        self.count(target)
+        self.count()
         return round_
 
-    def count(self, target: TargetArrays) -> None:
+    def count(self) -> None:
         """Count a launched round."""
-        self._counters.add_round(target.num_tokens, self.executor.transfers)
+        self._counters.add_round(self.executor.transfers)
 
     def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
         """Both block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""

@@ -56,7 +56,7 @@ class Lookahead:
         nothing = np.zeros_like(current.schedule.rows)
         target = self._after(current, nothing, nothing, nothing, self._reserved)
         device, following = verification.launch_next(target)
-        self._launcher.count(target)
+        self._launcher.count()
         return VerifyingRound(current.schedule, target, device, None, following)
 
     def before_commit(self, current: VerifyingRound, outcome: Outcome, draft: Draft | None) -> LaunchedRound | None:

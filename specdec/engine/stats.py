@@ -10,12 +10,11 @@ class EngineStats:
     """Counters since the engine was made.
 
     Attributes:
-        rounds: launched verifications. target_tokens: tokens in them.
+        rounds: launched verifications.
         host_to_device, device_to_host: copies. preemptions: requests that lost their row.
     """
 
     rounds: int = 0
-    target_tokens: int = 0
     host_to_device: int = 0
     device_to_host: int = 0
     preemptions: int = 0
@@ -36,7 +35,7 @@ class Counters:
         """transfers: host-to-device copies that the executor has made so far, which do not count."""
         self._transfers = transfers
 
-    def add_round(self, num_tokens: int, transfers: int) -> None:
+    def add_round(self, transfers: int) -> None:
         """A launched round. transfers: the executor's host-to-device copies so far, of all rounds."""
         made, self._transfers = transfers - self._transfers, transfers
-        self.add(rounds=1, target_tokens=num_tokens, host_to_device=made)
+        self.add(rounds=1, host_to_device=made)

@@ -66,5 +66,5 @@ class HostReads:
 
     def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
         """Wait for a read of rows with num_drafts [J] drafts."""
-        outcome = unpack_outcome(read.wait(), num_drafts)
+        outcome = unpack_outcome(read.wait())
         return outcome if self.after_read is None else self.after_read(outcome, num_drafts)

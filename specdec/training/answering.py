@@ -113,13 +113,6 @@ def answer_prepared(model: SpeculativeModel, questions: Questions, output: Path,
     return answer(questions.prompts, lambda prompts: answers, questions.limits.max_length)
 
 
-def answer_questions(
-    model: SpeculativeModel, questions: Sequence[Any], limits: AnswerLimits, output: Path, console: Console
-) -> AnswerSet:
-    """`prepare_questions`, then `answer_prepared`."""
-    return answer_prepared(model, prepare_questions(model, questions, limits), output, console)
-
-
 def _hash(content: object) -> str:
     return hashlib.sha256(repr(content).encode()).hexdigest()
 

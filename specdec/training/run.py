@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
-from rich.console import Console
 
 from drafters.base import FINAL_NORM, Head
 from drafters.eagle3.checkpoint import save_eagle3
@@ -25,7 +23,6 @@ from drafters.training.answers import AnswerSet
 from drafters.training.config import TrainConfig
 from drafters.training.fresh import fresh_eagle3
 from drafters.training.objective import Features
-from drafters.training.trainer import TrainResult
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.builtin import resolve
 from specdec.loading.heads import target_facts
@@ -34,7 +31,7 @@ from specdec.target.selftest import self_test_head
 from specdec.target.target import probe_target
 from specdec.training.fingerprint import weights_fingerprint
 from specdec.training.plan import TrainingPlan, common_settings
-from specdec.training.run_folder import Setting, locked
+from specdec.training.run_folder import Setting
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,9 @@ def plan_eagle3(
 def plan_mtp(
     model: SpeculativeModel, module: str | Path, convention: MtpConvention, config: TrainConfig, held_out: int
 ) -> TrainingPlan[MtpHead]:
-    """Load a multi-token-prediction module and check that it can be trained and saved.
+    """Load a multi-token-prediction module and check that it can be trained on its own outputs and saved.
+
+    Released modules were trained for one draft; reused for more, they read their own states, which they never saw.
 
     Raises:
         InvalidInputError: the model has a head already.
@@ -127,66 +126,6 @@ def plan_mtp(
 
     save, features = partial(save_mtp, target=target), final_features(model)
     return TrainingPlan(model, config, held_out, settings, lambda training: head, features, finished, save)
-
-
-def train_eagle3(
-    model: SpeculativeModel,
-    answers: AnswerSet,
-    shape: HeadShape,
-    config: TrainConfig,
-    output: Path,
-    *,
-    held_out: int = 256,
-    console: Console,
-) -> TrainResult:
-    """Train a head on the target's answers; goes on from the newest checkpoint in `output`, so a killed run resumes.
-
-    Args:
-        model: the target, loaded without a head.
-        answers: what `answer_questions` gave.
-        output: gets checkpoints, and the finished head in `head/`.
-        held_out: answers that only measure.
-
-    Raises:
-        InvalidInputError: the model has a head already, there are too few questions, or `output` holds another run.
-        RunFolderError: another process trains there, or something there is damaged or cannot be written.
-        TrainingDivergedError: the loss or a weight is not finite.
-    """
-    return _train(plan_eagle3(model, shape, config, held_out), answers, output, console)
-
-
-def train_mtp(
-    model: SpeculativeModel,
-    module: str | Path,
-    answers: AnswerSet,
-    convention: MtpConvention,
-    config: TrainConfig,
-    output: Path,
-    *,
-    held_out: int = 256,
-    console: Console,
-) -> TrainResult:
-    """Go on training a multi-token-prediction module on its own outputs, as `train_eagle3` trains a head.
-
-    Released modules were trained for one draft; reused for more, they read their own states, which they never saw.
-
-    Args:
-        model: the target, loaded without a head.
-        module: folder or name of the checkpoint that holds the module, usually the target's own.
-        convention: its input convention.
-        output: gets checkpoints, and in `head/` the finished module as a DeepSeek-style checkpoint of its own.
-
-    Raises:
-        InvalidInputError, RunFolderError, TrainingDivergedError: as `train_eagle3`.
-        HeadLoadError: see `drafters.mtp.checkpoint.load_mtp`; more than one module, or one that cannot be saved.
-    """
-    return _train(plan_mtp(model, module, convention, config, held_out), answers, output, console)
-
-
-def _train(plan: TrainingPlan[Any], answers: AnswerSet, output: Path, console: Console) -> TrainResult:
-    with locked(output):
-        plan.claim(output, {"answers": Setting(answers.digest()[:16], f"{len(answers)} answers")})
-        return plan.run(answers, output, console)
 
 
 def _check_alone(model: SpeculativeModel) -> None:

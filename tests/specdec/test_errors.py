@@ -247,7 +247,7 @@ def test_a_loaded_head_of_another_target_is_refused(make: Any, other: Any) -> No
 
 def test_sizes_that_cannot_work_together_are_refused_by_the_config() -> None:
     good = {"max_model_len": 8, "max_num_seqs": 2, "max_num_batched_tokens": 8, "page_size": 4, "num_pages": 3}
-    assert EngineConfig(num_speculative_tokens=3, **good).pages_per_row == 2
+    EngineConfig(num_speculative_tokens=3, **good)
     with pytest.raises(InvalidInputError, match="lower max_num_seqs or raise it"):
         EngineConfig(num_speculative_tokens=4, **good)
 

@@ -28,8 +28,7 @@ def test_device_views_equal_the_host_arrays() -> None:
         view = getattr(metadata, name)
         assert view.numpy().dtype == dtype
         assert view.tolist() == getattr(BATCH, name).tolist()
-    assert (metadata.num_reqs, metadata.num_tokens, metadata.max_query_len, metadata.max_seq_len) == (3, 12, 7, 10)
-    assert metadata.causal
+    assert (metadata.num_reqs, metadata.num_tokens, metadata.max_query_len) == (3, 12, 7)
 
 
 def test_two_batches_share_one_copy_under_their_prefixes() -> None:

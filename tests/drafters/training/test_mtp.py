@@ -29,6 +29,7 @@ from specdec.loading.builtin import builtin_path
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
+from specdec.training.run_folder import locked
 
 pytestmark = pytest.mark.slow
 
@@ -69,9 +70,10 @@ class Bench:
         config = TrainConfig(**{**SHORT, **settings})
         quiet = Console(file=io.StringIO())
         how = convention or MtpConvention()
-        return specdec.training.run.train_mtp(
-            self.model, self.folder, self.answers, how, config, output, held_out=12, console=quiet
-        )
+        plan = specdec.training.run.plan_mtp(self.model, self.folder, how, config, held_out=12)
+        with locked(output):
+            plan.claim(output, {})
+            return plan.run(self.answers, output, quiet)
 
     def tau(self, module: Path) -> float:
         """Acceptance length on prompts that were not trained on."""
