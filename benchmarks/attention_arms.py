@@ -57,7 +57,7 @@ class Scene:
     states: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-class Arm(Protocol):
+class Configuration(Protocol):
     """One way to attend."""
 
     def plan(self) -> None:
@@ -67,7 +67,7 @@ class Arm(Protocol):
         """Launch one layer."""
 
 
-class FlashInferArm:
+class FlashInferConfiguration:
     """A FlashInfer kernel of ours, planned from host arrays; `fixed` is the form that CUDA graphs hold."""
 
     def __init__(self, scene: Scene, workspace: torch.Tensor, route: Route, fixed: bool) -> None:
@@ -78,15 +78,15 @@ class FlashInferArm:
         self._out = torch.empty_like(self._query)
 
     def plan(self) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._kernel.plan(self._part)
 
     def run(self, layer: LayerKV) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._kernel.run(self._query, layer, self._out, None)
 
 
-class DecodeArm:
+class DecodeConfiguration:
     """FlashInfer's own decode wrapper on tensor cores, in graph form, planned by its own method from host arrays."""
 
     def __init__(self, scene: Scene, workspace: torch.Tensor) -> None:
@@ -111,15 +111,15 @@ class DecodeArm:
         self._out = torch.empty_like(self._query)
 
     def plan(self) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._wrapper.plan(*self._arguments, **self._dtypes)
 
     def run(self, layer: LayerKV) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._wrapper.run(self._query, (layer.keys, layer.values), out=self._out)
 
 
-class TorchArm:
+class TorchConfiguration:
     """The reference backend; its run writes the batch's keys and values as well."""
 
     def __init__(self, scene: Scene) -> None:
@@ -129,15 +129,15 @@ class TorchArm:
         self._plan = self._builder.build(scene.metadata)
 
     def plan(self) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._plan = self._builder.build(self._scene.metadata)
 
     def run(self, layer: LayerKV) -> None:
-        """See Arm."""
+        """See Configuration."""
         self._backend.run(self._plan, KEY, *self._scene.states, layer, self._scene.metadata)
 
 
-class WriteArm:
+class WriteConfiguration:
     """The cache write alone."""
 
     def __init__(self, scene: Scene) -> None:
@@ -147,7 +147,7 @@ class WriteArm:
         """Nothing to plan."""
 
     def run(self, layer: LayerKV) -> None:
-        """See Arm."""
+        """See Configuration."""
         write_kv(layer, *self._states, self._slots)
 
 
@@ -177,14 +177,14 @@ def _fill(tensor: torch.Tensor) -> None:
         tensor.normal_()
 
 
-def arms(scene: Scene, workspace: torch.Tensor, prompt: bool) -> Iterator[tuple[str, Arm]]:
+def arms(scene: Scene, workspace: torch.Tensor, prompt: bool) -> Iterator[tuple[str, Configuration]]:
     """The ways to attend that fit a scene."""
-    yield "fa2", FlashInferArm(scene, workspace, "fa2", fixed=not prompt)
+    yield "fa2", FlashInferConfiguration(scene, workspace, "fa2", fixed=not prompt)
     if scene.case.dtype != torch.bfloat16 or scene.case.cache == FP8:
         return
-    yield "fa3", FlashInferArm(scene, workspace, "fa3", fixed=False)
+    yield "fa3", FlashInferConfiguration(scene, workspace, "fa3", fixed=False)
     if scene.case.query == 1:
-        yield "flashinfer decode, tensor cores", DecodeArm(scene, workspace)
+        yield "flashinfer decode, tensor cores", DecodeConfiguration(scene, workspace)
     if not prompt:
-        yield "torch", TorchArm(scene)
-        yield "write", WriteArm(scene)
+        yield "torch", TorchConfiguration(scene)
+        yield "write", WriteConfiguration(scene)

@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 import torch
-from attention_arms import CUDA, PAGE_SIZE, Arm, Case, Scene, arms, make_scene
+from attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
 from document import provenance
 
 from attention.cache.kv_cache import FP8
@@ -33,7 +33,7 @@ _LEAST_LAUNCHES = 16
 _WORKSPACE_BYTES = 256 << 20
 
 
-def plan_us(arm: Arm) -> float:
+def plan_us(arm: Configuration) -> float:
     """Median host microseconds of a plan; the device is idle, and earlier copies are done."""
     times = []
     for _ in range(_REPEATS + 3):
@@ -118,8 +118,8 @@ def prompt_cases() -> Iterator[Case]:
         yield Case(rows, query, context, torch.bfloat16, torch.bfloat16)
 
 
-def measure(arm: Arm, name: str, scene: Scene) -> dict[str, float]:
-    """Plan and run one arm."""
+def measure(arm: Configuration, name: str, scene: Scene) -> dict[str, float]:
+    """Plan and run one configuration."""
     planning = plan_us(arm)
     launches = 1 if name == "torch" else max(_LEAST_LAUNCHES, len(scene.layers))
 
@@ -136,7 +136,7 @@ def numbers(text: str) -> list[int]:
 
 
 def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, Any]]:
-    """Measure every arm of every case, one line each."""
+    """Measure every configuration of every case, one line each."""
     workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=CUDA)
     for case in cases:
         scene = make_scene(case)

@@ -30,7 +30,7 @@ from specdec.requests.prompts import encode_prompts
 from specdec.requests.stats import RoundRecord, pool, pool_requests
 
 Propose = Callable[[list[int]], list[int]]
-Arm = Callable[[list[int]], list[int]]
+Configuration = Callable[[list[int]], list[int]]
 """Prompt ids -> new token ids."""
 MAX_NEW_TOKENS = 320
 
@@ -154,7 +154,7 @@ def acceptance_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[
 
 
 def speed_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[str, Any]:
-    """Wall seconds of each arm over the same questions, and speed-ups as ratios of totals."""
+    """Wall seconds of each configuration over the same questions, and speed-ups as ratios of totals."""
     arms = {name: make(model) for name, make in ARMS.items()}
     seconds = dict.fromkeys(arms, 0.0)
     prompts = encode_prompts(
@@ -169,7 +169,7 @@ def speed_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[str, 
             start = time.perf_counter()
             answers.append(run(prompt))
             seconds[name] += time.perf_counter() - start
-        assert all(answer == answers[0] for answer in answers), "the arms disagree"
+        assert all(answer == answers[0] for answer in answers), "the configurations disagree"
         tokens += len(answers[0])
     best = min(seconds["k0"], seconds["transformers_static"])
     return {
@@ -181,20 +181,20 @@ def speed_numbers(model: SpeculativeModel, data: Path, count: int) -> dict[str, 
     }
 
 
-def engine_arm(num_drafts: int | None) -> Callable[[SpeculativeModel], Arm]:
+def engine_arm(num_drafts: int | None) -> Callable[[SpeculativeModel], Configuration]:
     """Our engine with the model's K (None) or without drafts (0)."""
 
-    def make(model: SpeculativeModel) -> Arm:
+    def make(model: SpeculativeModel) -> Configuration:
         return lambda prompt: answer_all(model, [prompt], num_drafts)[0].token_ids
 
     return make
 
 
-def transformers_arm(cache: str | None) -> Callable[[SpeculativeModel], Arm]:
+def transformers_arm(cache: str | None) -> Callable[[SpeculativeModel], Configuration]:
     """transformers' own greedy `generate`."""
     options = {} if cache is None else {"cache_implementation": cache}
 
-    def make(model: SpeculativeModel) -> Arm:
+    def make(model: SpeculativeModel) -> Configuration:
         def run(prompt: list[int]) -> list[int]:
             ids = torch.tensor([prompt], device=model.device)
             out = model.hf_model.generate(ids, max_new_tokens=MAX_NEW_TOKENS, do_sample=False, **options)

@@ -147,7 +147,7 @@ class DevicePlanned:
 
 
 class DevicePlannedBackend:
-    """FlashInfer with every plan made from device tensors: the other arm of the ablation."""
+    """FlashInfer with every plan made from device tensors: the other configuration of the ablation."""
 
     name = "flashinfer, planned from device tensors"
 

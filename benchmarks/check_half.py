@@ -4,7 +4,7 @@
 
 Greedy, GSM8K test questions. Each dtype's answers with drafts are compared with its own answers without. Where two
 differ, the difference is allowed if the top-2 gap in float32 is at most four times the rms error of the logits by which
-one of the two arms decided that token: the engine's own logits, against those of a float32 copy.
+one of the two configurations decided that token: the engine's own logits, against those of a float32 copy.
 
 The draft oracle: after every round of some answers, a head without cache drafts from the target's states in the same
 dtype. Both drafts are held against the answer; the two acceptance lengths must agree within 1 %. One JSON line a dtype;
@@ -38,14 +38,14 @@ TAU_SHARE = 0.01
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """Answers, and the logits by which they were chosen."""
 
     completions: Sequence[Completion]
     logits: list[list[torch.Tensor]]
 
 
-def run(model: SpeculativeModel, chats: list[Any]) -> Arm:
+def run(model: SpeculativeModel, chats: list[Any]) -> Configuration:
     """Generate once, greedily."""
     params = SamplingParams(max_new_tokens=MAX_NEW_TOKENS, return_drafts=True)
     first_id = model.engine.next_id
@@ -55,7 +55,7 @@ def run(model: SpeculativeModel, chats: list[Any]) -> Arm:
         [found[first_id + i, len(c.prompt_token_ids) + at] for at in range(len(c.token_ids))]
         for i, c in enumerate(completions)
     ]
-    return Arm(completions, logits)
+    return Configuration(completions, logits)
 
 
 def rms(error: torch.Tensor) -> float:
@@ -63,7 +63,7 @@ def rms(error: torch.Tensor) -> float:
     return float(error.float().pow(2).mean().sqrt())
 
 
-def divergences(exact: Replay, own: Arm, got: Arm) -> list[dict[str, Any]]:
+def divergences(exact: Replay, own: Configuration, got: Configuration) -> list[dict[str, Any]]:
     """First difference of every answer that differs."""
     found = []
     for question, (a, b) in enumerate(zip(own.completions, got.completions, strict=True)):
@@ -78,7 +78,7 @@ def divergences(exact: Replay, own: Arm, got: Arm) -> list[dict[str, Any]]:
     return found
 
 
-def usual_error(exact: Replay, arm: Arm, questions: int) -> float:
+def usual_error(exact: Replay, arm: Configuration, questions: int) -> float:
     """Median rms error of the logits of some answers."""
     errors = []
     for c, logits in zip(arm.completions[:questions], arm.logits, strict=False):

@@ -15,13 +15,13 @@ from evals.errors import DataError
 from evals.runs.answers import Answer
 from evals.runs.executor import Executor, Report, collect, warm_up
 from evals.runs.provenance import data_facts, model_facts, versions
-from evals.runs.runner import Arm, Asking
+from evals.runs.runner import Asking, Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import Work
 
 BASELINE = "target alone"
 SCHEMA_VERSION = 1
-SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second arm / the same of the first."
+SPEED_RATIO = "Ratio of totals: (new tokens / wall seconds) of the second configuration / the same of the first."
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Plan:
     """
 
     data: DataSet
-    arms: tuple[Arm, ...]
+    arms: tuple[Configuration, ...]
     asking: Asking
     batch_size: int = 1
     warmup: int = 1
@@ -44,9 +44,9 @@ class Plan:
     worst: int = 0
 
 
-def sweep(ks: Sequence[int]) -> tuple[Arm, ...]:
-    """The target alone, and one arm a K."""
-    return (Arm(BASELINE, 0), *(Arm(f"K={k}", k) for k in ks))
+def sweep(ks: Sequence[int]) -> tuple[Configuration, ...]:
+    """The target alone, and one configuration a K."""
+    return (Configuration(BASELINE, 0), *(Configuration(f"K={k}", k) for k in ks))
 
 
 def settings(plan: Plan, facts: Json) -> Json:
@@ -112,7 +112,9 @@ def _document(
     return document
 
 
-def _pair(kept: dict[str, list[Answer]], arms: Sequence[Arm]) -> tuple[list[Answer], list[Answer], tuple[Arm, Arm]]:
+def _pair(
+    kept: dict[str, list[Answer]], arms: Sequence[Configuration]
+) -> tuple[list[Answer], list[Answer], tuple[Configuration, Configuration]]:
     left, right = arms
     return kept[left.name], kept[right.name], (left, right)
 
@@ -137,7 +139,8 @@ def _prediction(executor: Executor, plan: Plan, kept: dict[str, list[Answer]], s
         arms, question, asking = plan.arms, plan.data.questions[0], plan.asking
         times |= executor.on_one(lambda worker: worker.step_times(sizes, arms, question, asking))
     if not all(math.isfinite(seconds) and seconds > 0 for row in times.values() for seconds in row.values()):
-        return {"round_seconds": {}, "table": [], "best": {}}  # an arm without rounds: there is nothing to predict from
+        # A configuration without rounds: there is nothing to predict from.
+        return {"round_seconds": {}, "table": [], "best": {}}
     widest = max(summaries, key=lambda summary: summary["k"])
     conditional = [float("nan") if v["estimate"] is None else v["estimate"] for v in widest["conditional"]]
     ks = range(1, max(8, widest["k"]) + 1)

@@ -1,4 +1,4 @@
-"""Intervals by resampling questions, the same draws for every arm: differences between arms are paired.
+"""Intervals by resampling questions, the same draws for all configurations: differences between them are paired.
 
 Source: Efron and Tibshirani, An Introduction to the Bootstrap (1993), chapter 13 (percentile intervals).
 """

@@ -23,7 +23,7 @@ class Metric:
 
     Attributes:
         key: name in the JSON document; label: name in tables; definition: one sentence, printed beside the value.
-        timing: whether it depends on wall time; baseline: whether it needs the target-alone arm.
+        timing: whether it depends on wall time; baseline: whether it needs that of the target alone.
         digits: decimals shown.
     """
 
@@ -118,8 +118,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "speedup",
         "speed-up",
-        "Ratio of totals against the target alone in the same run: (new tokens / wall seconds) of this arm / the same "
-        "of the target alone; prompt passes included.",
+        "Ratio of totals against the target alone in the same run: (new tokens / wall seconds) of this "
+        "configuration / the same of the target alone; prompt passes included.",
         ("new_tokens", "base_wall_s"),
         ("wall_s", "base_new_tokens"),
         timing=True,
@@ -129,7 +129,7 @@ METRICS: tuple[Metric, ...] = (
         "speedup_mean_of_rates",
         "speed-up, mean of rates",
         "mean over questions of (new tokens / wall seconds) / the same mean of the target alone; one token counter for "
-        "both arms.",
+        "both configurations.",
         ("rate",),
         ("base_rate",),
         timing=True,
@@ -149,7 +149,7 @@ METRICS: tuple[Metric, ...] = (
         "speedup_decode",
         "speed-up, decode only",
         "As speed-up, without the prompt pass: (tokens after the first / seconds from the first token to the last) of "
-        "this arm / the same of the target alone.",
+        "this configuration / the same of the target alone.",
         ("later_tokens", "base_decode_s"),
         ("decode_s", "base_later_tokens"),
         timing=True,
@@ -195,7 +195,7 @@ def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None
     """The sums of each question, as named columns of shape [questions].
 
     Args:
-        answers: of one arm, without errors. k: its K.
+        answers: of one configuration, without errors. k: its K.
         baseline: the target-alone answers to the same questions, in the same order.
     """
     rows = [_question_sums(answer, k) for answer in answers]

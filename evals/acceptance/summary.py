@@ -1,4 +1,4 @@
-"""From answers to numbers: the summary of one arm, whole and by group, as JSON values."""
+"""From answers to numbers: the summary of one configuration, whole and by group, as JSON values."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ import numpy as np
 from evals.acceptance.bootstrap import Resampling, Value
 from evals.acceptance.metrics import METRICS, Columns, Metric, columns, histogram, position_metrics
 from evals.runs.answers import Answer
-from evals.runs.runner import Arm
+from evals.runs.runner import Configuration
 
 Json = dict[str, Any]
 
 
-def by_arm(answers: Sequence[Answer], arms: Sequence[Arm]) -> dict[str, list[Answer]]:
-    """The answers of each arm, to those questions that no arm failed on, in their order."""
+def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> dict[str, list[Answer]]:
+    """The answers of each configuration, to those questions that no configuration failed on, in their order."""
     failed = {answer.question_id for answer in answers if answer.error is not None}
     kept = [answer for answer in answers if answer.question_id not in failed]
     return {arm.name: [answer for answer in kept if answer.arm == arm.name] for arm in arms}
 
 
-def summarize(arm: Arm, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int) -> Json:
-    """Everything about one arm; wall-time figures lie under "timing".
+def summarize(arm: Configuration, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int) -> Json:
+    """Everything about one configuration; wall-time figures lie under "timing".
 
-    baseline: the target-alone answers to the same questions, or None when there is no such arm.
+    baseline: the target-alone answers to the same questions, or None when there is no such configuration.
     """
     sums = columns(answers, arm.k, baseline)
     resampling = Resampling(len(answers), seed)
@@ -46,7 +46,9 @@ def summarize(arm: Arm, answers: Sequence[Answer], baseline: Sequence[Answer] | 
     }
 
 
-def differences(left: Sequence[Answer], right: Sequence[Answer], arms: tuple[Arm, Arm], seed: int) -> Json:
+def differences(
+    left: Sequence[Answer], right: Sequence[Answer], arms: tuple[Configuration, Configuration], seed: int
+) -> Json:
     """Paired differences (right less left) of the metrics that need no baseline, and the ratio of total speeds."""
     sums = columns(left, arms[0].k), columns(right, arms[1].k)
     resampling = Resampling(len(left), seed)
@@ -61,8 +63,8 @@ def differences(left: Sequence[Answer], right: Sequence[Answer], arms: tuple[Arm
     return found
 
 
-def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Arm]) -> list[Json]:
-    """One row a question with its own figures under each arm."""
+def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Configuration]) -> list[Json]:
+    """One row a question with its own figures under each configuration."""
     rows = []
     for group in zip(*(answers[arm.name] for arm in arms), strict=True):
         own = {arm.name: _question(answer, arm) for arm, answer in zip(arms, group, strict=True)}
@@ -71,7 +73,7 @@ def question_rows(answers: Mapping[str, Sequence[Answer]], arms: Sequence[Arm]) 
     return rows
 
 
-def _question(answer: Answer, arm: Arm) -> Json:
+def _question(answer: Answer, arm: Configuration) -> Json:
     sums = columns([answer], arm.k)
     tau = _finite(float(_by_key("tau").of(sums)[0]))
     wall_s = float(sums["wall_s"][0])

@@ -22,7 +22,7 @@ from evals.data.datasets import digest
 from evals.errors import DataError
 from evals.runs.answers import Answer
 from evals.runs.provenance import model_facts, versions
-from evals.runs.runner import Arm
+from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
 
 SCHEMA_VERSION = 1
@@ -38,7 +38,7 @@ class AccuracyPlan:
 
     Attributes:
         tasks: names of lm-eval tasks; "gsm8k" and "gsm8k_cot" read local data when `data_dir` is set.
-        k: drafts a round of the speculative arm.
+        k: drafts a round of the speculative configuration.
         limit: first N documents of each task, None for all. num_fewshot: None for the task's own number.
         chat_template: prompts go through it. max_gen_toks: where the task does not say.
         unsafe_code: allow tasks that run code the model wrote.
@@ -55,9 +55,9 @@ class AccuracyPlan:
     unsafe_code: bool = False
 
     @property
-    def arms(self) -> tuple[Arm, Arm]:
+    def arms(self) -> tuple[Configuration, Configuration]:
         """The target alone, and with speculation."""
-        return Arm(BASELINE, 0), Arm(f"K={self.k}", self.k)
+        return Configuration(BASELINE, 0), Configuration(f"K={self.k}", self.k)
 
 
 def settings(plan: AccuracyPlan, facts: Mapping[str, Any]) -> Json:
@@ -108,7 +108,7 @@ def _check_generates(name: str, output_type: str) -> None:
 
 
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
-    """Evaluate both arms and return the document."""
+    """Evaluate both configurations and return the document."""
     plan = prepared.plan
     results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
     kept = _asked(store, plan)
@@ -192,7 +192,7 @@ def _scores(alone: Json, fast: Json) -> list[Json]:
 
 
 def _asked(store: RunStore, plan: AccuracyPlan) -> dict[str, list[Answer]]:
-    """The answers of each arm, in one order."""
+    """The answers of each configuration, in one order."""
     names = sorted({name for name, _ in store.answers})
     answers = [store.answers[name, arm.name] for name in names for arm in plan.arms]
     return by_arm(answers, plan.arms)

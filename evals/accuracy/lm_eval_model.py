@@ -25,7 +25,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from evals.acceptance.summary import Json
 from evals.data.datasets import digest
 from evals.runs.answers import Answer
-from evals.runs.runner import Arm, question_seed, to_turn
+from evals.runs.runner import Configuration, question_seed, to_turn
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
@@ -49,7 +49,7 @@ class EngineLM(TemplateLM):
     def __init__(
         self,
         model: Any,
-        arm: Arm,
+        arm: Configuration,
         *,
         max_gen_toks: int = 256,
         add_bos_token: bool | None = None,
@@ -256,7 +256,7 @@ class SpecdecLM(EngineLM):
         model = spec.load()
         super().__init__(
             model,
-            Arm(NAME, model.num_speculative_tokens),
+            Configuration(NAME, model.num_speculative_tokens),
             max_gen_toks=max_gen_toks,
             add_bos_token=add_bos_token,
             think_end_token=think_end_token,

@@ -1,4 +1,4 @@
-"""Right and wrong answers of two arms to the same questions: the exact test and the interval of the difference."""
+"""Right and wrong answers of two configurations to the same questions: the exact test, the difference's interval."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from evals.errors import require
 from specdec.errors import InvalidInputError
 
-MCNEMAR = "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one arm has right."
+MCNEMAR = (
+    "McNemar's exact test: two-sided binomial test (p = 1/2) of the questions that exactly one configuration has right."
+)
 INTERVAL = "95% interval of the paired difference of proportions, Agresti and Min (Statistics in Medicine 24, 2005)."
 _Z = 1.959963984540054
 
@@ -19,10 +21,10 @@ class PairedAccuracy:
     """Two accuracies on the same questions.
 
     Attributes:
-        total, right_a, right_b: questions, and how many each arm has right.
-        only_a, only_b: questions that only one arm has right.
+        total, right_a, right_b: questions, and how many each configuration has right.
+        only_a, only_b: questions that only one configuration has right.
         difference, low, high: accuracy of b less that of a, and its interval; p_value: McNemar's exact test, None where
-            no question is right in one arm only: then there is nothing to test.
+            no question is right in one configuration only: then there is nothing to test.
     """
 
     total: int
@@ -37,7 +39,7 @@ class PairedAccuracy:
 
 
 def paired_accuracy(a: Sequence[bool], b: Sequence[bool]) -> PairedAccuracy:
-    """Compare two arms. a, b: whether each question is right, in the same order.
+    """Compare two configurations. a, b: whether each question is right, in the same order.
 
     >>> paired_accuracy([True, True, False, True], [True, False, False, False]).only_a
     2

@@ -97,7 +97,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     A side is a head, or key=value pairs joined by commas: draft=HEAD,k=3,backend=torch,dtype=float32.
     """
     from evals.acceptance.acceptance import Plan
-    from evals.runs.runner import Arm
+    from evals.runs.runner import Configuration
 
     data = _data(options)
     sides = [_side(text, options) for text in (a, b)]
@@ -110,7 +110,7 @@ def compare(a: str, b: str, **options: Any) -> None:
     keys = ("a", "a") if shared_model is not None else ("a", "b")
     options["same"] = sides[0] == sides[1]
     names = (a, b) if a != b else (f"{a} (1)", f"{b} (2)")
-    arms = tuple(Arm(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
+    arms = tuple(Configuration(name, k, key) for name, key, (_, k) in zip(names, keys, sides, strict=True))
 
     def plan(asking: Any) -> Plan:
         return Plan(data, arms, asking, options["batch_size"], options["warmup"])
@@ -138,7 +138,9 @@ def compare(a: str, b: str, **options: Any) -> None:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
 @click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
-@click.option("--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples a prompt and arm.")
+@click.option(
+    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per prompt and configuration."
+)
 @click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places that are sampled.")
 @click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
 @shared.run_dir_option

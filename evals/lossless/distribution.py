@@ -17,7 +17,7 @@ from evals.data.datasets import Question
 from evals.data.prompts import opening, render
 from evals.errors import require
 from evals.lossless.places import LEAST_EXPECTED, WINDOW, Place, Sampling, Search, search
-from evals.runs.runner import Arm, Asking, Model, question_seed
+from evals.runs.runner import Asking, Configuration, Model, question_seed
 from evals.runs.verdict import Verdict
 from evals.runs.worker import Worker
 from specdec.requests.sampling import SamplingParams
@@ -52,8 +52,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class ArmFit:
-    """The test of one arm over all places.
+class ConfigurationFit:
+    """The test of one configuration over all places.
 
     Attributes:
         places: with at least one degree of freedom in a drafted token; samples: drawn there.
@@ -87,10 +87,10 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Tested:
-    """Where was sampled, and the test of every arm there ([] when no place was found)."""
+    """Where was sampled, and the test of every configuration there ([] when no place was found)."""
 
     search: Search
-    fits: list[ArmFit]
+    fits: list[ConfigurationFit]
 
 
 @dataclass(frozen=True)
@@ -102,13 +102,13 @@ class DistributionTest:
     """
 
     questions: tuple[Question, ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[Configuration, ...]
     asking: Asking
     sampling: Sampling
     places: int = 2
 
     def __call__(self, worker: Worker) -> Tested:
-        """Test every arm. The first one is the target alone."""
+        """Test every configuration. The first one is the target alone."""
         import torch
 
         from evals.lossless.replay import Replay
@@ -139,7 +139,7 @@ class DistributionTest:
 
     def _against_exact(
         self, worker: Worker, places: Sequence[Place], sampling: Sampling, next_probabilities: NextProbabilities
-    ) -> list[ArmFit]:
+    ) -> list[ConfigurationFit]:
         exact = [exact_joint(next_probabilities, place.prompt, sampling.tokens) for place in places]
         found = []
         for arm in self.arms:
@@ -148,7 +148,7 @@ class DistributionTest:
             found.append(combined(arm, sampling.samples, fits, drawn))
         return found
 
-    def _against_baseline(self, worker: Worker, places: Sequence[Place], sampling: Sampling) -> list[ArmFit]:
+    def _against_baseline(self, worker: Worker, places: Sequence[Place], sampling: Sampling) -> list[ConfigurationFit]:
         baseline = self._draw(worker, self.arms[0], places, sampling)
         found = []
         for arm in self.arms[1:]:
@@ -157,14 +157,14 @@ class DistributionTest:
             found.append(combined(arm, sampling.samples // 2, fits, drawn))  # two samples tell half as much as one
         return found
 
-    def _draw(self, worker: Worker, arm: Arm, places: Sequence[Place], sampling: Sampling) -> list[Sampled]:
+    def _draw(self, worker: Worker, arm: Configuration, places: Sequence[Place], sampling: Sampling) -> list[Sampled]:
         model, seed = worker.models[arm.model], self.asking.seed
         names = [f"{seed}/{place.question_id}/{place.position}" for place in places]
         return [sample(model, p.prompt, arm, sampling, name) for p, name in zip(places, names, strict=True)]
 
 
-def sample(model: Model, prompt: Sequence[int], arm: Arm, sampling: Sampling, name: str) -> Sampled:
-    """The first tokens of `sampling.samples` answers to one prompt. Arms draw from different seeds."""
+def sample(model: Model, prompt: Sequence[int], arm: Configuration, sampling: Sampling, name: str) -> Sampled:
+    """The first tokens of `sampling.samples` answers to one prompt. Configurations draw from different seeds."""
     params = SamplingParams(
         max_new_tokens=sampling.tokens + max(arm.k, 1),
         temperature=sampling.temperature,
@@ -246,7 +246,7 @@ def _pooled(observed: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.
     )
 
 
-def combined(arm: Arm, samples: int, fits: Sequence[Fit], drawn: Sequence[Sampled]) -> ArmFit:
+def combined(arm: Configuration, samples: int, fits: Sequence[Fit], drawn: Sequence[Sampled]) -> ConfigurationFit:
     """One test of all places. samples: a place, or what two samples of it are worth."""
     require("scipy", "eval")
     from scipy.stats import chi2
@@ -260,7 +260,7 @@ def combined(arm: Arm, samples: int, fits: Sequence[Fit], drawn: Sequence[Sample
         verdict = Verdict.FAIL
     else:
         verdict = Verdict.NOT_TESTED if p_value is None or (arm.k and not drafts) else Verdict.PASS
-    return ArmFit(
+    return ConfigurationFit(
         arm=arm.name,
         k=arm.k,
         places=len(telling),

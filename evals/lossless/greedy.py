@@ -1,7 +1,8 @@
 """Greedy answers with and without speculation must be equal; where they are not, a replay in float64 gives the verdict.
 
 Different batch shapes round differently, so two candidates that are equal but for rounding may swap. That, and only
-that, is allowed: the tokens of both arms within `tolerance` of the best logit in the replay. All else is a defect.
+that, is allowed: the tokens of both configurations within `tolerance` of the best logit in the replay. All else is a
+defect.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from evals.data.datasets import DataSet, Question
 from evals.data.prompts import opening, render
 from evals.runs.answers import Answer
 from evals.runs.executor import Executor
-from evals.runs.runner import Arm, Asking
+from evals.runs.runner import Asking, Configuration
 from evals.runs.verdict import Verdict, together
 from evals.runs.worker import Worker
 
@@ -25,9 +26,9 @@ if TYPE_CHECKING:
 FLOAT32_TOLERANCE = 1e-4
 _HALF_ULPS = 8.0
 VERDICT = (
-    "A divergence is allowed only where the replay puts the tokens of both arms within the tolerance of the best logit "
-    f"({FLOAT32_TOLERANCE:g} in a float64 replay of a float32 model; for half precision {_HALF_ULPS:g} units in the "
-    "last place of the best logit, replayed in float32). NOT TESTED: no draft was verified."
+    "A divergence is allowed only where the replay puts the tokens of both configurations within the tolerance of the "
+    f"best logit ({FLOAT32_TOLERANCE:g} in a float64 replay of a float32 model; for half precision {_HALF_ULPS:g} "
+    "units in the last place of the best logit, replayed in float32). NOT TESTED: no draft was verified."
 )
 
 
@@ -80,13 +81,13 @@ def _at(tokens: Sequence[int], place: int) -> int | None:
 
 @dataclass(frozen=True)
 class Judge:
-    """The verdicts on the divergences of one arm, as work for one worker: the replay runs where the model is.
+    """The verdicts on the divergences of one configuration, as work for one worker: the replay runs where the model is.
 
     Attributes:
         cases: (question, the target's own answer, where the other one differs).
     """
 
-    arm: Arm
+    arm: Configuration
     asking: Asking
     cases: tuple[tuple[Question, Answer, Place], ...]
 
@@ -105,7 +106,7 @@ class Judge:
         logits = replay.logits([*prompt, *common]).double()
         top = logits.topk(2).values
         tolerance = _tolerance(model.hf_model.dtype, float(top[0]))
-        behind = float("inf")  # one arm went on where the other had ended
+        behind = float("inf")  # one configuration went on where the other had ended
         if place.alone is not None and place.speculative is not None:
             behind = float(top[0] - logits[[place.alone, place.speculative]].min())
         return Divergence(
@@ -141,11 +142,11 @@ def _prompt(tokenizer: Any, question: Question, answer: Answer, turn: int, askin
 
 
 def compare_greedy(
-    executor: Executor, data: DataSet, arms: Sequence[Arm], kept: dict[str, list[Answer]], asking: Asking
+    executor: Executor, data: DataSet, arms: Sequence[Configuration], kept: dict[str, list[Answer]], asking: Asking
 ) -> Json:
-    """Compare each arm with the first one, question by question; every divergence is judged.
+    """Compare each configuration with the first one, question by question; every divergence is judged.
 
-    kept: answers of each arm to the same questions, in the same order.
+    kept: answers of each configuration to the same questions, in the same order.
     """
     questions = {question.id: question for question in data.questions}
     baseline = kept[arms[0].name]
@@ -159,7 +160,7 @@ def compare_greedy(
     return {"definition": VERDICT, "arms": results, "verdict": together(result["verdict"] for result in results)}
 
 
-def _arm_result(arm: Arm, answers: Sequence[Answer], verdicts: Sequence[Divergence]) -> Json:
+def _arm_result(arm: Configuration, answers: Sequence[Answer], verdicts: Sequence[Divergence]) -> Json:
     total, rounds = len(answers), [record for answer in answers for record in answer.rounds]
     drafts, defects = sum(record.drafted for record in rounds), sum(not v.allowed for v in verdicts)
     tested = Verdict.PASS if drafts else Verdict.NOT_TESTED  # answers made without any draft are equal by construction

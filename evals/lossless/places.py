@@ -35,7 +35,7 @@ class Sampling:
     """How the test samples.
 
     Attributes:
-        samples: a prompt and arm. tokens: how many first tokens make a cell. top_k, temperature: of the sampling.
+        samples: per prompt and configuration. tokens: first tokens in a cell. top_k, temperature: of the sampling.
     """
 
     samples: int = 1000

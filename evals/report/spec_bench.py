@@ -39,7 +39,7 @@ def line(answer: Answer, model_id: str) -> dict[str, Any]:
 
 
 def write(folder: Path, answers: Sequence[Answer], model_id: str) -> list[Path]:
-    """Write one file an arm into `folder` and return their paths. Answers with an error are left out."""
+    """Write one file a configuration into `folder` and return their paths. Answers with an error are left out."""
     paths = []
     for arm in dict.fromkeys(answer.arm for answer in answers):
         own = [line(a, f"{model_id}-{arm}") for a in answers if a.arm == arm and a.error is None]

@@ -39,7 +39,7 @@ class RunProgress:
         self._progress.stop()
 
     def __call__(self, answers: Sequence[Answer]) -> None:
-        """Count answers; τ pools the arms that draft."""
+        """Count answers; τ pools the configurations that draft."""
         self._answers += len(answers)
         for answer in answers:
             stats = pool(answer.rounds)

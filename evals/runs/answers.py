@@ -1,4 +1,4 @@
-"""What the model answered: the record of one question under one arm, as it is kept in a run."""
+"""What the model answered: the record of one question under one configuration, as it is kept in a run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answer:
-    """All turns of one question under one arm, or the error that ended it (then without turns)."""
+    """All turns of one question under one configuration, or the error that ended it (then without turns)."""
 
     question_id: str
     arm: str

@@ -7,7 +7,7 @@ from typing import Any, Protocol, TypeVar
 
 from evals.data.datasets import DataSet, Question
 from evals.runs.answers import Answer
-from evals.runs.runner import Arm, Asking
+from evals.runs.runner import Asking, Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import Work, Worker
 
@@ -58,14 +58,14 @@ Report = Callable[[list[Answer]], None]
 def collect(
     executor: Executor,
     data: DataSet,
-    arms: Sequence[Arm],
+    arms: Sequence[Configuration],
     asking: Asking,
     store: RunStore,
     *,
     batch_size: int = 1,
     report: Report = lambda answers: None,
 ) -> list[Answer]:
-    """Answer every question that the store does not hold yet; return all answers, by question and then by arm.
+    """Answer every question that the store does not hold yet; return all, by question and then by configuration.
 
     report: called with the answers of every finished chunk, those found in the store first.
     """
@@ -80,7 +80,7 @@ def collect(
 
 
 def warm_up(
-    executor: Executor, data: DataSet, arms: Sequence[Arm], asking: Asking, batch_size: int, times: int
+    executor: Executor, data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int, times: int
 ) -> None:
     """Answer the first chunk `times` times without keeping anything."""
     work = _works(data, arms, asking, batch_size)[0]
@@ -88,7 +88,7 @@ def warm_up(
         pass
 
 
-def _works(data: DataSet, arms: Sequence[Arm], asking: Asking, batch_size: int) -> list[Work]:
+def _works(data: DataSet, arms: Sequence[Configuration], asking: Asking, batch_size: int) -> list[Work]:
     starts = range(0, len(data.questions), batch_size)
     return [Work(i, data.questions[start : start + batch_size], tuple(arms), asking) for i, start in enumerate(starts)]
 

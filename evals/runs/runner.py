@@ -1,6 +1,7 @@
-"""Holds the conversations: one chunk of questions under every arm. A pure function of its arguments, the times aside.
+"""Holds the conversations: one chunk of questions under every configuration.
 
-It is the unit of work of every executor, so that one process and many machines give the same answers.
+A pure function of its arguments, the times aside. It is the unit of work of every executor, so that one process and
+many machines give the same answers.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Model(Protocol):
 
 
 @dataclass(frozen=True)
-class Arm:
+class Configuration:
     """One way of generating that is measured.
 
     Attributes:
@@ -43,7 +44,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Asking:
-    """How every question is asked, the same for all arms.
+    """How every question is asked, the same for all configurations.
 
     Attributes:
         params: sampling; its seed is replaced by one drawn from `seed`, the question and the turn.
@@ -59,9 +60,13 @@ class Asking:
 
 
 def run_chunk(
-    models: Mapping[str, Model], arms: Sequence[Arm], chunk: Sequence[Question], asking: Asking, rotation: int = 0
+    models: Mapping[str, Model],
+    arms: Sequence[Configuration],
+    chunk: Sequence[Question],
+    asking: Asking,
+    rotation: int = 0,
 ) -> list[Answer]:
-    """Answer a chunk under every arm; the arms start at `rotation`, so that none is always first.
+    """Answer a chunk under every configuration; the configurations start at `rotation`, so that none is always first.
 
     A chunk that raises is asked again question by question; what still raises becomes an answer with `error`.
     """
@@ -73,7 +78,7 @@ def run_chunk(
     return sorted(answers, key=lambda answer: rank[answer.arm])
 
 
-def _guarded(model: Model, arm: Arm, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+def _guarded(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
     try:
         return _converse(model, arm, chunk, asking)
     except (SpecdecError, RuntimeError) as error:  # RuntimeError: what torch raises, out of memory included
@@ -84,7 +89,7 @@ def _guarded(model: Model, arm: Arm, chunk: Sequence[Question], asking: Asking) 
         return [Answer(question.id, arm.name, question.category, question.task, error=text)]
 
 
-def _converse(model: Model, arm: Arm, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
+def _converse(model: Model, arm: Configuration, chunk: Sequence[Question], asking: Asking) -> list[Answer]:
     messages = [opening(question, asking.system) for question in chunk]
     turns: list[list[Turn]] = [[] for _ in chunk]
     for number in range(max(len(question.turns) for question in chunk)):
@@ -103,7 +108,7 @@ def _converse(model: Model, arm: Arm, chunk: Sequence[Question], asking: Asking)
 
 def _ask(
     model: Model,
-    arm: Arm,
+    arm: Configuration,
     asked: Sequence[tuple[Question, list[dict[str, str]]]],
     number: int,
     asking: Asking,

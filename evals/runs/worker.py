@@ -9,7 +9,7 @@ from typing import Any
 
 from evals.data.datasets import Question
 from evals.runs.answers import Answer
-from evals.runs.runner import Arm, Asking, run_chunk
+from evals.runs.runner import Asking, Configuration, run_chunk
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 
@@ -31,11 +31,11 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Work:
-    """One chunk of questions to answer under some arms. `index` is its place in the data set."""
+    """One chunk of questions to answer under some configurations. `index` is its place in the data set."""
 
     index: int
     chunk: tuple[Question, ...]
-    arms: tuple[Arm, ...]
+    arms: tuple[Configuration, ...]
     asking: Asking
 
 
@@ -54,12 +54,12 @@ class Worker:
         return {key: _facts(model) for key, model in self.models.items()}
 
     def step_times(
-        self, batch_sizes: Sequence[int], arms: Sequence[Arm], prompt: Question, asking: Asking
+        self, batch_sizes: Sequence[int], arms: Sequence[Configuration], prompt: Question, asking: Asking
     ) -> dict[int, dict[int, float]]:
         """{batch size: {K: mean seconds of a round}} measured on copies of one question."""
         return {size: {arm.k: self._round_seconds(size, arm, prompt, asking) for arm in arms} for size in batch_sizes}
 
-    def _round_seconds(self, size: int, arm: Arm, prompt: Question, asking: Asking) -> float:
+    def _round_seconds(self, size: int, arm: Configuration, prompt: Question, asking: Asking) -> float:
         copies = [Question(f"{prompt.id}/{i}", prompt.turns[:1], prompt.history) for i in range(size)]
         long = Asking(_endless(asking.params), asking.templated, asking.system, asking.seed)
         answers = run_chunk(self.models, (arm,), copies, long)

@@ -18,7 +18,7 @@ from evals.runs.executor import LocalExecutor
 from evals.runs.runner import Asking
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
-from specdec.acceptance.accept import SampledInputs, Verdict, accept_greedy, accept_sampled
+from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.requests.sampling import SamplingParams
 
 pytest.importorskip("scipy")
@@ -52,14 +52,14 @@ def test_the_engine_passes(plant: SimpleNamespace, worker: Worker, tmp_path: Pat
     assert [fit["arm"] for fit in found["sampled"]["arms"]] == ["target alone", "K=3"]
 
 
-def accepts_everything(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
-    return Verdict(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
+def accepts_everything(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> VerificationResult:
+    return VerificationResult(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
 
 
-def one_too_many(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
+def one_too_many(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> VerificationResult:
     right = accept_greedy(drafts, num_drafts, target_ids).num_accepted
     more = torch.minimum(right + 1, num_drafts)
-    return Verdict(more, target_ids.gather(1, more[:, None])[:, 0])
+    return VerificationResult(more, target_ids.gather(1, more[:, None])[:, 0])
 
 
 @pytest.mark.parametrize("rule", [accepts_everything, one_too_many])
@@ -77,7 +77,7 @@ def test_a_wrong_greedy_rule_fails(
 def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After a rejection the token comes from p instead of the remainder: a classic mistake."""
 
-    def rule(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> Verdict:
+    def rule(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> VerificationResult:
         right = accept_sampled(drafts, num_drafts, inputs)
         none = torch.zeros_like(num_drafts)
         shifted = SampledInputs(
@@ -91,7 +91,7 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             inputs.accept_uniform,
             inputs.next_uniform.gather(1, right.num_accepted[:, None]).expand_as(inputs.next_uniform),
         )
-        return Verdict(right.num_accepted, accept_sampled(drafts, none, shifted).next_token)
+        return VerificationResult(right.num_accepted, accept_sampled(drafts, none, shifted).next_token)
 
     monkeypatch.setattr(specdec.acceptance.judge, "accept_sampled", rule)
     yield

@@ -154,7 +154,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert code == 0, text
     assert seen[0][0] == 2 and "run is in use by another run" in seen[0][1] and "--run-dir" in seen[0][1]
     lines = (tmp_path / "run" / "answers.jsonl").read_text().splitlines()
-    assert len(lines) == 3 * 2  # three questions, two arms, each once
+    assert len(lines) == 3 * 2  # three questions, two configurations, each once
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0  # and when it has ended the folder is free
 
 

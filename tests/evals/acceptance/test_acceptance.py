@@ -14,7 +14,7 @@ from evals.acceptance.acceptance import BASELINE, Plan, run, settings, sweep, wi
 from evals.errors import DataError, RunStoreError
 from evals.report import spec_bench
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Arm, run_chunk
+from evals.runs.runner import Configuration, run_chunk
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
 from specdec.errors import SpecdecWarning
@@ -83,7 +83,7 @@ def test_a_killed_and_resumed_run_gives_the_same_document(plant: SimpleNamespace
     with pytest.warns(SpecdecWarning, match=r"answers\.jsonl:13: the last line was cut off"):
         resumed = evaluate(plant, tmp_path / "cut", model, plan)
     assert without_times(resumed) == without_times(whole)
-    assert len(model.calls) == (12 - 4) * 3 * 2  # eight questions left, three arms, two turns
+    assert len(model.calls) == (12 - 4) * 3 * 2  # eight questions left, three configurations, two turns
     assert evaluate(plant, tmp_path / "cut", silent := plant.Model(), plan)["arms"] and silent.calls == []
 
 
@@ -123,7 +123,7 @@ def test_batches_give_the_same_document_as_single_questions(plant: SimpleNamespa
 
 
 def test_two_arms_without_a_baseline_are_compared_in_pairs(plant: SimpleNamespace, tmp_path: Path) -> None:
-    arms = (Arm("bad", 3, "a"), Arm("good", 3, "b"))
+    arms = (Configuration("bad", 3, "a"), Configuration("good", 3, "b"))
     plan = Plan(plant.questions(40), arms, plant.asking(), warmup=0)
     runner = executor(plant, a=plant.Model(rates=(0.3,), length=60), b=plant.Model(rates=(0.9,), length=60))
     document = run(runner, plan, RunStore(tmp_path / "run", settings(plan, runner.facts())), lambda a: None)
@@ -137,7 +137,9 @@ def test_second_turn_sees_the_models_own_first_answer(plant: SimpleNamespace) ->
     model = plant.Model()
     plain = model.complete
     model.complete = lambda prompt, params: asked.append(prompt) or plain(prompt, params)
-    (answer,) = run_chunk({"main": model}, [Arm("a", 0)], plant.questions(1, turns=2).questions, plant.asking())
+    (answer,) = run_chunk(
+        {"main": model}, [Configuration("a", 0)], plant.questions(1, turns=2).questions, plant.asking()
+    )
     first = answer.turns[0].text
     assert asked[1] == f"<user>question 0 turn 0<assistant>{first}<user>question 0 turn 1<assistant>"
 

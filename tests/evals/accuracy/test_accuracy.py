@@ -27,10 +27,10 @@ from evals.accuracy.lm_eval_model import EngineLM, SpecdecLM
 from evals.accuracy.paired import paired_accuracy
 from evals.data.datasets import DATA_VARIABLE
 from evals.errors import DataError
-from evals.runs.runner import Arm
+from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
-from specdec.acceptance.accept import Verdict
+from specdec.acceptance.accept import VerificationResult
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names, builtin_path
 
@@ -78,8 +78,10 @@ def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def accepts_everything(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor) -> Verdict:
-        return Verdict(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
+    def accepts_everything(
+        drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: torch.Tensor
+    ) -> VerificationResult:
+        return VerificationResult(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
 
     monkeypatch.setattr(specdec.acceptance.judge, "accept_greedy", accepts_everything)
     document = evaluate(model, tmp_path / "run", max_gen_toks=96)
@@ -138,7 +140,7 @@ def request(context: str, index: int = 0, **gen_kwargs: Any) -> Instance:
 
 
 def test_unknown_arguments_are_refused(model: Any) -> None:
-    lm = EngineLM(model, Arm("x", K))
+    lm = EngineLM(model, Configuration("x", K))
     with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalty'\]"):
         lm.generate_until([request("a", repetition_penalty=1.2)])
     with pytest.raises(InvalidInputError, match="unknown model_args: drfat"):
@@ -156,7 +158,7 @@ def test_every_option_of_the_model_can_be_given(monkeypatch: pytest.MonkeyPatch,
 
 @pytest.mark.slow
 def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> None:
-    lm = EngineLM(model, Arm("x", K), max_gen_toks=24)
+    lm = EngineLM(model, Configuration("x", K), max_gen_toks=24)
     one = request("<|user|>How many apples?<|end|><|assistant|>", do_sample=True, temperature=1.5)
     answers = lm.generate_until([one] * 6)
     assert len(set(answers)) > 3
@@ -165,7 +167,7 @@ def test_repeats_of_a_sampled_request_differ_and_order_is_kept(model: Any) -> No
 
 
 def test_scoring_agrees_with_the_model(model: Any) -> None:
-    lm = EngineLM(model, Arm("x", 0))
+    lm = EngineLM(model, Configuration("x", 0))
     ids = lm.tok_encode("2+2 = 4")
     (score,) = lm._loglikelihood_tokens([(None, ids[:3], ids[3:])])
     with torch.no_grad():

@@ -29,7 +29,7 @@ from evals.lossless.greedy import compare_greedy, first_difference
 from evals.lossless.replay import Replay
 from evals.runs.answers import Answer
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Arm, run_chunk
+from evals.runs.runner import Configuration, run_chunk
 from evals.runs.verdict import Verdict
 from evals.runs.worker import ModelSpec, Worker
 
@@ -110,15 +110,17 @@ def test_the_third_best_token_is_no_near_tie_of_the_best_two(
     monkeypatch.setattr(Replay, "logits", lambda self, ids: logits)
     question = plant.questions(1).questions[0]
     worker = Worker({"main": ModelSpec("main")}, plant.loader({"main": GreedyModel(plant, None)}))
-    answers = run_chunk(worker.models, [Arm("alone", 0)], [question], plant.asking())
+    answers = run_chunk(worker.models, [Configuration("alone", 0)], [question], plant.asking())
     case = (question, answers[0], lossless.Place(0, 0, alone=0, speculative=2))
-    (verdict,) = lossless.Judge(Arm("k", 2), plant.asking(), (case,))(worker)
+    (verdict,) = lossless.Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
     assert verdict.gap < 1e-4 and not verdict.allowed
 
 
 def test_an_answer_that_ends_early_differs_where_it_ends(plant: SimpleNamespace) -> None:
     long, short = (
-        run_chunk({"main": plant.Model(length=n)}, [Arm("a", 0)], plant.questions(1).questions, plant.asking())[0]
+        run_chunk(
+            {"main": plant.Model(length=n)}, [Configuration("a", 0)], plant.questions(1).questions, plant.asking()
+        )[0]
         for n in (20, 12)
     )
     place = first_difference(long, Answer(short.question_id, "b", "all", "all", short.turns))
@@ -179,12 +181,14 @@ def resamples_from_p(rng: random.Random) -> int:
 def test_the_distribution_test_tells_right_rules_from_wrong(plant: SimpleNamespace, rule: Any, passes: bool) -> None:
     sampling = Sampling(samples=2000)
     exact = exact_joint(lambda ids: PROBS, [1], 3)
-    counts = [sample(SampledModel(plant, rule), [1], Arm("k", 2), sampling, name).counts for name in "ab"]
-    found = combined_(Arm("k", 2), sampling.samples, [goodness_of_fit(c, exact) for c in counts])
+    counts = [sample(SampledModel(plant, rule), [1], Configuration("k", 2), sampling, name).counts for name in "ab"]
+    found = combined_(Configuration("k", 2), sampling.samples, [goodness_of_fit(c, exact) for c in counts])
     assert found.verdict.value == ("PASS" if passes else "FAIL") and found.degrees > 20
-    baseline = [sample(SampledModel(plant, right), [1], Arm("alone", 0), sampling, name).counts for name in "ab"]
+    baseline = [
+        sample(SampledModel(plant, right), [1], Configuration("alone", 0), sampling, name).counts for name in "ab"
+    ]
     fits = [homogeneity(a, b) for a, b in zip(baseline, counts, strict=True)]
-    assert combined_(Arm("k", 2), sampling.samples // 2, fits).verdict.value == ("PASS" if passes else "FAIL")
+    assert combined_(Configuration("k", 2), sampling.samples // 2, fits).verdict.value == ("PASS" if passes else "FAIL")
 
 
 @pytest.mark.slow
@@ -196,7 +200,7 @@ def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     for _ in range(300):
         drawn = rng.multinomial(1000, mass)
         fit = goodness_of_fit(dict(zip(cells, drawn.tolist(), strict=True)), exact)
-        p_values.append(combined_(Arm("k", 1), 1000, [fit]).p_value)
+        p_values.append(combined_(Configuration("k", 1), 1000, [fit]).p_value)
     assert 0.4 < np.mean(p_values) < 0.6 and np.mean(np.array(p_values) < 0.05) < 0.1
 
 
@@ -210,14 +214,14 @@ def test_the_stated_distance_is_found_as_often_as_it_says() -> None:
     failed = 0
     for _ in range(200):
         counts = dict(zip(cells, rng.multinomial(4000, shifted).tolist(), strict=True))
-        failed += combined_(Arm("k", 1), 4000, [goodness_of_fit(counts, exact)]).verdict is Verdict.FAIL
+        failed += combined_(Configuration("k", 1), 4000, [goodness_of_fit(counts, exact)]).verdict is Verdict.FAIL
     assert failed >= 195
 
 
 def test_a_sample_outside_the_support_fails() -> None:
     exact = exact_joint(lambda ids: PROBS, [1], 1)
     fit = goodness_of_fit(Counter({(10,): 600, (11,): 300, (12,): 99, (13,): 1}), exact)
-    assert fit.impossible == 1 and combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.FAIL
+    assert fit.impossible == 1 and combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.FAIL
 
 
 def test_rare_cells_are_pooled() -> None:
@@ -230,12 +234,12 @@ def test_what_only_the_first_token_shows_is_not_tested() -> None:
     """The first token comes from the prompt's forward pass: no draft had a part in it."""
     fit = goodness_of_fit({(0, 5): 500, (1, 5): 500}, {(0, 5): 0.5, (1, 5): 0.5})
     assert fit.degrees == 1 and fit.drafted_degrees == 0
-    assert combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.NOT_TESTED
+    assert combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.NOT_TESTED
     fit = goodness_of_fit({(0, 5): 500, (0, 6): 500}, {(0, 5): 0.5, (0, 6): 0.5})
-    assert fit.drafted_degrees == 1 and combined_(Arm("k", 1), 1000, [fit]).verdict is Verdict.PASS
-    assert combined(Arm("k", 1), 1000, [fit], [Sampled(Counter())]).verdict is Verdict.NOT_TESTED  # no drafts
+    assert fit.drafted_degrees == 1 and combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.PASS
+    assert combined(Configuration("k", 1), 1000, [fit], [Sampled(Counter())]).verdict is Verdict.NOT_TESTED  # no drafts
 
 
-def combined_(arm: Arm, samples: int, fits: list[Fit]) -> Any:
-    """The test of an arm whose drafts were verified."""
+def combined_(arm: Configuration, samples: int, fits: list[Fit]) -> Any:
+    """The test of a configuration whose drafts were verified."""
     return combined(arm, samples, fits, [Sampled(Counter(), drafts=1, accepted=1)])

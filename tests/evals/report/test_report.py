@@ -19,7 +19,7 @@ from evals.acceptance.metrics import METRICS
 from evals.report import html as html_report
 from evals.report.terminal import RunProgress, print_acceptance
 from evals.runs.executor import LocalExecutor
-from evals.runs.runner import Arm
+from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
 
@@ -27,7 +27,7 @@ pytest.importorskip("matplotlib")
 CHROMIUM = next((path for name in ("chromium", "chromium-browser") if (path := shutil.which(name))), None)
 
 
-def document_of(plant: SimpleNamespace, folder: Path, arms: tuple[Arm, ...], **more: Any) -> dict[str, Any]:
+def document_of(plant: SimpleNamespace, folder: Path, arms: tuple[Configuration, ...], **more: Any) -> dict[str, Any]:
     model = plant.Model(rates=(0.8, 0.6, 0.5), poison="question 4 ")
     executor = LocalExecutor(Worker({"main": ModelSpec("main")}, plant.loader({"main": model})))
     data = plant.questions(24, turns=2, categories=("math", "writing & <b>", "qa"))
@@ -95,7 +95,7 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
 
 @pytest.mark.slow
 def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_path: Path) -> None:
-    document = document_of(plant, tmp_path, (Arm("one", 1), Arm("three", 3)))
+    document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)
     assert "three less one, paired" in html_report.render(document)
 
