@@ -49,7 +49,7 @@ def test_the_users_random_state_and_model_are_left_alone() -> None:
 
 def test_one_flipped_expert_is_forgiven_and_a_lasting_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding may flip an expert with one set of weights, hardly with two."""
-    right, seeds = specdec.target.twin._fill, []
+    right, seeds = specdec.target.twin.enlarge, []
 
     def fill(twin: Any, seed: int) -> None:
         right(twin, seed)
@@ -58,7 +58,7 @@ def test_one_flipped_expert_is_forgiven_and_a_lasting_error_is_not(monkeypatch: 
     def wrong(small: Any, max_model_len: int) -> str | None:
         return "is wrong" if seeds[-1] < first_right else None
 
-    monkeypatch.setattr(specdec.target.twin, "_fill", fill)
+    monkeypatch.setattr(specdec.target.twin, "enlarge", fill)
     monkeypatch.setattr(specdec.target.twin, "_wrong", wrong)
     first_right = 1
     assert twin_test(probe_target(tiny_llama()), 100).unbuilt is None
