@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -32,6 +36,46 @@ def _load_fakes() -> None:
 
 _load_fakes()
 
+from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
+
+from specdec.target import selftest  # noqa: E402 - after the path is set
+
+twin_test = selftest.twin_test
+_right_twins: dict[Any, Any] = {}
+
+
+def _twin_test_once(probed: Any, max_model_len: int) -> Any:
+    """`twin_test`, run once in a process for each class, configuration and length that comes out right.
+
+    A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
+    """
+    config = probed.model.config
+    key = (
+        type(probed.model),
+        config.to_json_string(use_diff=False),
+        attention_form(probed.model),
+        experts_form(probed.model),
+        frozenset(call.attention_spec for call in probed.calls),
+        max_model_len,
+    )
+    if key not in _right_twins:
+        _right_twins[key] = twin_test(probed, max_model_len)
+    return _right_twins[key]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def right_twins_once() -> Iterator[None]:
+    """Hundreds of tests load the same few tiny models: see `_twin_test_once`."""
+    with patch.object(selftest, "twin_test", _twin_test_once):
+        yield
+
+
+@pytest.fixture(scope="module")
+def every_twin(right_twins_once: None) -> Iterator[None]:
+    """For tests of what loading does: every model's twin is built and read, as it is for a user."""
+    with patch.object(selftest, "twin_test", twin_test):
+        yield
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests marked `gpu` are skipped without one."""
@@ -40,3 +84,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """What importing and collecting left, half a million objects, is out of every later search for garbage.
+
+    Each of the many collections that tests ask for, and that `close` makes, then walks over the tests' own objects.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Back in, so that the interpreter can free it at its exit: some libraries complain about what is left."""
+    gc.unfreeze()

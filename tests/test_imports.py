@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import pickle
 import subprocess
@@ -16,6 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 ORDER = ["attention", "drafters", "specdec", "evals"]
 FILES = [path for package in ORDER for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+@functools.cache
+def imports_of(source: str) -> list[ast.Import | ast.ImportFrom]:
+    """Every import statement of a file, wherever it stands."""
+    return [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
 def imported_names(tree: ast.AST) -> set[str]:
@@ -69,7 +76,7 @@ def test_every_package_is_checked() -> None:
 def test_some_libraries_are_imported_in_one_place(module: str, only: set[str]) -> None:
     found = set()
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        for node in imports_of(path.read_text("utf-8")):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             if any(name == module or name.startswith(f"{module}.") for name in names):
@@ -143,7 +150,7 @@ def sources() -> dict[str, str]:
 def imported_files(path: str, files: dict[str, str]) -> set[str]:
     """Files of `files` that the file imports anywhere, under TYPE_CHECKING and inside functions too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(files[path])):
+    for node in imports_of(files[path]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ def private_reaches(source: str) -> list[str]:
     return found
 
 
+@functools.cache
 def reaches_below(folder: str) -> dict[str, list[str]]:
     """Private reaches of each file that has any."""
     files = {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in (ROOT / folder).rglob("*.py")}

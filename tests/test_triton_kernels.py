@@ -69,11 +69,11 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "query_len"), [((8, 2), 128, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
 )
-@pytest.mark.parametrize("few_programs", [0, 384])
+@pytest.mark.parametrize("few_programs", [pytest.param(0, marks=pytest.mark.slow), 384])
 def test_packed_attention(
     heads: tuple[int, int],
     dim: int,
@@ -163,7 +163,10 @@ def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size:
 
 @pytest.mark.parametrize(
     ("tokens", "width", "has_bias"),
-    [(1, 96, True), (16, 256, False), (17, 256, True), (40, 96, False), (70, 256, False), (513, 96, True)],
+    [
+        *[(1, 96, True), (16, 256, False), (17, 256, True), (40, 96, False), (70, 256, False)],
+        pytest.param(513, 96, True, marks=pytest.mark.slow),
+    ],
 )
 def test_batch_invariant_matmuls(tokens: int, width: int, has_bias: bool) -> None:
     """Every size of tiles, over more weight rows than a group of tiles has, the last tile cut off."""

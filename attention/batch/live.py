@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -27,9 +26,13 @@ class LiveBatch(HostBatch):
         self.__dict__["page_indptr"] = page_indptr
 
     def over(self, block_table: np.ndarray) -> LiveBatch:
-        """The same buffers with the rows' pages of block_table [B, P] int32."""
-        arrays = {field.name: getattr(self, field.name) for field in fields(HostBatch)}
-        return LiveBatch(self.page_indptr, **arrays | {"block_table": block_table})
+        """The same buffers with the rows' pages of block_table [B, P] int32.
+
+        Made several times a round, on the way to the next launch: so the fields are taken over as they are.
+        """
+        batch = object.__new__(LiveBatch)
+        vars(batch).update(vars(self), block_table=block_table)
+        return batch
 
     query_lens = _fresh("query_lens")
     page_counts = _fresh("page_counts")

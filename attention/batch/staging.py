@@ -136,34 +136,33 @@ class StagingArena:
         Raises:
             InvalidInputError: an array is larger than the bucket, or the bucket larger than the arena.
         """
-        place, window = self._next_place(bucket), self._window
+        slot, window = self._free_slot(), self._window
+        place = self._place(bucket, slot)
         device_views = {}
         for name, array in arrays.items():
             host, device_views[name] = window(place, name, array.shape)
             host[...] = array
-        return Staged(device_views, self._transfer(bucket), self)
+        return Staged(device_views, self._transfer(place, slot), self)
 
-    def begin(self, bucket: Bucket) -> int:
+    def begin(self) -> int:
         """Which of `hosts(bucket)` is to be written in place now; `end` sends it."""
-        self._next_place(bucket)
-        return self.generation % _RING
+        return self._free_slot()
 
     def end(self, bucket: Bucket) -> Staged:
         """Send what was written since `begin`, in one transfer."""
-        views = self._place(bucket, self.generation % _RING).remote
-        return Staged(views, self._transfer(bucket), self)
+        slot = self.generation % _RING
+        place = self._place(bucket, slot)
+        return Staged(place.remote, self._transfer(place, slot), self)
 
-    def _next_place(self, bucket: Bucket) -> _Place:
+    def _free_slot(self) -> int:
+        """The buffer whose turn it is, once its last copy is done."""
         slot = self.generation % _RING
         if self._on_cuda:
             _wait(self._events[slot])
-        return self._place(bucket, slot)
+        return slot
 
-    def _transfer(self, bucket: Bucket) -> int:
-        slot = self.generation % _RING
-        if self._remote is not None:
-            place = self._place(bucket, slot)
-            assert place.remote_bytes is not None
+    def _transfer(self, place: _Place, slot: int) -> int:
+        if place.remote_bytes is not None:
             place.remote_bytes.copy_(place.host_bytes, non_blocking=True)
             self._events[slot].record()
         self.generation += 1

@@ -214,10 +214,6 @@ class StaticPrefill:
 class StaticSteps(Protocol):
     """The steps' host arrays of one fixed number of rows, written into buffers that graphs read."""
 
-    @property
-    def transfers(self) -> int:
-        """Host-to-device copies so far."""
-
     def send(self, rows: DraftingRows) -> tuple[Sequence[HostBatch], Staged]:
         """Lay out and send all steps of at most so many rows: the attention of each."""
 

@@ -19,14 +19,16 @@ class Committed:
     """What each decided row got.
 
     Attributes:
-        verified: the whole batch, for a draft loop over its aux hidden states.
+        schedule, target: the whole batch; accepted [B]: 0 for a row that is not decided.
         rows: [J] RowTable rows. tokens: [J, n+1]; the first count[j] are committed.
         num_drafts, num_accepted, count: [J].
         at_eos, at_limit: [J] bool, why a row ends.
         drafts: [J, n].
     """
 
-    verified: Verified
+    schedule: Schedule
+    target: TargetArrays
+    accepted: np.ndarray
     rows: np.ndarray
     tokens: np.ndarray
     num_drafts: np.ndarray
@@ -35,6 +37,12 @@ class Committed:
     at_eos: np.ndarray
     at_limit: np.ndarray
     drafts: np.ndarray
+
+    @property
+    def verified(self) -> Verified:
+        """The whole batch, for a draft loop over its aux hidden states. Rounds that draft from graphs never ask."""
+        schedule = self.schedule
+        return Verified(self.target.query_start_loc, schedule.rows, schedule.num_drafts, self.accepted)
 
     def round_of(self, j: int) -> RowRound:
         """One decided row's share."""
@@ -67,14 +75,16 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
     at_eos = np.any(is_eos, axis=1)
     if at_eos.any():
         count = np.where(at_eos, is_eos.argmax(1) + 1, count)
-    j, column = np.nonzero(width < count[:, None])
+    j, column = (width < count[:, None]).nonzero()
     table.tokens[rows[j], length[j] + column] = outcome.tokens[j, column]
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.decided] = outcome.num_accepted
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     return Committed(
-        verified=Verified(target.query_start_loc, schedule.rows, schedule.num_drafts, accepted),
+        schedule=schedule,
+        target=target,
+        accepted=accepted,
         rows=rows,
         tokens=outcome.tokens,
         num_drafts=target.num_drafts,

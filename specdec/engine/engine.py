@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-import numpy as np
 import torch
 
 from attention.cache.pages import BlockTables
@@ -204,13 +203,13 @@ class Engine:
         return [by_row.get(row) for row in round_.schedule.rows[round_.target.decided].tolist()]
 
     def _read(self, current: VerifyingRound) -> Outcome:
-        self._counters.add(device_to_host=1)
+        self._counters.add_read()
         return self.executor.reads.finish(current.verification.packed, current.target.num_drafts)
 
     def _retire(self, current: VerifyingRound, committed: Committed) -> list[Request | None]:
         """Close the rows that an eos id or a limit ended; return the request of each decided row."""
         owners = self.owners(current)
-        for j in np.flatnonzero(committed.at_eos | committed.at_limit).tolist():
+        for j in (committed.at_eos | committed.at_limit).nonzero()[0].tolist():
             request = owners[j]
             if request is not None:
                 request.finish_reason = "eos" if committed.at_eos[j] else "length"
@@ -266,7 +265,7 @@ class Engine:
         """
         self._note(self.reported)
         waiting, preempted = rewound(self._requests.values())
-        self._counters.add(preemptions=preempted)
+        self._counters.add_preemptions(preempted)
         self._start(waiting)
 
     def _fail_round(self, error: Exception) -> None:

@@ -123,11 +123,12 @@ class Launcher:
     def launched(self, schedule: Schedule, target: TargetArrays, device: Round, draft: Draft | None) -> LaunchedRound:
         """A round that was sent. On a GPU its verification is queued after the draft loop; on a CPU it would only
         delay what the host does next."""
-        round_ = LaunchedRound(schedule, target, device, draft)
-        if self._queue_verification:
-            round_ = self.verify(round_)
+        if not self._queue_verification:
+            self.count()
+            return LaunchedRound(schedule, target, device, draft)
+        verification = self.executor.verify(device, draft)
         self.count()
-        return round_
+        return VerifyingRound(schedule, target, device, draft, verification)
 
     def count(self) -> None:
         """Count a launched round."""
@@ -146,7 +147,7 @@ class Launcher:
         schedule = self._scheduler.schedule()
         preempted = self._scheduler.num_preemptions - before
         if preempted:
-            self._counters.add(preemptions=preempted)
+            self._counters.add_preemptions(preempted)
         return None if schedule is None else (schedule, self.tables(schedule, self._num_drafts))
 
     def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:

@@ -53,7 +53,7 @@ class Lookahead:
         self._reserved = self._reserve(current.schedule)
         if self._reserved is None or isinstance(verification, DraftedVerification):
             return None
-        nothing = np.zeros_like(current.schedule.rows)
+        nothing = np.zeros(len(current.schedule.rows), np.int64)
         target = self._after(current, nothing, nothing, nothing, self._reserved)
         device, following = verification.launch_next(target)
         self._launcher.count()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,28 @@ class EngineStats:
 
 
 class Counters:
-    """Counts. `stats` is replaced, never changed: any thread may read it."""
+    """Counts. Any thread may read `stats`: a snapshot, made when it is asked for.
+
+    Rounds are counted by the one thread that runs them. A snapshot taken meanwhile may have part of the last round's
+    counts; none ever goes back.
+    """
 
     def __init__(self) -> None:
-        self.stats = EngineStats()
+        self._rounds = self._host_to_device = self._device_to_host = self._preemptions = 0
         self._transfers = 0
 
-    def add(self, **increments: int) -> None:
-        """Add to counters by name."""
-        self.stats = replace(self.stats, **{k: getattr(self.stats, k) + n for k, n in increments.items()})
+    @property
+    def stats(self) -> EngineStats:
+        """What was counted so far."""
+        return EngineStats(self._rounds, self._host_to_device, self._device_to_host, self._preemptions)
+
+    def add_read(self) -> None:
+        """A round's device-to-host read."""
+        self._device_to_host += 1
+
+    def add_preemptions(self, count: int) -> None:
+        """Requests that lost their row."""
+        self._preemptions += count
 
     def start_transfers(self, transfers: int) -> None:
         """transfers: host-to-device copies that the executor has made so far, which do not count."""
@@ -37,5 +50,6 @@ class Counters:
 
     def add_round(self, transfers: int) -> None:
         """A launched round. transfers: the executor's host-to-device copies so far, of all rounds."""
-        made, self._transfers = transfers - self._transfers, transfers
-        self.add(rounds=1, host_to_device=made)
+        self._rounds += 1
+        self._host_to_device += transfers - self._transfers
+        self._transfers = transfers

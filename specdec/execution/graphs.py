@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -108,6 +109,7 @@ class GraphExecutor:
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
+        self._sizes, self._sent = rows[::-1], 0
         drafting = drafter is not None and self._query_len > 1
         device = target.hf_model.device
         self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
@@ -141,8 +143,7 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        verifications = sum(each.transfers for each in self._fixed.values())
-        return self._eager.transfers + verifications + sum(each.transfers for each in self._steps.values())
+        return self._eager.transfers + self._sent
 
     @property
     def reads(self) -> HostReads:
@@ -217,6 +218,7 @@ class GraphExecutor:
         if graphs.steps:
             rows = rows_after(round_.target, num_accepted)
             batches, _ = self._steps[round_.bucket].send(rows)
+            self._sent += 1
             for step, host in zip(graphs.steps, batches, strict=True):
                 step.planner.replan(host)
                 step.graph.replay()
@@ -227,6 +229,7 @@ class GraphExecutor:
         """Send and plan a verification and the draft prefill after it."""
         bucket = self._buckets[rows]
         batch, head, _ = self._fixed[rows].send(target)
+        self._sent += 1
         bucket.planner.replan(batch)
         if bucket.draft is not None and head is not None:
             bucket.draft.prefill_planner.replan(head)
@@ -235,7 +238,8 @@ class GraphExecutor:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
         if not target.only_bonus_tokens:
             return None
-        return min((rows for rows in self._buckets if rows >= len(target.start)), default=None)
+        place = bisect_left(self._sizes, len(target.start))
+        return self._sizes[place] if place < len(self._sizes) else None
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""

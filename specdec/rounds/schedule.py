@@ -24,7 +24,7 @@ class Schedule:
     @property
     def num_drafting(self) -> int:
         """R."""
-        return int((self.num_drafts > 0).sum())
+        return int(np.count_nonzero(self.num_drafts))
 
     @property
     def num_tokens(self) -> int:

@@ -83,17 +83,12 @@ class FixedTarget:
         self._arena = StagingArena(fields, self._bucket, device)
         self._places = [_TargetPlace(host, shape, with_head) for host in self._arena.hosts(self._bucket)]
 
-    @property
-    def transfers(self) -> int:
-        """Host-to-device copies so far."""
-        return self._arena.generation
-
     def send(self, target: TargetArrays) -> tuple[HostBatch, HostBatch | None, Staged]:
         """Lay out and send; the attention on the target's pages and on the head's.
 
         Both batches are the arena's memory: they are good until the round after the next.
         """
-        place = self._places[self._arena.begin(self._bucket)]
+        place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = self._write_lengths(place)
@@ -107,8 +102,7 @@ class FixedTarget:
                 group.slots *= own
             write_pages(group.indices, table, counts)
             batches.append(group.batch.over(table))
-        head = batches[1] if self._with_head else None
-        return batches[0], head, self._arena.end(self._bucket)
+        return batches[0], batches[1] if self._with_head else None, self._arena.end(self._bucket)
 
     def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""

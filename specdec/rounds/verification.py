@@ -5,7 +5,7 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -192,16 +192,18 @@ def target_after(
         drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
     """
     read = tokens_accepted(target.num_new, num_accepted)
-    return replace(
-        target,
+    return TargetArrays(
         start=target.start + read,
+        num_new=target.num_new,
         drafts=drafts,
-        num_drafting=int((drafts > 0).sum()),
+        num_drafting=int(np.count_nonzero(drafts)),
         tokens=bonus_tokens[:, None].astype(np.int32),
+        decided=target.decided,
         block_table=block_table,
         head_table=head_table,
+        wanted=target.wanted,
         room=target.room - read,
-        sources=None,
+        page_size=target.page_size,
     )
 
 

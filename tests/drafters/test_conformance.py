@@ -70,9 +70,7 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in ("eagle3", "deepseek_v3") else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS]
-)
+@pytest.mark.parametrize("name", [n if n == "eagle3" else pytest.param(n, marks=pytest.mark.slow) for n in DRAFTERS])
 @pytest.mark.parametrize(
     "options",
     [

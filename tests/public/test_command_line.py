@@ -82,6 +82,7 @@ def test_lm_eval_help_has_an_example() -> None:
     assert "Examples:\n  specdec eval lm-eval --model specdec" in shown and "--tasks" in shown
 
 
+@pytest.mark.slow
 def test_inspect_is_for_people(run: Run) -> None:
     code, text, _ = run("inspect", "--device", "cpu")
     assert code == 0 and "6,820,096 (6.82 M)" in text and "2,048" in text and " MiB" in text

@@ -107,6 +107,7 @@ def test_equal_answers_without_a_draft_are_not_a_pass(specdec_command: Run) -> N
 ACCEPTANCE = ("eval", "acceptance", *MODEL, "--limit", "3", "--k", "2", "--max-new-tokens", "20", "--warmup", "0")
 
 
+@pytest.mark.slow
 def test_acceptance_without_rounds_is_not_measured(specdec_command: Run, tmp_path: Path) -> None:
     code, text = specdec_command(*ACCEPTANCE, "--max-new-tokens", "1", "--output", "o.json")
     assert "NOT MEASURED" in text and code not in (0, 1, 2)
@@ -158,7 +159,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0  # and when it has ended the folder is free
 
 
-@pytest.mark.parametrize("content", ["[]", "not json", "\x00"])
+@pytest.mark.parametrize("content", ["[]", *(pytest.param(c, marks=pytest.mark.slow) for c in ("not json", "\x00"))])
 def test_a_damaged_settings_file_is_named(specdec_command: Run, tmp_path: Path, content: str) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "settings.json").write_text(content)

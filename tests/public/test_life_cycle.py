@@ -13,6 +13,8 @@ from fakes import LetterTokenizer, eagle3_head, hf_greedy, hooks_of, random_prom
 
 from specdec import CacheTooSmallError, ClosedModelError, SamplingParams, SpecdecError, SpeculativeModel
 
+pytestmark = pytest.mark.usefixtures("every_twin")
+
 PROMPTS = random_prompts((5, 33, 17))
 SHORT = SamplingParams(max_new_tokens=12)
 RIGHT = [hf_greedy(prompt, 12) for prompt in PROMPTS]
@@ -48,6 +50,7 @@ def warm() -> None:
         model.generate(PROMPTS, SHORT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [table_head, eagle3_head, lambda model: None], ids=["table", "eagle3", "no head"])
 def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any]) -> None:
     target = tiny_llama()
@@ -67,6 +70,7 @@ def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any
     assert own[0, len(PROMPTS[0]) :].tolist() == RIGHT[0]
 
 
+@pytest.mark.slow
 def test_three_models_made_over_one_and_dropped_leave_nothing() -> None:
     target = tiny_llama()
     head = table_head(target)
@@ -136,6 +140,7 @@ def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.Monkey
     assert tensor_bytes() == memory
 
 
+@pytest.mark.slow
 def test_modules_of_latent_attention_and_a_prediction_module() -> None:
     with SpeculativeModel.from_pretrained("gsm-deepseek", draft="mtp") as model:
         target = model.hf_model
@@ -240,6 +245,7 @@ def test_closing_inside_a_round_is_refused_and_harms_nothing() -> None:
     assert refused
 
 
+@pytest.mark.slow
 def test_two_models_over_one_target_work_and_end_apart() -> None:
     target = tiny_llama()
     before = state_of(target)

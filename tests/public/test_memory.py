@@ -12,6 +12,8 @@ from fakes import LetterTokenizer, table_head, tiny_llama
 
 from specdec import SamplingParams, SpeculativeModel
 
+pytestmark = pytest.mark.usefixtures("every_twin")
+
 
 class Traffic:
     """Requests with prompts, lengths, K and sampling at random."""

@@ -55,10 +55,11 @@ def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: 
     assert alone.engine_stats.preemptions == 0 and together.engine_stats.preemptions >= preempted >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_head", "drafts", "temperature"),
     [
-        pytest.param(head, k, t, marks=() if (head, k, t) == (table_head, 3, 0.9) else pytest.mark.slow)
+        (head, k, t)
         for head, k in ((table_head, 0), (table_head, 3), (table_head, 5), (eagle3_head, 3))
         for t in (0.9, 0.0)
     ],

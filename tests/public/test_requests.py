@@ -282,6 +282,7 @@ def test_a_built_in_model_as_an_object_finds_its_head() -> None:
         assert (completion.token_ids, completion.drafts) == (right.token_ids, right.drafts)
 
 
+@pytest.mark.slow
 def test_the_tokenizers_batch_of_a_built_in_model() -> None:
     """The habit: tokenizer(texts, return_tensors="pt", padding=True)."""
     model = SpeculativeModel.from_pretrained("gsm-llama", max_num_seqs=2)

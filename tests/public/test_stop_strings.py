@@ -101,6 +101,7 @@ def wrapped(request: pytest.FixtureRequest) -> tuple[str, Any]:
     return request.param, wrap(model, head, num_speculative_tokens=5, max_num_seqs=4, tokenizer=tokenizer)
 
 
+@pytest.mark.slow
 def test_a_stop_string_ends_where_the_definition_says_whatever_k_is(wrapped: tuple[str, Any]) -> None:
     name, model = wrapped
     sampled = {"max_new_tokens": NEW, "temperature": 1.5}

@@ -24,6 +24,8 @@ from transformers import (
 from specdec import SamplingParams
 from specdec.errors import SpecdecWarning, UnsupportedModelError
 
+pytestmark = pytest.mark.usefixtures("every_twin")
+
 WINDOW = 32
 NEW = 8
 SIZES = {**TINY, "max_position_embeddings": 256}
@@ -159,17 +161,20 @@ def check_exact(model: PreTrainedModel, alone: Any = generates_alone) -> None:
     assert wrapped.describe()["twin"].startswith("exact")
 
 
-@pytest.mark.parametrize("kind", EXACT)
+@pytest.mark.parametrize(
+    "kind",
+    [n if n in ("gemma3_text", "gpt_oss", "deepseek_v2") else pytest.param(n, marks=pytest.mark.slow) for n in EXACT],
+)
 def test_a_supported_family_is_exact_past_its_thresholds(kind: str) -> None:
     check_exact(build(kind, EXACT[kind]))
 
 
-@pytest.mark.parametrize("kind", ["qwen2_5_omni", "qwen3_omni_moe"])
+@pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.slow)])
 def test_a_model_without_logits_to_keep_is_exact(kind: str) -> None:
     check_exact(thinker(kind), says_alone)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_family_that_would_be_wrong_past_a_threshold_is_refused_by_name(kind: str, dtype: torch.dtype) -> None:
     options, reason = WRONG[kind]
@@ -290,7 +295,7 @@ def test_rows_are_right_when_a_forward_selects_none(kind: type[LlamaForCausalLM]
         (OnlyBatches, {}, "fails when 1 row.*IndexError: index 1 is out of bounds"),
     ],
 )
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_planted_defect_is_refused(
     kind: type[LlamaForCausalLM], options: dict[str, Any], reason: str, dtype: torch.dtype
 ) -> None:

@@ -78,6 +78,7 @@ def starts_with_output_of(i: int, ids: list[int]) -> bool:
     return len(ids) >= 4 and ids == right(i)[: len(ids)]
 
 
+@pytest.mark.slow
 def test_threads_get_what_each_gets_alone() -> None:
     model = model_with()
 
@@ -141,6 +142,7 @@ def test_from_asyncio() -> None:
     assert asyncio.run(asyncio.wait_for(main(), PATIENCE)) == [right(i) for i in range(8)]
 
 
+@pytest.mark.slow
 def test_generate_while_iterating_a_stream_on_many_threads() -> None:
     model = model_with(max_num_seqs=6, max_num_batched_tokens=32)
 
@@ -319,7 +321,15 @@ def test_a_round_that_fails_ends_what_was_in_it_and_no_more() -> None:
     assert free_everywhere(model)
 
 
-@pytest.mark.parametrize("place", ["text", "forward", "after the forward", "arrays"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        "forward",
+        pytest.param("text", marks=pytest.mark.slow),
+        pytest.param("after the forward", marks=pytest.mark.slow),
+        "arrays",
+    ],
+)
 @pytest.mark.parametrize(
     "options",
     [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"num_speculative_tokens": 0}, {"kv_cache_tokens": 104}))],
@@ -457,6 +467,7 @@ def test_an_interrupted_forward_of_the_users_own_does_not_block_the_rounds() -> 
     assert in_threads(users, rounds)[1] == right(1)
 
 
+@pytest.mark.slow
 def test_facts_and_counters_may_be_read_while_rounds_run() -> None:
     model = model_with()
     going = threading.Event()
@@ -481,6 +492,7 @@ def test_facts_and_counters_may_be_read_while_rounds_run() -> None:
     assert found == right(7) and seen > 0
 
 
+@pytest.mark.slow
 def test_rounds_are_the_same_whoever_runs_them() -> None:
     """Autocast belongs to a thread: a caller's must not reach its neighbours' tokens."""
     model = model_with()

@@ -145,6 +145,7 @@ def results(folder: Path) -> list[Path]:
 # --- what a run is -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_other_data_in_a_used_folder_is_refused(bench: Bench, expected: bytes) -> None:
     assert bench.train().code == 0 and bench.head() == expected
     other = questions(bench.folder / "other.jsonl", [text.replace("apples", "pears") for text in QUESTIONS])

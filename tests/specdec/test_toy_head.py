@@ -192,7 +192,11 @@ def oracle(head: ToyHead, ids: torch.Tensor, states: torch.Tensor, num_drafts: i
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3}]
+    "options",
+    [
+        pytest.param({}, marks=pytest.mark.slow),
+        {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
+    ],
 )
 @torch.no_grad()
 def test_tokens_are_the_targets_own_and_drafts_those_of_its_true_states(options: dict[str, int]) -> None:

@@ -11,7 +11,7 @@ FlashInfer's C++ planner over the host arrays plus its own copy of the plan. Two
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -174,16 +174,8 @@ class FixedBuilder:
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
         assert self._part is not None
-        if self._kernel.keeps(host.page_indptr):
-            return
-        self._kernel.plan(
-            replace(
-                self._part,
-                query_start_loc=host.query_start_loc,
-                page_indptr=host.page_indptr,
-                seq_lens=host.seq_lens,
-            )
-        )
+        if not self._kernel.keeps(host.page_indptr):
+            self._kernel.plan(self._part.at(host))
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:

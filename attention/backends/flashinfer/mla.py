@@ -200,7 +200,7 @@ class FixedMlaPlans:
         self._work = WorkList(self._layout.nbytes, kernel.device)
         self._arrays = self._layout.arrays(self._work.host)
         self._split: SplitKV | None = None
-        self._planned = np.zeros(rows, np.int32)
+        self._planned = b""  # seq_lens [rows] as bytes: see `attention.backends.flashinfer.wrapper.Kernel`
 
     def plan(self, host: HostBatch, page_indices: torch.Tensor) -> MlaPlan:
         """Plan one batch over these pages."""
@@ -209,10 +209,10 @@ class FixedMlaPlans:
 
     def replan(self, host: HostBatch) -> None:
         """Plan rows of other lengths; for the same lengths the plan is reused."""
-        if (host.seq_lens == self._planned).all():
+        if host.seq_lens.tobytes() == self._planned:
             return
         keys = self._tiles.keys(host.seq_lens)
-        self._planned = np.full_like(self._planned, -1)  # an interrupt from here on leaves no plan, not half of one
+        self._planned = b""  # an interrupt from here on leaves no plan, not half of one
         self._work.wait()
         if self._split is not None and self._split.serves(self._tiles, keys):
             write_lengths(self._arrays, self._split, keys, host)
@@ -221,7 +221,7 @@ class FixedMlaPlans:
             write_all(self._arrays, self._tiles, split, keys, host)
             self._split = split
         self._work.send(self._layout.nbytes)
-        self._planned = host.seq_lens.copy()
+        self._planned = host.seq_lens.tobytes()
 
 
 def run_mla(

@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
 from attention.spec import AttentionSpec
@@ -36,6 +37,20 @@ class Part:
     device_page_indices: torch.Tensor
     start: int
     stop: int
+
+    def at(self, host: HostBatch) -> Part:
+        """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
+        return Part(
+            host.query_start_loc,
+            host.page_indptr,
+            host.seq_lens,
+            self.device_query_start_loc,
+            self.device_page_indptr,
+            self.device_last_page_len,
+            self.device_page_indices,
+            self.start,
+            self.stop,
+        )
 
 
 def most_tiles(key: AttentionSpec, device: torch.device) -> int:
@@ -79,7 +94,7 @@ class Kernel:
 
         self.route = route
         self.generation = 0
-        self._planned = np.zeros(0, np.int32)  # page_indptr [B+1]
+        self._planned = b""  # page_indptr [B+1] as bytes: a comparison of so few numbers costs numpy ten times more
         self._scale = key.scale if key.has_sinks else None
         rows, query_len = fixed or (1, 1)
         self._splits = fixed is None or route != "fa2" or splits_kv(key, rows, workspace.device)
@@ -132,7 +147,7 @@ class Kernel:
         """
         if not self.ready:
             self._copied.synchronize()
-        self._planned = np.full_like(self._planned, -1)  # an interrupt from here on leaves no plan, not half of one
+        self._planned = b""  # an interrupt from here on leaves no plan, not half of one
         wrapper = self._wrapper
         wrapper._qo_indptr_buf = part.device_query_start_loc
         wrapper._paged_kv_indptr_buf = part.device_page_indptr
@@ -155,7 +170,7 @@ class Kernel:
         if self._tokens is not None and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
-        self._planned = part.page_indptr.copy()  # a batch's own memory may be written anew in a later round
+        self._planned = part.page_indptr.tobytes()
         self.generation += 1
 
     def keeps(self, page_indptr: np.ndarray) -> bool:
@@ -164,7 +179,7 @@ class Kernel:
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
         csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves all.
         """
-        return not self._splits or bool((page_indptr == self._planned).all())
+        return not self._splits or page_indptr.tobytes() == self._planned
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a AttentionSpec with sinks, else None."""

@@ -101,6 +101,7 @@ class FixedSteps:
     def __init__(self, shape: StaticShape, device: torch.device) -> None:
         self._shape = shape
         self._numbers = np.arange(2, shape.query_len)[:, None]  # step j of K
+        self._offsets = self._numbers - 2
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
         self._num_drafts = np.zeros(shape.rows, np.int64)
@@ -108,11 +109,6 @@ class FixedSteps:
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(StepSection.static_fields, self._bucket, device)
         self._places = [_StepsPlace(host, shape) for host in self._arena.hosts(self._bucket)]
-
-    @property
-    def transfers(self) -> int:
-        """See `StaticSteps.transfers`."""
-        return self._arena.generation
 
     def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
         """See `StaticSteps.views`."""
@@ -124,14 +120,14 @@ class FixedSteps:
         `drafters.loops.chain.index.draft_steps` in place: K=3, a row at 18 with 3 drafts, pages [7, 9] of 16 tokens:
         positions 18, 19, seq_lens 19, 20, slots 146, 147.
         """
-        place = self._places[self._arena.begin(self._bucket)]
+        place = self._places[self._arena.begin()]
         arrays, page_size, count = place.arrays, self._shape.page_size, len(rows.num_drafts)
         if count < len(self._lens):
             self._lens[count:] = self._num_drafts[count:] = 0
         self._lens[:count], self._num_drafts[:count] = rows.committed_lens, rows.num_drafts
         active = self._num_drafts >= self._numbers  # [K-1, rows]
         positions, slots = arrays.positions, arrays.slot_mapping
-        np.add(self._lens, self._numbers - 2, out=positions)  # seq' + j - 2
+        np.add(self._lens, self._offsets, out=positions)  # seq' + j - 2
         positions *= active
         np.add(positions, 1, out=arrays.seq_lens, casting="unsafe")
         counts, within = np.divmod(positions, page_size)
@@ -142,14 +138,15 @@ class FixedSteps:
         counts += 1
         np.cumsum(counts, axis=1, out=arrays.page_indptr[:, 1:], dtype=np.int32)
         _write_step_pages(arrays.page_indices, table, counts)
-        return tuple(batch.over(table) for batch in place.batches), self._arena.end(self._bucket)
+        staged = self._arena.end(self._bucket)
+        return tuple([batch.over(table) for batch in place.batches]), staged
 
 
 def _write_step_pages(page_indices: np.ndarray, table: np.ndarray, counts: np.ndarray) -> None:
     """page_indices [K-1, …]: every step's pages; counts [K-1, rows]. Most steps of few rows enter no page."""
-    used = 0
+    used, same = 0, (counts[1:] == counts[:-1]).all(1).tolist()
     for step, own in enumerate(counts):
-        if step and (own == counts[step - 1]).all():
+        if step and same[step - 1]:
             page_indices[step, :used] = page_indices[step - 1, :used]
         else:
             used = write_pages(page_indices[step], table, own)

@@ -74,6 +74,7 @@ def open_mtp(target: str | Path, **options: Any) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(target, "mtp", **{**sizes, **options})
 
 
+@pytest.mark.slow
 def test_the_built_in_module_is_read_right(pair: Any, text: Any) -> None:
     found = compare_conventions(pair[1], *text, 3)
     assert [(c.option, c.other) for c in found] == [("mtp_concat", "hidden_first"), ("mtp_feedback", "pre_norm")]

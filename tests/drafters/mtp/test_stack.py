@@ -103,7 +103,7 @@ def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str, int], 
 
 
 @pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)])
-@pytest.mark.parametrize("rounds", [ROUNDS, SHORT])
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(SHORT, marks=pytest.mark.slow)])
 def test_rounds_over_the_caches_equal_full_recomputation(
     name: str, modules: int, rounds: Any, make: Callable[[str, int], Rows]
 ) -> None:
@@ -119,7 +119,9 @@ def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     assert rows.wrong(ROUNDS[1:])
 
 
-@pytest.mark.parametrize("module", [0, 1, 2])
+@pytest.mark.parametrize(
+    "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
+)
 def test_a_zeroed_page_of_any_modules_layer_shows(module: int, make: Callable[[str, int], Rows]) -> None:
     """Planted: every module has a cache of its own that the drafts depend on."""
     rows = make("deepseek_v3", 3)

@@ -124,6 +124,7 @@ def test_unknown_tasks_and_missing_data_are_named(model: Any, tmp_path: Path) ->
         evaluate(model, tmp_path / "b", tasks=("gsm8k",), data_dir=tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.environ.get(DATA_VARIABLE), reason=f"{DATA_VARIABLE} is not set")
 def test_gsm8k_reads_local_data_with_its_own_shots(model: Any, tmp_path: Path) -> None:
     folder = Path(os.environ[DATA_VARIABLE])

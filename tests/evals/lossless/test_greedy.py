@@ -204,6 +204,7 @@ def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
     assert 0.4 < np.mean(p_values) < 0.6 and np.mean(np.array(p_values) < 0.05) < 0.1
 
 
+@pytest.mark.slow
 def test_the_stated_distance_is_found_as_often_as_it_says() -> None:
     rng = np.random.default_rng(1)
     exact = exact_joint(lambda ids: PROBS, [1], 2)

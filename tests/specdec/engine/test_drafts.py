@@ -21,7 +21,7 @@ def head_of(kind: str) -> Head:
     return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, aux_layers=AUX_LAYERS)
 
 
-@pytest.mark.parametrize("kind", ["table", "eagle3"])
+@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [
@@ -47,6 +47,7 @@ def test_drafts_of_requests_with_different_k_equal_the_oracle() -> None:
     assert [wrong_rounds(head, c) for c in wrapped.generate(PROMPTS, params)] == [[]] * len(PROMPTS)
 
 
+@pytest.mark.slow
 def test_greedy_drafts_beside_sampled_rows_equal_the_oracle() -> None:
     head = head_of("table")
     params = [replace(PARAMS, temperature=0.8 * (i % 2), seed=i) for i in range(6)]

@@ -17,7 +17,9 @@ PROMPTS = random_prompts(LENGTHS)
 GREEDY = SamplingParams(max_new_tokens=24)
 
 
-@pytest.mark.parametrize("num_drafts", [0, 1, 3, 5])
+@pytest.mark.parametrize(
+    "num_drafts", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(3, marks=pytest.mark.slow), 5]
+)
 def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=num_drafts)
@@ -49,13 +51,13 @@ def test_a_reduced_draft_vocabulary_changes_no_token() -> None:
 @pytest.mark.parametrize(
     ("options", "preempts"),
     [
-        ({"max_num_batched_tokens": 12}, False),
-        ({"max_num_seqs": 1, "max_num_batched_tokens": 7}, False),
-        ({"max_num_seqs": 6, "max_num_batched_tokens": 64}, False),
-        ({"kv_cache_tokens": 104}, True),
+        pytest.param({"max_num_batched_tokens": 12}, False, marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 1, "max_num_batched_tokens": 7}, False, marks=pytest.mark.slow),
+        pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 64}, False, marks=pytest.mark.slow),
+        pytest.param({"kv_cache_tokens": 104}, True, marks=pytest.mark.slow),
         ({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 24}, True),
         ({"page_size": 1}, False),
-        ({"page_size": 64, "kv_cache_tokens": 640}, False),
+        pytest.param({"page_size": 64, "kv_cache_tokens": 640}, False, marks=pytest.mark.slow),
     ],
 )
 def test_chunks_pages_and_preemption_change_no_token(options: dict[str, int], preempts: bool) -> None:

@@ -32,7 +32,14 @@ def ahead(**options: Any) -> Any:
     return wrapped
 
 
-@pytest.mark.parametrize("options", [{}, {"kv_cache_tokens": 88, "max_num_seqs": 6}, {"max_num_batched_tokens": 13}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_cache_tokens": 88, "max_num_seqs": 6},
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"max_num_batched_tokens": 13}, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_and_drafts_are_the_same(options: dict[str, int]) -> None:
     wrapped = ahead(**options)
     completions = wrapped.generate(PROMPTS, PARAMS)

@@ -45,6 +45,7 @@ def test_other_seeds_give_other_tokens() -> None:
     assert len({tuple(t) for t in tokens([PROMPTS[0]] * 8, params)}) >= 7
 
 
+@pytest.mark.slow
 def test_the_engines_seed_decides_for_requests_without_one() -> None:
     one, again, other = (tokens(PROMPTS[:3], SAMPLED, seed=seed) for seed in (1, 1, 2))
     assert one == again != other

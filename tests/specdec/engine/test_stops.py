@@ -68,7 +68,9 @@ def test_stop_token_ids_end_only_their_own_row() -> None:
 
 
 @pytest.mark.parametrize("num_drafts", [0, 5])
-@pytest.mark.parametrize("span", [(3, 4), (4, 7), (0, 2), (10, 15), (22, 24)])
+@pytest.mark.parametrize(
+    "span", [(4, 7), *(pytest.param(s, marks=pytest.mark.slow) for s in ((3, 4), (0, 2), (10, 15), (22, 24)))]
+)
 def test_a_stop_string_cuts_text_and_tokens(span: tuple[int, int], num_drafts: int) -> None:
     wrapped = wrapped_with(num_drafts=num_drafts)
     for prompt in PROMPTS[:4]:

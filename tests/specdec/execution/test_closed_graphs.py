@@ -34,6 +34,7 @@ def num_siblings(root: nn.Module) -> int:
     return sum(isinstance(m, SiblingLinear) for m in root.modules())
 
 
+@pytest.mark.slow
 def test_closing_gives_projections_their_own_memory_back(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target = tiny_llama()
     head: Any = eagle3_head(target)
@@ -57,6 +58,7 @@ def test_a_dropped_model_gives_them_back_too(graphs_on_cpu: list[Replayed]) -> N
     assert state_of(target) == before
 
 
+@pytest.mark.slow
 def test_the_last_of_two_engines_gives_them_back(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target = tiny_llama()
     before = state_of(target)
@@ -88,7 +90,7 @@ def test_values_that_were_written_meanwhile_stay(graphs_on_cpu: list[Replayed]) 
     assert all(a is b for a, b in zip(target.parameters(), held, strict=True))
 
 
-@pytest.mark.parametrize("how", ["assigned", "copied"])
+@pytest.mark.parametrize("how", ["assigned", pytest.param("copied", marks=pytest.mark.slow)])
 def test_projections_that_were_moved_are_fused_anew(graphs_on_cpu: list[Replayed], how: str) -> None:  # noqa: F811
     """ModelChangedError tells the user to wrap the model again; compiled code must not read the old fused tensor."""
     target = tiny_llama()

@@ -134,7 +134,7 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
     return wrapped
 
 
-@pytest.mark.parametrize("kind", ["table", "eagle3"])
+@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "options",
     [

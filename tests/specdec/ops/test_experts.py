@@ -91,6 +91,7 @@ def test_only_many_pairs_in_bfloat16_are_grouped(
     assert bool(calls) == paired
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_compiled_for_both_sides_of_the_limit() -> None:
     model = model_of("deepseek_v2").to(torch.bfloat16)

@@ -147,7 +147,7 @@ def requests(draw: st.DrawFn, name: str, most: int) -> tuple[list[int], list[str
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize(("most", "examples"), [(12, 150), (90, 40)])
+@pytest.mark.parametrize(("most", "examples"), [pytest.param(12, 150, marks=pytest.mark.slow), (90, 40)])
 def test_every_stream_is_what_the_definition_says(name: str, most: int, examples: int) -> None:
     @settings(max_examples=examples, deadline=None)
     @given(requests(name, most))

@@ -21,6 +21,8 @@ from specdec.target.alterations import Alterations
 from specdec.target.rereading import dummy_ids, scrambled_table
 from specdec.target.target import AuxStateRecorder, probe_target
 
+pytestmark = pytest.mark.usefixtures("every_twin")
+
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
 RIGHT: dict[str, dict[str, Any]] = {
@@ -65,7 +67,10 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize("kind", RIGHT)
+@pytest.mark.parametrize(
+    "kind",
+    [n if n in ("llama", "qwen2", "gemma2", "gpt_oss") else pytest.param(n, marks=pytest.mark.slow) for n in RIGHT],
+)
 def test_a_supported_family_comes_out_right(kind: str) -> None:
     model = build(kind, RIGHT[kind])
     wrapped = wrap(model, max_model_len=100)
@@ -203,8 +208,10 @@ def test_the_probe_does_not_change_the_model() -> None:
         assert torch.equal(model(ids).logits, before)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss", "mixtral"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float64])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gpt_oss", *(pytest.param(k, marks=pytest.mark.slow) for k in ("gemma2", "mixtral"))]
+)
 def test_rounding_does_not_fail_the_self_test(kind: str, dtype: torch.dtype) -> None:
     if kind in ("mixtral", "gpt_oss") and dtype == torch.float64:
         pytest.skip("transformers' expert kernels have no float64 on CPU")

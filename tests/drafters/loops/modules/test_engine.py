@@ -95,6 +95,7 @@ def test_tokens_and_drafts(
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_a_request_must_not_carry_anothers_vector(
     make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
