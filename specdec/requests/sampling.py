@@ -170,6 +170,10 @@ class SamplingArrays:
             np.array([p.min_p for p in rows], np.float32),
         )
 
+    def rows(self, index: np.ndarray | slice) -> SamplingArrays:
+        """The parameters of selected rows."""
+        return SamplingArrays(self.temperature[index], self.top_k[index], self.top_p[index], self.min_p[index])
+
     @property
     def any_sampled(self) -> bool:
         """Whether any row is not greedy."""
@@ -190,6 +194,11 @@ class SamplingTensors:
     top_k: torch.Tensor
     top_p: torch.Tensor
     min_p: torch.Tensor
+
+    def first(self, count: int) -> SamplingTensors:
+        """Views of the parameters of the first rows."""
+        parts = (self.temperature, self.top_k, self.top_p, self.min_p)
+        return SamplingTensors(self.filters, *(part[:count] for part in parts))
 
     def rows(self, index: torch.Tensor) -> SamplingTensors:
         """The parameters of selected rows ([n] int64)."""
@@ -229,7 +238,8 @@ def _top_k(logits: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
 
 
 def _top_p(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    ordered, index = logits.sort(-1, descending=False)
+    """Of equal logits at the boundary those with the lowest index go first: the sort is stable."""
+    ordered, index = logits.sort(dim=-1, descending=False, stable=True)
     mass = ordered.softmax(-1).cumsum(-1)
     drop = mass <= (1 - top_p)[:, None]
     drop[:, -1] = False  # the most probable token remains, even if rounding puts its mass at 1

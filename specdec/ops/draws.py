@@ -1,0 +1,97 @@
+"""Drawing tokens of sampled rows on a GPU: drafts from the head's distribution, the verification from the target's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from specdec.ops.filters import Filtered, Parameters
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What sampled drafts were drawn from: q of every draft.
+
+    Attributes:
+        logits: [D, K, Vd], the last dimension contiguous. filtered: stats [D, K, 4] of their rows.
+        inverse: [V] int32, the draft id of every token of the target's vocabulary, -1 where there is none.
+        sources: [J] int64, the row of D that each verified row's drafts come from; -1: they were greedy (one-hot q).
+    """
+
+    logits: torch.Tensor
+    filtered: Filtered
+    inverse: torch.Tensor
+    sources: torch.Tensor
+
+
+def inverse_map(target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
+    """Target ids of all draft ids [Vd] -> `Proposal.inverse` [V] int32.
+
+    >>> inverse_map(torch.tensor([1, 3]), 5).tolist()
+    [-1, 0, -1, 1, -1]
+    """
+    inverse = torch.full((target_vocab_size,), -1, dtype=torch.int32, device=target_ids.device)
+    inverse[target_ids] = torch.arange(len(target_ids), dtype=torch.int32, device=target_ids.device)
+    return inverse
+
+
+def draw_drafts(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    sampling: Parameters,
+    uniform: torch.Tensor,
+    step: int,
+    out: Filtered,
+    *,
+    num_accepted: torch.Tensor | None = None,
+) -> None:
+    """Replace the greedy draft ids of rows with temperature > 0 by draws from their q = `target_probs(logits)`.
+
+    The draw is that of `draw` with uniform[row, num_accepted[row] + step] (at most the last column's).
+
+    Args:
+        logits: [R, Vd] bfloat16, float16 or float32, columns side by side.
+        ids: [R] int64 of any stride: the arg max of each row; replaced in place.
+        sampling: of R rows.
+        uniform: [R, columns] float32, columns side by side.
+        out: stats [R, 4] of any row stride: describes q afterwards.
+        num_accepted: [R] int64 of any stride; None: zeros.
+    """
+    from specdec.ops.draws_kernel import launch_drafts
+
+    parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
+    launch_drafts(logits, ids, parameters, uniform, step, out.stats, num_accepted)
+
+
+def accept_drafts(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    filtered: Filtered,
+    sampling: Parameters,
+    num_drafts: torch.Tensor,
+    accept_uniform: torch.Tensor,
+    next_uniform: torch.Tensor,
+    packed: torch.Tensor,
+    proposal: Proposal | None = None,
+) -> None:
+    """Decide the rows with temperature > 0 as `accept_sampled` does and rewrite them as `PackedResult.pack` would.
+
+    Probabilities are summed exactly, in units of 2**-52, so that a row's result does not depend on the batch.
+
+    Args:
+        logits: [T, V] bfloat16, float16 or float32, columns side by side.
+        index: [J, n+1] int64, contiguous: the row of logits after each token of a verification.
+        filtered: stats [J·(n+1), 4], contiguous: `filter_rows` of these rows.
+        sampling: of J rows.
+        num_drafts: [J] int64. accept_uniform: [J, n]; next_uniform: [J, n+1] float32, columns side by side.
+        packed: [J, 2n+2] int64, contiguous rows: a `PackedResult` with the drafts; changed in place.
+        proposal: None when every draft was greedy.
+    """
+    from specdec.ops.draws_kernel import launch_acceptance
+
+    rows = (index, filtered.stats, sampling.temperature, sampling.min_p, num_drafts)
+    head = None
+    if proposal is not None:
+        head = (proposal.logits, proposal.filtered.stats, proposal.inverse, proposal.sources)
+    launch_acceptance(logits, rows, accept_uniform, next_uniform, packed, head)

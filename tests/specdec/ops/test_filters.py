@@ -1,0 +1,313 @@
+"""Filters, draws and acceptance of sampled rows, in Triton's interpreter, against their torch reference.
+
+Small parts and tiles, so that rows of a few hundred tokens have several, and lists that overflow in some.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+
+if os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="Triton is not installed")
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+import specdec.ops.draws_kernel
+import specdec.ops.filters_kernel
+from drafters.vocab import scatter
+from specdec.acceptance.accept import SampledInputs, accept_greedy, accept_sampled
+from specdec.acceptance.packed import PackedResult
+from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
+from specdec.ops.filters import Filtered, filter_rows
+from specdec.requests.sampling import SamplingTensors, draw, target_probs
+
+CPU = torch.device("cpu")
+FOUR = [(0.8, 0, 0.95, 0.0), (1.0, 40, 0.9, 0.0), (2.0, 0, 1.0, 0.02), (5.0, 7, 0.8, 0.3)]
+EDGES = [(0.0, 3, 0.5, 0.1), (1.0, 1, 1.0, 0.0), (1.0, 0, 1e-9, 0.0), (1.0, 0, 1.0, 0.0), (1.0, 9999, 0.5, 1.0)]
+EXTREME = [(1e-3, 0, 0.95, 0.0), (100.0, 0, 0.5, 0.0), (100.0, 100, 0.999, 0.99), (0.1, 5, 0.3, 0.5)]
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def split(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have several parts and tiles, and lists overflow where many logits are equal."""
+    small = {"_PART": 256, "_SUMS_TILE": 128, "_SHARE": 32, "_PROGRAMS": 4}
+    for name, value in small.items():
+        monkeypatch.setattr(specdec.ops.filters_kernel, name, value)
+    monkeypatch.setattr(specdec.ops.draws_kernel, "_PART", 256)
+
+
+def parameters(rows: list[tuple[float, int, float, float]]) -> SamplingTensors:
+    temperature, top_k, top_p, min_p = (torch.tensor(column) for column in zip(*rows, strict=True))
+    return SamplingTensors(True, temperature.float(), top_k.int(), top_p.float(), min_p.float())
+
+
+def filtered(logits: torch.Tensor, sampling: SamplingTensors) -> Filtered:
+    out = Filtered(torch.full((len(logits), 4), -7.0))
+    filter_rows(logits, logits.float().argmax(-1), sampling, out)
+    return out
+
+
+def check(logits: torch.Tensor, sampling: SamplingTensors) -> None:
+    """The filtered distribution of every sampled row is the reference's, or that of a top_p within rounding of it."""
+    out = filtered(logits, sampling)
+    sampled = sampling.temperature > 0
+    assert (out.stats[~sampled] == -7).all()
+    got = out.probs(logits, sampling.temperature, sampling.min_p)
+    top_p = sampling.top_p
+    near = [torch.where(top_p < 1, top_p * (1 + by), top_p) for by in (0, 1e-5, -1e-5)]
+    errors = torch.stack([(got - target_probs(logits, replace(sampling, top_p=p))).abs().sum(1) for p in near])
+    finite = torch.where(logits.isfinite(), logits.float(), 0)
+    rounding = 1e-5 + 4e-7 * finite.abs().amax(1) / sampling.temperature  # the reference divides before it subtracts
+    assert (errors.amin(0)[sampled] <= rounding[sampled]).all()
+
+
+KINDS = ("plain", "few values", "banned", "equal", "wide", "signed zeros")
+
+
+def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    logits = torch.randn(rows, vocab) * 2
+    if kind == "few values":
+        logits = torch.randint(0, 4, (rows, vocab)).float()
+    elif kind == "banned":
+        logits[torch.rand(rows, vocab) < 0.7] = -torch.inf
+        logits[:, 3] = 1.0
+    elif kind == "equal":
+        logits = torch.full((rows, vocab), -0.5)
+    elif kind == "wide":
+        logits *= 100
+    elif kind == "signed zeros":
+        logits = torch.where(torch.rand(rows, vocab) < 0.5, 0.0, -0.0)
+    return logits.to(dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_filters(kind: str) -> None:
+    """Every kind of logits meets every third row of parameters, the plain ones all of them."""
+    every = [*EDGES, *FOUR, *EXTREME]
+    rows = every if kind == "plain" else every[KINDS.index(kind) % 3 :: 3]
+    check(make(kind, len(rows), 600, torch.float16), parameters(rows))
+    if kind in KINDS[:3]:
+        check(make(kind, len(rows), 7, torch.float32), parameters(rows))
+
+
+def test_a_long_row() -> None:
+    """Many parts, and a short list of what remains."""
+    check(make("plain", 1, 3000, torch.float32), parameters(FOUR[1:2]))
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.5, 4), (0.25, 2), (0.75, 6), (0.125, 1), (0.126, 2), (1e-30, 1)])
+def test_the_lowest_indices_of_equal_logits_go_first(top_p: float, kept: int) -> None:
+    logits, sampling = torch.full((1, 300), -30.0), parameters([(1.0, 0, top_p, 0.0)])
+    ties = torch.tensor([5, 6, 70, 100, 255, 256, 257, 299])
+    logits[0, ties] = 2.0
+    got = filtered(logits, sampling).probs(logits, sampling.temperature, sampling.min_p)
+    assert got[0].nonzero()[:, 0].tolist() == ties[-kept:].tolist()
+    assert target_probs(logits, sampling)[0].nonzero()[:, 0].tolist() == ties[-kept:].tolist()
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(st.sampled_from([-3.0, -1.0, 0.0, 1.0, 2.5]), min_size=1, max_size=12),
+    st.sampled_from([0.3, 1.0, 4.0]),
+    st.integers(0, 12),
+    st.sampled_from([0.05, 0.4, 0.9, 1.0]),
+    st.sampled_from([0.0, 0.1, 0.6]),
+)
+def test_any_short_row(row: list[float], temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+    if top_p < 1:  # away from the boundary of exact ties
+        top_p += 0.00137
+    check(torch.tensor([row]), parameters([(temperature, top_k, top_p, min_p)]))
+
+
+def test_bits_do_not_depend_on_the_batch() -> None:
+    """Alone, in a batch in another order, as rows of a wider matrix."""
+    sampling = parameters(FOUR)
+    wide = make("plain", 4, 700, torch.float16)
+    logits = wide[:, 50:650]
+    together = filtered(logits, sampling).stats
+    for row in (1, 3):
+        alone = filtered(logits[row : row + 1].clone(), sampling.rows(torch.tensor([row]))).stats
+        assert torch.equal(alone[0], together[row])
+    order = torch.tensor([3, 1])
+    out = Filtered.empty(2, device=CPU)
+    peaks = logits.float().argmax(-1)[order]
+    filter_rows(logits, peaks, sampling.rows(order), out, index=order)
+    assert torch.equal(out.stats, together[order])
+
+
+class Round:
+    """A verification of J rows with n drafts each, drawn by a head that knows `known` of the target's tokens."""
+
+    def __init__(self, rows: list[tuple[float, int, float, float]], n: int, vocab: int, draft_vocab: int) -> None:
+        count, self.n, self.vocab = len(rows), n, vocab
+        self.sampling = parameters(rows)
+        self.known = torch.randperm(vocab)[:draft_vocab].sort().values
+        self.head_logits = torch.randn(count + 2, n, draft_vocab) * 2
+        self.logits = torch.randn(count * (n + 1), vocab)
+        self.logits[:, self.known] += 2.0
+        self.index = torch.randperm(count * (n + 1)).view(count, n + 1)
+        self.sources = torch.randperm(count + 2)[:count]
+        for row, source in enumerate(self.sources.tolist()):  # the head knows the target's logits, roughly
+            own = self.logits[self.index[row, :n]][:, self.known]
+            self.head_logits[source] = own + torch.randn_like(own) * 0.7
+        self.owners = torch.zeros(count + 2, dtype=torch.long)
+        self.owners[self.sources] = torch.arange(count)
+        self.num_drafts = torch.randint(0, n + 1, (count,))
+        self.num_drafts[::2] = n
+
+    def draft(self) -> tuple[torch.Tensor, Filtered, torch.Tensor]:
+        """Drafts [D, n] in the draft vocabulary by the kernels, their stats, and q [D, n, Vd] of the reference."""
+        of_row = self.sampling.rows(self.owners)
+        out = Filtered.empty(len(self.owners), self.n, device=CPU)
+        ids = self.head_logits.argmax(-1)
+        verdict = torch.randint(0, 2, (len(ids), 2 * self.n + 2))
+        uniform = torch.rand(len(ids), self.n + 2)
+        q = torch.stack([target_probs(self.head_logits[:, k], of_row) for k in range(self.n)], 1)
+        for k in range(self.n):
+            at = (verdict[:, 0] + k)[:, None]
+            right = draw(q[:, k], uniform.gather(1, at)[:, 0])
+            inputs = (self.head_logits[:, k], ids[:, k], of_row, uniform, k, out.step(k))
+            draw_drafts(*inputs, num_accepted=verdict[:, 0])
+            assert torch.equal(ids[:, k], right)
+        return ids, out, q
+
+    def packed(self, drafts: torch.Tensor) -> torch.Tensor:
+        greedy = accept_greedy(drafts, self.num_drafts, self.logits.argmax(-1)[self.index])
+        return PackedResult.pack(greedy.num_accepted, greedy.next_token, drafts).packed
+
+    def filtered(self) -> Filtered:
+        flat = self.index.flatten()
+        out = Filtered.empty(len(flat), device=CPU)
+        filter_rows(self.logits, self.logits.argmax(-1)[flat], self.sampling, out, index=flat)
+        return out
+
+    def probs(self) -> torch.Tensor:
+        owner = torch.arange(len(self.index)).repeat_interleave(self.n + 1)
+        return target_probs(self.logits[self.index.flatten()], self.sampling.rows(owner)).view(*self.index.shape, -1)
+
+
+@pytest.mark.parametrize("n", [0, 2])
+def test_acceptance(n: int) -> None:
+    """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""
+    case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], n, 300, 90)
+    head = "none"
+    stats_of_p, p = case.filtered(), case.probs()
+    if n:
+        ids, stats_of_q, q = case.draft()
+        drafts, head = case.known[ids[case.sources]], "mixed"
+    else:
+        drafts = torch.zeros(len(case.index), 0, dtype=torch.long)
+    for mode in ("none", head):
+        proposal, spread, sources = None, None, case.sources.clone()
+        if mode == "mixed":
+            sources[2] = -1
+            spread = scatter(q[case.sources], case.known, case.vocab)
+            spread[2] = torch.nn.functional.one_hot(drafts[2], case.vocab).float()
+            proposal = Proposal(case.head_logits, stats_of_q, inverse_map(case.known, case.vocab), sources)
+        for _ in range(2):
+            accept, after = torch.rand(len(drafts), n + 2)[:, :n], torch.rand(len(drafts), n + 1)
+            right = accept_sampled(drafts, case.num_drafts, SampledInputs(p, spread, accept, after))
+            got = case.packed(drafts)
+            inputs = (case.logits, case.index, stats_of_p, case.sampling, case.num_drafts, accept, after)
+            accept_drafts(*inputs, got, proposal)
+            assert torch.equal(got, PackedResult.pack(right.num_accepted, right.next_token, drafts).packed)
+
+
+def test_no_residual_mass_draws_from_p() -> None:
+    """q = p for all but a rounding, and the draft is refused all the same: u·q = p is no acceptance."""
+    logits, sampling = torch.full((2, 4), -torch.inf), parameters([(1.0, 0, 1.0, 0.0)])
+    logits[:, [1, 2]] = 0.0
+    stats_of_p = Filtered.empty(2, device=CPU)
+    filter_rows(logits, torch.tensor([1, 1]), sampling, stats_of_p)
+    everything = torch.arange(4).int()
+    proposal = Proposal(logits[None, :1], Filtered(stats_of_p.stats[None, :1]), everything, torch.tensor([0]))
+    for uniform, token in ((0.2, 1), (0.7, 2)):
+        packed = torch.tensor([[1, 1, 0, 1]])
+        ones = torch.ones(1, 1)
+        after = torch.full((1, 2), uniform)
+        accept_drafts(
+            logits, torch.tensor([[0, 1]]), stats_of_p, sampling, torch.tensor([1]), ones, after, packed, proposal
+        )
+        assert packed.tolist() == [[0, token, 0, 1]]
+
+
+ROWS, VOCAB = 200, 6
+SETTING = (1.3, 5, 0.97, 0.05)
+TARGET, HEAD, KNOWN = [0.9, -1.0, 1.4, -0.6, -0.8, -5.0], [0.2, 0.2, 0.9, 3.3], [0, 1, 3, 4]
+
+
+class Emission:
+    """ROWS rows with the same p and q and one draft each."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(1)
+        self.sampling, self.known = parameters([SETTING] * ROWS), torch.tensor(KNOWN)
+        self.logits, self.head_logits = torch.tensor([TARGET]), torch.tensor(HEAD).expand(ROWS, 1, 4)
+        self.uniforms, self.ids = torch.rand(ROWS, 3), torch.full((ROWS,), 3)
+        self.of_q = Filtered.empty(ROWS, 1, device=CPU)
+        inputs = (self.head_logits[:, 0], self.ids, self.sampling, self.uniforms[:, :1], 0, self.of_q.step(0))
+        draw_drafts(*inputs)
+        one = self.sampling.rows(torch.tensor([0]))
+        self.of_p = filtered(self.logits, one).stats.repeat(2 * ROWS, 1)
+        self.p = target_probs(self.logits, one)[0].double()
+
+    def p_value(self, defect: str, one_hot: bool = False) -> float:
+        """Chi-square of the first emitted token against p; a token that p excludes decides alone."""
+        of_p, of_q, sampling, uniforms = self.of_p.clone(), self.of_q.stats.clone(), self.sampling, self.uniforms
+        greedy = one_hot or defect == "q of a greedy draft"
+        drafts = torch.full((ROWS, 1), 1) if greedy else self.known[self.ids][:, None]
+        if defect == "q of another step":
+            of_q[:, :, 3] *= 3
+        if defect == "filters forgotten":
+            total = float(((self.logits - TARGET[2]) / SETTING[0]).exp().sum())
+            of_p[:, 1:] = torch.tensor([-torch.inf, 0, total])
+            sampling = replace(sampling, min_p=torch.zeros(ROWS))
+        proposal = Proposal(self.head_logits, Filtered(of_q), inverse_map(self.known, VOCAB), torch.arange(ROWS))
+        packed = PackedResult.pack(torch.zeros(ROWS, dtype=torch.long), drafts[:, 0], drafts).packed
+        after = uniforms[:, :1] if defect == "the draft's uniform again" else uniforms[:, 2:]
+        accept_drafts(
+            self.logits,
+            torch.zeros(ROWS, 2, dtype=torch.long),
+            Filtered(of_p),
+            sampling,
+            torch.ones(ROWS, dtype=torch.long),
+            uniforms[:, 1:2],
+            after.repeat(1, 2),
+            packed,
+            None if one_hot else proposal,
+        )
+        counts, possible = packed[:, 1].bincount(minlength=VOCAB), self.p > 0
+        if counts[~possible].any():
+            return 0.0
+        return float(stats.chisquare(counts[possible], (self.p / self.p.sum())[possible] * ROWS).pvalue)
+
+
+@pytest.fixture(scope="module")
+def emission() -> Emission:
+    return Emission()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: Emission) -> None:
+    assert emission.p_value("", one_hot) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "defect", ["q of a greedy draft", "q of another step", "filters forgotten", "the draft's uniform again"]
+)
+def test_planted_defects_are_seen(defect: str, emission: Emission) -> None:
+    assert emission.p_value(defect) < 1e-4
