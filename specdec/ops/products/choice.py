@@ -1,0 +1,55 @@
+"""The fastest algorithm of one matmul, from timings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""x [T, I], weight [O, I] -> x · weightᵀ [T, O], queued on the current stream."""
+
+FINALISTS = 6
+LEAST_GAIN = 0.01
+"""A choice that gains less than this share of the time is noise: the library's own stays."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One of cuBLASLt's algorithms: a description, valid for one version of the library, and its workspace in bytes."""
+
+    data: bytes
+    workspace: int
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What timing one shape gave: the algorithm, None where none beats the usual call, and µs of both."""
+
+    algorithm: Algorithm | None
+    us: float
+    usual_us: float
+
+
+class Timer(Protocol):
+    """Times launches of one shape against each other."""
+
+    def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
+        """µs of one call of each launch: the median of `rounds` means over `calls`; inf for one that fails."""
+        ...
+
+
+def fastest(
+    algorithms: Sequence[Algorithm], launcher: Callable[[Algorithm], Launch], usual: Launch, timer: Timer
+) -> Choice:
+    """All algorithms are timed briefly, the best of them at length and in turn with the usual call."""
+    launches = [launcher(each) for each in algorithms]
+    brief = timer(launches, 2, 1)
+    best = sorted((us, i) for i, us in enumerate(brief) if us < float("inf"))[:FINALISTS]
+    usual_us, *final = timer([usual, *(launches[i] for _, i in best)], 4, 4)
+    us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
+    if usual_us == float("inf") or us > (1 - LEAST_GAIN) * usual_us:
+        return Choice(None, usual_us, usual_us)
+    return Choice(algorithms[winner], us, usual_us)
