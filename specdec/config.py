@@ -10,6 +10,9 @@ BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
+DRAFT_SAMPLING = ("probabilistic", "greedy")
+"""Drafts of sampled rows: drawn from the head's own distribution, under the row's temperature and filters, or the most
+probable token. Both are lossless."""
 SEEDS = (-(2**63), 2**64 - 1)
 """Least and largest seed: 64 bits, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 
@@ -26,6 +29,7 @@ class EngineConfig:
         page_size: tokens a page.
         num_pages: pages of the target's pool, the null page included.
         seed: randomness of requests without a seed of their own.
+        draft_sampling: how drafts of sampled rows are chosen, see `DRAFT_SAMPLING`.
     """
 
     num_speculative_tokens: int
@@ -35,6 +39,7 @@ class EngineConfig:
     page_size: int
     num_pages: int
     seed: int = 0
+    draft_sampling: str = "probabilistic"
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

@@ -159,6 +159,7 @@ class SpeculativeModel:
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
         generation_config: Use = "model",
+        draft_sampling: str = "probabilistic",
         seed: int = 0,
         trust_remote_code: bool = False,
         revision: str | None = None,
@@ -200,6 +201,9 @@ class SpeculativeModel:
                 of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
                 is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
                 SamplingParams and with a GenerationConfig; `describe` says what is switched off.
+            draft_sampling: how drafts of sampled requests are chosen: "probabilistic", drawn from the head's own
+                distribution under the request's temperature and filters, or "greedy", its most probable token. Both
+                leave the distribution of the answers as it is; they differ in how many drafts are accepted.
             seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
@@ -248,6 +252,7 @@ class SpeculativeModel:
             page_size=options.page_size,
             num_pages=-(-tokens // options.page_size) + 1,
             seed=options.seed,
+            draft_sampling=options.draft_sampling,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
         check_sizes_fit(config, place, per_token, staging_bytes(loop, config))

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import BACKENDS, KV_CACHE_DTYPES, SEEDS
+from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
 
@@ -219,6 +219,14 @@ class LoadOptions:
                 "transformers.GenerationConfig is given to generate(prompts, config)",
             ),
             "ignore: of the model's own generation_config (penalties, suppressed tokens, …) only the eos ids apply.",
+        ),
+    )
+    draft_sampling: str = field(
+        default="probabilistic",
+        metadata=_about(
+            Choice(DRAFT_SAMPLING),
+            "Drafts of sampled requests: drawn from the head's distribution, or its most probable token (greedy).",
+            _NO_TRAINING,
         ),
     )
     seed: int = field(

@@ -201,14 +201,25 @@ class StaticShape:
 
 @dataclass(frozen=True)
 class StaticPrefill:
-    """What the static draft prefill reads after a verification of fixed shape, all on the device.
+    """What the static draft prefill reads right after a verification, all on the device.
 
-    token_ids: [rows·(K+1)] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token
-    rows of the last accepted ones.
+    token_ids: [T] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token rows of the
+    last accepted ones.
     """
 
     token_ids: torch.Tensor
     last_row: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What a static pass has chosen greedily, and from what; its memory is the same in every replay.
+
+    ids: [R] int64 on the draft vocabulary; logits: [R, Vd].
+    """
+
+    ids: torch.Tensor
+    logits: torch.Tensor
 
 
 class StaticSteps(Protocol):
@@ -232,14 +243,19 @@ class StaticLoop(Protocol):
     def steps(self, shape: StaticShape) -> StaticSteps:
         """The host arrays of the steps for so many rows."""
 
-    def prefill(self, inputs: StaticPrefill, planned: PlannedBatch, compiled: bool = True) -> None:
-        """The draft prefill over a verification's rows: writes draft 1, and what step 0 starts from."""
+    def prefill(self, inputs: StaticPrefill, positions: torch.Tensor, attend: Attend, compiled: bool = True) -> Chosen:
+        """The draft prefill over a verification's token rows: writes draft 1, and what step 0 starts from.
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None) -> torch.Tensor:
-        """Step `index` (from 0) of the first `rows` rows: writes draft index+2.
+        positions: [T] int64. attend: over the head's paged cache.
+        """
+
+    def step(
+        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Chosen]:
+        """Step `index` (from 0) of the first `rows` rows: writes draft index+2, reads draft index+1.
 
         Args:
-            before: what the step before returned, always at the same address; None for step 0.
+            before: what the step before returned first, always at the same address; None for step 0.
         """
 
 

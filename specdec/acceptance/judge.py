@@ -66,13 +66,19 @@ def judge(logits: torch.Tensor, round_: DeviceRound, draft: Draft | None, vocab:
     Args:
         logits: [R', V] of the decided rows.
     """
+    if round_.sampling is None:
+        return judge_greedy(greedy_ids(logits), round_, draft)
     num_rows, width = round_.logit_index.shape
     drafts = _every_row(draft, num_rows, width - 1, logits.device)
-    if round_.sampling is None:
-        target_ids = greedy_ids(logits)[round_.logit_index]  # [J, n+1]
-        result = accept_greedy(drafts, round_.num_drafts, target_ids)
-    else:
-        result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    result = _judge_sampled(logits, round_, round_.sampling, drafts, draft, vocab)
+    return PackedResult.pack(result.num_accepted, result.next_token, drafts)
+
+
+def judge_greedy(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+    """As if every row were greedy: greedy [R'] int64 is the arg max of the decided rows' logits."""
+    num_rows, width = round_.logit_index.shape
+    drafts = _every_row(draft, num_rows, width - 1, greedy.device)
+    result = accept_greedy(drafts, round_.num_drafts, greedy[round_.logit_index])
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
 
 

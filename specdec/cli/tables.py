@@ -53,7 +53,8 @@ def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if graphs is None:
         return [*rows, ("CUDA graphs", "none")]
     made = f"{graphs['graphs']} for {', '.join(map(str, graphs['rows']))} rows"
-    return [*rows, ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")]
+    captured = ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")
+    return [*rows, captured, ("matmul algorithms", graphs["products"])]
 
 
 def human(name: str, value: Any) -> str:

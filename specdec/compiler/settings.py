@@ -54,13 +54,14 @@ def compiler_settings(batch_invariant: bool = False) -> Iterator[None]:
     that they are not, which doubles the time of tracing. And one process may hold many models: they share the code of
     `HeadPasses`, and each compiles it a few times, more than the eight times in all that are allowed by default.
 
-    batch_invariant: one code for all sizes (two sizes that happen to be equal at the first call stay two), which rounds
-    where eager code rounds, whatever it fuses, and whose kernels are not chosen by timing.
+    One code for all sizes: two sizes that happen to be equal at the first call (tokens and logits indices) stay two.
+
+    batch_invariant: it rounds where eager code rounds, whatever it fuses, and its kernels are not chosen by timing.
     """
     options: dict[str, Any] = {"post_grad_custom_pre_pass": Rewriting(batch_invariant)}
     if batch_invariant:
         options |= {"emulate_precision_casts": True, "deterministic": True}
-    sizes = size_config.patch(use_duck_shape=not batch_invariant)  # type: ignore[attr-defined]
+    sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
     dynamo = torch._dynamo.config.patch(specialize_float=True, recompile_limit=256)
     with torch._inductor.config.patch(options), sizes, dynamo:
         yield

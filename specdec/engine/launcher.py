@@ -17,7 +17,7 @@ from specdec.execution.round import Round
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.rounds.buckets import power_of_two
 from specdec.rounds.drafting import draft_input
-from specdec.rounds.randomness import sampling_round
+from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.verification import TargetArrays, target_arrays
@@ -160,11 +160,18 @@ class Launcher:
         """None without a head, and where no row has anything for it to read."""
         if tables.head is None:
             return None
-        verified = self.executor.verified(committed.verified, last.device)
-        return draft_input(verified, schedule, self._table, tables.head, self._page_size)
+        return draft_input(committed.verified, schedule, self._table, tables.head, self._page_size)
 
     def _send(self, schedule: Schedule, target: TargetArrays, loop: DraftInput | None = None) -> Round:
         """One transfer. Only then the table's places in the last batch, from which its arrays were made, are its."""
-        device = self.executor.send(loop, target, sampling_round(target, schedule, self._table))
+        device = self.send(loop, target, schedule.rows)
         self._table.mark_batch(schedule.rows)
         return device
+
+    def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
+        """One transfer of a round of these RowTable rows [B]."""
+        return self.executor.send(loop, target, self.sampling(target, rows))
+
+    def sampling(self, target: TargetArrays, rows: np.ndarray) -> SamplingRound | None:
+        """Parameters and uniforms of a round of these RowTable rows [B]; None when all of them are greedy."""
+        return sampling_round(target, rows, self._table)

@@ -6,7 +6,8 @@ Three pipelines, by the type of the verification in flight (`specdec.execution.v
     drafted    verify, draft prefill | draft steps, send and verify the next round, commit
     chained    verify, send and verify the next round | commit                               (without drafts)
 
-A plain one is all that eager rounds, prompts and sampled rows have. In a drafted one the next round is launched after
+A plain one is all that eager rounds have, and prompts without drafts. In a drafted one, which rounds from graphs are
+with a head, whether they hold prompts or sampled rows, the next round is launched after
 the read and before the commit if every row goes on; else it is scheduled after the commit, with the drafts that are
 being made. In a chained one only token ids are unknown before the read, and those the device has itself.
 """
@@ -55,7 +56,7 @@ class Lookahead:
             return None
         nothing = np.zeros(len(current.schedule.rows), np.int64)
         target = self._after(current, nothing, nothing, nothing, self._reserved)
-        device, following = verification.launch_next(target)
+        device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
         self._launcher.count()
         return VerifyingRound(current.schedule, target, device, None, following)
 
@@ -69,7 +70,7 @@ class Lookahead:
             return None
         bonus_tokens = outcome.tokens[np.arange(len(rows)), accepted]
         target = self._after(current, accepted, bonus_tokens, drafts, self._reserved)
-        device = self._launcher.executor.send(None, target, None)
+        device = self._launcher.send(None, target, rows)
         return self._launcher.launched(Schedule(rows, current.schedule.num_new, drafts), target, device, draft)
 
     def _reserve(self, schedule: Schedule) -> Tables | None:

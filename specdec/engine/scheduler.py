@@ -93,17 +93,27 @@ class Scheduler:
             while not self._reserved(schedule):
                 self._preempt(self.running[-1])
                 schedule = self._running_rows()
-        return schedule if len(schedule.rows) else None
+        return self._decided_first(schedule) if len(schedule.rows) else None
+
+    def _decided_first(self, schedule: Schedule) -> Schedule:
+        """Rows with drafts, then others whose token the round decides, then those that go on reading."""
+        if schedule.num_drafts.all():
+            return schedule
+        reads = self._table.computed[schedule.rows] + schedule.num_new < self._table.length[schedule.rows]
+        order = np.argsort(np.where(schedule.num_drafts > 0, 0, 1 + reads), kind="stable")
+        return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order])
 
     def reserve_next(self, schedule: Schedule) -> bool:
         """Reserve the round after a launched one of verifications, whatever that accepts: before its result is known.
 
         Returns:
-            False, and nothing is changed, where the rows after it may be others: a row is gone or may come to its
-            limit, somebody could join, or pages are missing.
+            False, and nothing is changed, where the rows after it may be others, or no verifications: a row is gone or
+            may come to its limit, reads its prompt, somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
+            return False
+        if table.prefilling(rows).any():
             return False
         most = schedule.num_new + schedule.num_drafts
         left = table.limit[rows] - table.length[rows] - most

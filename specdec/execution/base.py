@@ -14,7 +14,7 @@ from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.verification import TargetArrays, Verified
+from specdec.rounds.verification import TargetArrays
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,6 @@ class Executor(Protocol):
     @property
     def reads(self) -> HostReads:
         """What starts and finishes the rounds' device-to-host reads."""
-
-    def verified(self, verified: Verified, round_: Round) -> Verified:
-        """A verification after its commit, with the token rows where the executor put them."""
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Lay out a round and send it; `draft` is None when no draft loop starts from aux hidden states."""

@@ -11,31 +11,42 @@ import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from drafters.loops.base import Draft, StaticLoop, StaticPrefill
-from specdec.acceptance.judge import fill_drafts, in_order
+from drafters.loops.base import Chosen, Draft, StaticLoop, StaticPrefill, paged_attend
+from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
-from specdec.execution.eager import EagerExecutor
-from specdec.rounds.fields import DeviceRound
+from specdec.execution.sampled import SampledDrafts, decide_sampled
+from specdec.ops.argmax import greedy_ids
+from specdec.ops.draws import Proposal
+from specdec.rounds.fields import DeviceRound, StaticSampling
+from specdec.target.target import Target
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One draft step after the draft prefill. x [rows, H] is its output, which the next step's graph reads."""
+    """One draft step after the draft prefill. x [rows, H] is its output, which the next step's graph reads.
+
+    choose: draws its draft of sampled rows again; None where those are greedy, too.
+    """
 
     planner: FixedPlanner
     graph: torch.cuda.CUDAGraph
     x: torch.Tensor
+    choose: torch.cuda.CUDAGraph | None
 
 
 @dataclass(frozen=True)
 class DraftGraphs:
-    """The head's graphs: the draft prefill after the verification, planned by prefill_planner, and the steps."""
+    """The head's graphs: the draft prefill after the verification, planned by prefill_planner, and the steps.
+
+    choose: draws draft 1 of sampled rows again; None where those are greedy, too.
+    """
 
     prefill_planner: FixedPlanner
     prefill: torch.cuda.CUDAGraph
+    choose: torch.cuda.CUDAGraph | None
     steps: tuple[StepGraph, ...]
 
 
@@ -44,13 +55,15 @@ class Bucket:
     """The graphs of one number of rows.
 
     token_ids [rows·(K+1)] is what the verification reads, logits [rows·(K+1), V] and result [rows] what it writes;
-    logit_index: [rows, K+1].
+    logit_index: [rows, K+1]; num_drafts: [rows]. decide: decides the sampled rows of that result again.
     """
 
     planner: FixedPlanner
     verify: torch.cuda.CUDAGraph
+    decide: torch.cuda.CUDAGraph
     token_ids: torch.Tensor
     logit_index: torch.Tensor
+    num_drafts: torch.Tensor
     logits: torch.Tensor
     result: PackedResult
     draft: DraftGraphs | None
@@ -71,8 +84,10 @@ class EmptyRound:
 class DraftCapture:
     """Captures the static form of a draft loop."""
 
-    def __init__(self, loop: StaticLoop, runner: GroupRunner, pool: Any) -> None:
+    def __init__(self, loop: StaticLoop, sampled: SampledDrafts | None, runner: GroupRunner, pool: Any) -> None:
+        """sampled: None where drafts are greedy in all rows."""
         self.loop = loop
+        self.sampled = sampled
         self._runner = runner
         self._pool = pool
 
@@ -89,15 +104,28 @@ class DraftCapture:
         rows, query_len = result.tokens.shape
         planner = self._runner.fixed_planner(rows, query_len, target)
         planned = planner.plan(round_.prefill)
-        prefill, _ = record(lambda: self._prefill(result, planned), self._pool)
-        return DraftGraphs(planner, prefill, self._capture_steps(rows, round_))
+        prefill, chosen = record(lambda: self._prefill(result, planned), self._pool)
+        choose = self._choosing(partial(self._choose_first, result, chosen))
+        return DraftGraphs(planner, prefill, choose, self._capture_steps(rows, round_))
 
-    def _prefill(self, result: PackedResult, planned: PlannedBatch, compiled: bool = True) -> None:
+    def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
+        """What sampled rows are drafted from; sources: [rows] int64, their rows among the drafts."""
+        return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
+
+    def _choosing(self, choose: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+        return None if self.sampled is None else record(choose, self._pool)[0]
+
+    def _choose_first(self, result: PackedResult, chosen: Chosen) -> None:
+        assert self.sampled is not None
+        self.sampled.begin(result.num_accepted)
+        self.sampled.choose(0, chosen)
+
+    def _prefill(self, result: PackedResult, planned: PlannedBatch, compiled: bool = True) -> Chosen:
         """Over every token row of the verification, which stand query_len apart, up to the last accepted one."""
         rows, query_len = result.tokens.shape
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
         inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted)
-        self.loop.prefill(inputs, planned, compiled)
+        return self.loop.prefill(inputs, planned.metadata.positions, paged_attend(self._runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
         steps: list[StepGraph] = []
@@ -105,34 +133,47 @@ class DraftCapture:
             planner = self._runner.fixed_planner(rows, 1)
             before = steps[-1].x if steps else None
             launch = partial(self.loop.step, index, rows, planner.plan(metadata), before)
-            steps.append(StepGraph(planner, *record(launch, self._pool)))
+            graph, (x, chosen) = record(launch, self._pool)
+            choose = None if self.sampled is None else self._choosing(partial(self.sampled.choose, index + 1, chosen))
+            steps.append(StepGraph(planner, graph, x, choose))
         return tuple(steps)
 
 
 def capture_bucket(
-    eager: EagerExecutor, model: Callable[..., Any], drafts: DraftCapture | None, round_: EmptyRound, pool: Any
+    target: Target,
+    model: Callable[..., Any],
+    drafts: DraftCapture | None,
+    round_: EmptyRound,
+    sampling: StaticSampling,
+    pool: Any,
 ) -> Bucket:
     """Capture everything of one bucket. `model`: the compiled target; every row of it is decided.
 
-    Where the rounds outside of graphs run it too, it is asked as they do, so that it is compiled once.
+    It is asked for rows by their logits indices, as rounds of any shape do, so that it is compiled once.
     """
-    logits_indices = None if eager.model is None else round_.target.logits_indices
-    rows, query_len = round_.target.logit_index.shape
-    planner = eager.target.runner.fixed_planner(rows, query_len)
-    planned = planner.plan(round_.target.metadata)
+    device = round_.target
+    rows, query_len = device.logit_index.shape
+    planner = target.runner.fixed_planner(rows, query_len)
+    planned = planner.plan(device.metadata)
     all_drafts = None if drafts is None else Draft(drafts.loop.drafts, None)
 
-    def verify() -> tuple[torch.Tensor, torch.Tensor]:
-        drafted = in_order(all_drafts, round_.target)
-        token_ids = fill_drafts(round_.target, drafted)
-        logits = eager.target.forward(token_ids, planned, logits_indices, model).logits
-        return logits, eager.judge(logits, round_.target, drafted).packed
+    def verify() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        drafted = in_order(all_drafts, device)
+        logits = target.forward(fill_drafts(device, drafted), planned, device.logits_indices, model).logits
+        greedy = greedy_ids(logits)
+        return logits, greedy, judge_greedy(greedy, device, drafted).packed
 
-    graph, (logits, packed) = record(verify, pool)
+    graph, (logits, greedy, packed) = record(verify, pool)
     result = PackedResult(packed)
     with compiler_settings():  # the head's: what it says decides no token
         draft = None if drafts is None else drafts.capture(result, round_, planner)
-    return Bucket(planner, graph, round_.target.token_ids, round_.target.logit_index, logits, result, draft)
+    proposal = None if drafts is None else drafts.proposal(device.sources)
+    index, own = device.logit_index, sampling.first(rows)
+    decide, _ = record(
+        lambda: decide_sampled(logits, greedy, index, device.num_drafts, own, result, proposal),
+        pool,
+    )
+    return Bucket(planner, graph, decide, device.token_ids, index, device.num_drafts, logits, result, draft)
 
 
 def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 
 from drafters.loops.base import Draft, DraftInput
@@ -18,41 +15,32 @@ from specdec.execution.verification import Verification
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import TargetArrays, Verified
+from specdec.rounds.verification import TargetArrays
 from specdec.target.target import Target
 
 
 class EagerExecutor:
     """Launches one operator after the other, with any draft loop."""
 
-    def __init__(
-        self,
-        target: Target,
-        drafter: Drafter | None,
-        config: EngineConfig,
-        model: Callable[..., Any] | None = None,
-    ) -> None:
-        """model: the target in another form, see `Target.forward`."""
+    def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self.model = model
+        self._draws = config.draft_sampling == "probabilistic"
         self.drafter = drafter
         device = target.hf_model.device
-        self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
+        self.transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._vocab = self._draft_vocab()
 
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._transfer.transfers
-
-    def verified(self, verified: Verified, round_: Round) -> Verified:
-        """As it is."""
-        return verified
+        return self.transfer.transfers
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
-        """Everything of a round in one host-to-device copy."""
-        return Round(target, self._transfer.send(draft, target, sampling), None, sampling is not None)
+        """Everything of a round in one host-to-device copy; sampling parameters where a sampled row is decided."""
+        if sampling is not None and not sampling.decided.arrays.any_sampled:
+            sampling = None
+        return Round(target, self.transfer.send(draft, target, sampling), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""
@@ -60,7 +48,8 @@ class EagerExecutor:
         if sent is None or sent.draft is None or drafter is None:
             return None
         sampling = sent.verification.sampling
-        choose = choose_greedy if sampling is None else choose_sampled(sampling, len(sampling.draft_uniform))
+        drawn = sampling if self._draws else None
+        choose = choose_greedy if drawn is None else choose_sampled(drawn, len(drawn.draft_uniform))
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
@@ -69,8 +58,9 @@ class EagerExecutor:
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
-        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices, self.model)
-        return Verification(self.reads.start(self.judge(output.logits, device, draft)), output.aux_hidden_states)
+        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
+        read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
+        return Verification(read, output.aux_hidden_states)
 
     def judge(self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None) -> PackedResult:
         """logits [R', V] of the decided rows -> the verification result."""

@@ -11,6 +11,8 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,8 +20,9 @@ import numpy as np
 import torch
 
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import in_order
+from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
 from specdec.acceptance.packed import PackedResult
+from specdec.compiler.products import choose_products
 from specdec.compiler.settings import (
     compiled,
     compiled_model,
@@ -33,18 +36,21 @@ from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter
 from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
-from specdec.execution.eager import EagerExecutor
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
+from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
+from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import loop_limits, static_shape
-from specdec.rounds.drafting import rows_after
-from specdec.rounds.fields import HeadPagesSection, VerificationSection
+from specdec.rounds.drafting import accepted_by_row, rows_after
+from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedTarget, uniform_verified
-from specdec.rounds.verification import TargetArrays, Verified, empty_target
+from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
@@ -57,7 +63,7 @@ class GraphReport:
 
     Attributes:
         graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
-        fused_groups: sibling projections that became one matmul.
+        fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
     """
 
     graphs: int
@@ -65,6 +71,7 @@ class GraphReport:
     seconds: float
     bytes: int
     fused_groups: int
+    products: str
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
@@ -82,10 +89,10 @@ def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
 
 
 class GraphExecutor:
-    """Runs rounds of verifications only from CUDA graphs, all others as `EagerExecutor` does.
+    """Runs all rounds from CUDA graphs: verifications in one fixed shape for each bucket of rows, others by segments.
 
-    Rounds with sampled rows draft eagerly and verify from the graph. Over a batch-invariant backend the target is the
-    compiled one in all rounds.
+    Whether rows are greedy or sampled, with a head the draft prefill is launched after the verification, before that is
+    read, and the draft steps run from the graphs of a bucket.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
@@ -104,126 +111,172 @@ class GraphExecutor:
                 "use backend='flashinfer'"
             )
         model = compiled_model(target.hf_model)
-        self._eager = EagerExecutor(target, drafter, config, for_any_batch(model) if invariant else None)
         self._target = target
+        loop = None if drafter is None else drafter.loop
+        device = target.hf_model.device
+        self._transfer = RoundTransfer(loop, config, device)
+        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._sizes, self._sent = rows[::-1], 0
+        self._sampling = FixedSampling(rows[0], config.num_speculative_tokens, device)
+        self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
-        device = target.hf_model.device
         self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         head = None if drafter is None else drafter.head
-        modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
-        with torch.no_grad(), compiler_settings(invariant), using_capturable_experts(*modules):
+        self._modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
+        with self._compiling():
             pool = torch.cuda.graph_pool_handle()
             drafts = None
             if drafter is not None and drafting:
                 self._loop = _static_form(target, drafter, config)
                 self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
-                drafts = DraftCapture(self._loop, drafter.runner, pool)
+                if config.draft_sampling == "probabilistic":
+                    self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
+                drafts = DraftCapture(self._loop, self._drawn, drafter.runner, pool)
             fused = self._fuse(rows[-1], drafter, drafts)
             store_cos_sin(target.hf_model, target.alterations)
-            if self._eager.model is not None:
+            if invariant:
                 log.info("testing that results do not depend on the batch")
                 with unwrapped(UnsupportedModelError):
-                    invariance_test(target, self._eager.model)
+                    invariance_test(target, for_any_batch(model))
                     matmul_test(target.hf_model)
+            tokens = {n * self._query_len for n in rows}
+            products = choose_products([(target.hf_model, tokens), (head, tokens.union(rows))], invariant)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)
-                self._buckets[n] = capture_bucket(self._eager, model, drafts, self._empty_round(n), pool)
+                self._buckets[n] = capture_bucket(
+                    target, model, drafts, self._empty_round(n), self._sampling.device, pool
+                )
+        self._ragged = RaggedTarget(target, model, config, pool, self._compiling)
+        self._prefill = None
+        if self._loop is not None and drafter is not None:
+            self._prefill = RaggedPrefill(self._loop, drafter.runner, config, pool, self._compiling)
         torch.cuda.synchronize()
         seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
         count = sum(1 if b.draft is None else 2 + len(b.draft.steps) for b in self._buckets.values())
-        self.report = GraphReport(count, rows, seconds, taken, fused)
+        self.report = GraphReport(count, rows, seconds, taken, fused, products)
+
+    @contextmanager
+    def _compiling(self) -> Iterator[None]:
+        """The state in which model and head are compiled and captured."""
+        settings = compiler_settings(self._target.runner.batch_invariant)
+        with torch.no_grad(), settings, using_capturable_experts(*self._modules):
+            yield
 
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._eager.transfers + self._sent
-
-    @property
-    def reads(self) -> HostReads:
-        """See `Executor.reads`."""
-        return self._eager.reads
-
-    def verified(self, verified: Verified, round_: Round) -> Verified:
-        """Token rows of a graph's batch stand K+1 apart."""
-        return verified if round_.bucket is None else uniform_verified(verified, self._query_len)
+        return self._transfer.transfers + self._sent
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
-        """See `Executor.send`."""
+        """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
         rows = self._bucket_of(target)
-        eager = rows is None or draft is not None or sampling is not None
-        sent = self._eager.send(draft, target, sampling).sent if eager else None
+        if sampling is not None:
+            self._sampling.send(sampling)
+            self._sent += 1
         if rows is not None:
             self._send_verification(rows, target)
-        return Round(target, sent, rows, sampling is not None)
+            return Round(target, None, rows, sampling is not None)
+        ahead = None if self._prefill is None else ahead_inputs(target)
+        return Round(target, self._transfer.send(None, target, None, ahead), None, sampling is not None)
 
-    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
-        """See `Executor.draft`."""
-        return self._eager.draft(round_, aux_hidden_states)
+    def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
+        """See `Executor.draft`: nothing is left to be launched."""
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
-        """See `Executor.verify`. Without sampled rows the draft prefill is launched after it."""
+        """See `Executor.verify`. The draft prefill, if any, is launched after it."""
         if round_.bucket is None:
-            return self._eager.verify(round_, draft)
+            return self._verify_ragged(round_, draft)
         bucket = self._buckets[round_.bucket]
-        if self._loop is not None and draft is not None and round_.sent is not None:
-            self._loop.drafts[: len(draft.token_ids), : draft.token_ids.shape[1]].copy_(draft.token_ids)
         bucket.verify.replay()
-        aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if round_.sampled:
-            return Verification(self._eager.reads.start(self._judge(bucket, round_, draft)), aux_hidden_states)
-        read = self._eager.reads.start(bucket.result.rows(round_.num_rows))
+            bucket.decide.replay()
+        read = self.reads.start(bucket.result.rows(round_.num_rows), bucket.num_drafts[: round_.num_rows])
+        aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
             return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
         bucket.draft.prefill.replay()
+        if round_.sampled and bucket.draft.choose is not None:
+            bucket.draft.choose.replay()
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
-    def launch_next(self, round_: Round, target: TargetArrays) -> tuple[Round, Verification]:
+    def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
+        """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
+        assert round_.sent is not None
+        device, ahead = round_.sent.verification, round_.sent.ahead
+        draft = in_order(draft, device)
+        planned = self._target.runner.plan(device.metadata)
+        logits = self._ragged.logits(fill_drafts(device, draft), planned, device.logits_indices)
+        result = self._decide_ragged(logits, device, draft, round_.sampled)
+        read = self.reads.start(result, device.num_drafts)
+        aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
+        if self._prefill is None or ahead is None:
+            return Verification(read, aux_hidden_states)
+        accepted, chosen = self._prefill.run(result, ahead, device.logits_indices)
+        if round_.sampled and self._drawn is not None:
+            self._drawn.begin(accepted)
+            self._drawn.choose(0, chosen)
+        return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
+
+    def _decide_ragged(
+        self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sampled: bool
+    ) -> PackedResult:
+        greedy = greedy_ids(logits)
+        result = judge_greedy(greedy, device, draft)
+        rows = result.num_rows
+        if sampled and rows:
+            sampling, proposal = self._sampling.device.first(rows), None
+            if self._drawn is not None:
+                sources = torch.arange(rows, device=logits.device)
+                if device.sources is not None:
+                    sources[: len(device.sources)] = device.sources
+                proposal = self._drawn.proposal(sources)
+            decide_sampled(logits, greedy, device.logit_index, device.num_drafts, sampling, result, proposal)
+        return result
+
+    def launch_next(
+        self, round_: Round, target: TargetArrays, sampling: SamplingRound | None
+    ) -> tuple[Round, Verification]:
         """Launch a round without drafts after another one, see `ChainedVerification.launch_next`."""
         assert round_.bucket is not None
         bucket = self._buckets[round_.bucket]
-        self._send_verification(round_.bucket, target)
+        after = self.send(None, target, sampling)
         bucket.token_ids.copy_(bucket.result.first_token)
-        after = replace(round_, target=target, sent=None)
         return after, self.verify(after, None)
 
     def logits_of(self, round_: Round) -> torch.Tensor | None:
-        """[J, K+1, V] logits that the graph of a launched greedy round wrote, valid until the next one is launched.
+        """[J, K+1, V] logits that the graph of a launched round wrote, valid until the next one is launched.
 
-        None of a round whose acceptance ran outside of a graph.
+        None of a round of another shape.
         """
-        if round_.bucket is None or round_.sampled:
+        if round_.bucket is None:
             return None
         bucket = self._buckets[round_.bucket]
         return bucket.logits[bucket.logit_index[: round_.num_rows]]
 
-    def _judge(self, bucket: Bucket, round_: Round, draft: Draft | None) -> PackedResult:
-        assert round_.sent is not None
-        index = bucket.logit_index[: round_.num_rows, : round_.target.max_drafts + 1]
-        device = replace(round_.sent.verification, logit_index=index)
-        return self._eager.judge(bucket.logits, device, in_order(draft, device))
-
     def _draft_on(self, round_: Round, num_accepted: np.ndarray) -> Draft:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""
-        assert round_.bucket is not None and self._loop is not None
-        graphs = self._buckets[round_.bucket].draft
+        assert self._loop is not None
+        target = round_.target
+        bucket = round_.bucket or self._fitting(len(target.start))
+        graphs = self._buckets[bucket].draft
         assert graphs is not None
-        num_steps = 0
-        if graphs.steps:
-            rows = rows_after(round_.target, num_accepted)
-            batches, _ = self._steps[round_.bucket].send(rows)
+        rows = rows_after(target, accepted_by_row(target, num_accepted))
+        num_steps = rows.num_steps
+        if num_steps:
+            batches, _ = self._steps[bucket].send(rows)
             self._sent += 1
-            for step, host in zip(graphs.steps, batches, strict=True):
+            for step, host in zip(graphs.steps[:num_steps], batches, strict=False):
                 step.planner.replan(host)
                 step.graph.replay()
-            num_steps = rows.num_steps
-        return Draft(self._loop.drafts[: round_.num_rows, : num_steps + 1], None)
+                if round_.sampled and step.choose is not None:
+                    step.choose.replay()
+        return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the draft prefill after it."""
@@ -236,10 +289,11 @@ class GraphExecutor:
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
         """The smallest bucket that holds a round of verifications only; None for any other round."""
-        if not target.only_bonus_tokens:
-            return None
-        place = bisect_left(self._sizes, len(target.start))
-        return self._sizes[place] if place < len(self._sizes) else None
+        return self._fitting(len(target.start)) if target.only_bonus_tokens else None
+
+    def _fitting(self, rows: int) -> int:
+        """The smallest bucket that holds so many rows."""
+        return self._sizes[bisect_left(self._sizes, rows)]
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""

@@ -34,8 +34,9 @@ class HostReads:
     set while no request runs:
 
     Attributes:
-        before_read: called with every result before its copy is queued; may write into it on the device.
-            What is launched after it, the draft prefill and a chained verification, reads what it wrote.
+        before_read: called with every result and num_drafts [J], both on the device, before the copy is queued; may
+            write into the result there, and must not wait for the device. What is launched after it, the draft prefill
+            and a chained verification, reads what it wrote.
         after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
             drafts it must keep the tokens: the next verification may have read them on the device already.
     """
@@ -47,13 +48,13 @@ class HostReads:
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
         self._events = [torch.cuda.Event() for _ in range(count)]
         self._started = 0
-        self.before_read: Callable[[PackedResult], None] | None = None
+        self.before_read: Callable[[PackedResult, torch.Tensor], None] | None = None
         self.after_read: Callable[[Outcome, np.ndarray], Outcome] | None = None
 
-    def start(self, result: PackedResult) -> Readback:
-        """Queues the copy after what was launched so far."""
+    def start(self, result: PackedResult, num_drafts: torch.Tensor) -> Readback:
+        """Queues the copy after what was launched so far. num_drafts: [J] int64 on the device, of the rows decided."""
         if self.before_read is not None:
-            self.before_read(result)
+            self.before_read(result, num_drafts)
         packed = result.packed
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place

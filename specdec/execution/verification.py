@@ -18,6 +18,7 @@ import torch
 from drafters.loops.base import Draft
 from specdec.execution.readback import Readback
 from specdec.execution.round import Round
+from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 
 
@@ -55,4 +56,4 @@ class ChainedVerification(Verification):
             they are copied on the device. Returns what `Executor.send` would have, and the verification.
     """
 
-    launch_next: Callable[[TargetArrays], tuple[Round, Verification]]
+    launch_next: Callable[[TargetArrays, SamplingRound | None], tuple[Round, Verification]]

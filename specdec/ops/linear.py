@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.backends.limits import HALF
+from specdec.ops.products.table import chosen_launch
 
 MOST_TOKENS = 16
 """Most tokens of the kernel in `linear_kernel`."""
@@ -20,21 +21,32 @@ tokens: 4,096 x 14,336 32.5 against 36.6, 4,096 x 12,288 30.3 and 34.1, 4,096 x 
 
 @torch.library.custom_op("specdec::few_tokens_linear", mutates_args=())
 def few_tokens_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs."""
+    """x [T, I], weight [O, I] -> x · weightᵀ [T, O], summed in float32. Weight must not change while it runs.
+
+    More tokens than the kernel takes: by the algorithm that was chosen for the shape, where one was.
+    """
     if x.is_cuda and x.dtype in HALF:
         if len(x) <= MOST_TOKENS:
             from specdec.ops.linear_kernel import fits, launch_linear
 
             if fits(x, weight):
                 return launch_linear(x, weight)
-        elif len(x) <= MOST_TOKENS_BIASED and weight.shape[0] <= weight.shape[1]:
-            return torch.addmm(_zeros(len(weight), x.dtype, x.device), x, weight.t())
-    return F.linear(x, weight)
+        elif (launch := chosen_launch(x, weight)) is not None:
+            return launch(x, weight)
+    return usual_product(x, weight)
 
 
 @few_tokens_linear.register_fake
 def _(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def usual_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, I], weight [O, I] -> x · weightᵀ [T, O] by whatever algorithm the library takes."""
+    few = MOST_TOKENS < len(x) <= MOST_TOKENS_BIASED and weight.shape[0] <= weight.shape[1]
+    if few and x.is_cuda and x.dtype in HALF:
+        return torch.addmm(_zeros(len(weight), x.dtype, x.device), x, weight.t())
+    return F.linear(x, weight)
 
 
 @torch.library.custom_op("specdec::invariant_linear", mutates_args=())

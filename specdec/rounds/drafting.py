@@ -40,15 +40,24 @@ def draft_input(
     )
 
 
+def accepted_by_row(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
+    """num_accepted [J] of the decided rows -> [B], 0 for prompts that are not read to their end."""
+    if len(target.decided) == len(target.start):
+        return num_accepted
+    accepted = np.zeros(len(target.start), np.int64)
+    accepted[target.decided] = num_accepted
+    return accepted
+
+
 def drafts_after(target: TargetArrays, num_accepted: np.ndarray) -> np.ndarray:
-    """[B] drafts of every row after a verification of bonus tokens that accepts num_accepted [B]."""
+    """[B] drafts of every row after a verification that accepts num_accepted [B]."""
     return drafts_within(target.wanted, target.room - num_accepted)
 
 
 def rows_after(target: TargetArrays, num_accepted: np.ndarray) -> DraftingRows:
-    """Every row of a verification of bonus tokens, from num_accepted [B] alone: before its commit.
+    """Every row of a verification, from num_accepted [B] alone: before its commit.
 
-    A row that the commit will end drafts in vain.
+    A row that the commit will end drafts in vain; one that goes on reading its prompt has no drafts.
     """
     assert target.head_table is not None
     return DraftingRows(

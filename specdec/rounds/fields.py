@@ -22,6 +22,7 @@ from attention.batch.metadata import (
 )
 from attention.batch.staging import Field, Staged
 from specdec.requests.sampling import SamplingTensors
+from specdec.rounds.ahead import AheadInputs
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetInputs
 
@@ -34,6 +35,25 @@ class DeviceSampling:
     draft_uniform: torch.Tensor
     accept_uniform: torch.Tensor
     next_uniform: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StaticSampling:
+    """The sampling parameters of a round's rows in fixed places, R the most rows there can be; greedy beyond its own.
+
+    Attributes:
+        tensors: [R]. accept_uniform: [R, K]; next_uniform: [R, K+1]. ahead_uniform: [R, 2K], of the drafts after it.
+    """
+
+    tensors: SamplingTensors
+    accept_uniform: torch.Tensor
+    next_uniform: torch.Tensor
+    ahead_uniform: torch.Tensor
+
+    def first(self, rows: int) -> StaticSampling:
+        """Views of the first rows."""
+        tensors = self.tensors.first(rows)
+        return StaticSampling(tensors, self.accept_uniform[:rows], self.next_uniform[:rows], self.ahead_uniform[:rows])
 
 
 @dataclass(frozen=True)
@@ -154,18 +174,56 @@ class HeadPagesSection:
         )
 
 
-class SamplingSection:
-    """The sampling parameters and uniforms of a round in the arena."""
+@dataclass(frozen=True)
+class DeviceAhead:
+    """AheadInputs on the device; metadata: the attention on the head's pages."""
 
-    fields = (
-        Field("sampling.temperature", np.float32, ("target.rows",)),
-        Field("sampling.top_k", np.int32, ("target.rows",)),
-        Field("sampling.top_p", np.float32, ("target.rows",)),
-        Field("sampling.min_p", np.float32, ("target.rows",)),
-        Field("sampling.draft_uniform", np.float32, ("target.rows", "sampling.drafts")),
-        Field("sampling.accept_uniform", np.float32, ("target.rows", "sampling.drafts")),
-        Field("sampling.next_uniform", np.float32, ("target.rows", "target.drafts_plus_1")),
+    metadata: CommonAttentionMetadata
+    token_ids: torch.Tensor
+    token_sources: torch.Tensor
+    last_row: torch.Tensor
+    decided_place: torch.Tensor
+
+
+class AheadSection:
+    """A draft prefill that is launched before its verification is read, in the arena."""
+
+    _own = (
+        Field("ahead.token_ids", np.int64, ("target.tokens",)),
+        Field("ahead.token_sources", np.int64, ("target.tokens",)),
+        Field("ahead.last_row", np.int64, ("target.rows",)),
+        Field("ahead.decided_place", np.int64, ("target.rows",)),
     )
+    _names = ("token_ids", "token_sources", "last_row", "decided_place")
+    fields = (*HeadPagesSection.fields, *_own)
+
+    @classmethod
+    def values(cls, ahead: AheadInputs) -> dict[str, np.ndarray]:
+        """What is sent."""
+        pages = {"head.slot_mapping": ahead.batch.slot_mapping, "head.page_indices": ahead.batch.page_indices}
+        return pages | {f"ahead.{name}": getattr(ahead, name) for name in cls._names}
+
+    @classmethod
+    def views(cls, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
+        """What arrived; target: the attention of the verification."""
+        metadata = HeadPagesSection.metadata(target, staged, ahead.batch)
+        return DeviceAhead(metadata, **{name: staged[f"ahead.{name}"] for name in cls._names})
+
+
+_PARAMS = tuple(
+    Field(f"sampling.{name}", dtype, ("target.rows",))
+    for name, dtype in (("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("min_p", np.float32))
+)
+_DECIDED = (
+    Field("sampling.accept_uniform", np.float32, ("target.rows", "sampling.drafts")),
+    Field("sampling.next_uniform", np.float32, ("target.rows", "target.drafts_plus_1")),
+)
+
+
+class SamplingSection:
+    """Sampling parameters and uniforms of the decided rows, with those of the drafts that they verify, in the arena."""
+
+    fields = (*_PARAMS, *_DECIDED, Field("sampling.draft_uniform", np.float32, ("target.rows", "sampling.drafts")))
 
     @staticmethod
     def dimensions(drafts: int) -> dict[str, int]:
@@ -175,28 +233,57 @@ class SamplingSection:
     @staticmethod
     def values(sampling: SamplingRound) -> dict[str, np.ndarray]:
         """What is sent."""
-        return {
-            "sampling.temperature": sampling.arrays.temperature,
-            "sampling.top_k": sampling.arrays.top_k,
-            "sampling.top_p": sampling.arrays.top_p,
-            "sampling.min_p": sampling.arrays.min_p,
-            "sampling.draft_uniform": sampling.draft_uniform,
-            "sampling.accept_uniform": sampling.accept_uniform,
-            "sampling.next_uniform": sampling.next_uniform,
+        drafts, params = sampling.max_drafts, sampling.decided
+        return {field.name: getattr(params.arrays, field.name.removeprefix("sampling.")) for field in _PARAMS} | {
+            "sampling.draft_uniform": sampling.draft_uniforms(),
+            "sampling.accept_uniform": params.accept_uniforms(drafts),
+            "sampling.next_uniform": params.next_uniforms(drafts + 1),
         }
 
     @staticmethod
     def views(sampling: SamplingRound, staged: Staged) -> DeviceSampling:
         """What arrived."""
         return DeviceSampling(
-            tensors=SamplingTensors(
-                sampling.arrays.filters,
-                staged["sampling.temperature"],
-                staged["sampling.top_k"],
-                staged["sampling.top_p"],
-                staged["sampling.min_p"],
-            ),
+            tensors=SamplingTensors(sampling.decided.arrays.filters, *(staged[field.name] for field in _PARAMS)),
             draft_uniform=staged["sampling.draft_uniform"],
             accept_uniform=staged["sampling.accept_uniform"],
             next_uniform=staged["sampling.next_uniform"],
+        )
+
+
+class StaticSamplingSection:
+    """The same of all rows of a round, in fixed places, with the uniforms of the drafts *after* that round."""
+
+    fields = (*_PARAMS, *_DECIDED, Field("sampling.ahead_uniform", np.float32, ("target.rows", "sampling.twice")))
+
+    @staticmethod
+    def dimensions(rows: int, drafts: int) -> dict[str, int]:
+        """Sizes for so many rows and K."""
+        return {
+            "target.rows": rows,
+            "target.drafts_plus_1": drafts + 1,
+            "sampling.drafts": max(drafts, 1),
+            "sampling.twice": max(2 * drafts, 1),
+        }
+
+    @staticmethod
+    def write(sampling: SamplingRound, host: Mapping[str, np.ndarray]) -> None:
+        """Into one of the arena's host buffers; rows that are not there are greedy."""
+        count = len(sampling.first)
+        for field in _PARAMS:
+            host[field.name][:count] = getattr(sampling.arrays, field.name.removeprefix("sampling."))
+        host["sampling.temperature"][count:] = 0
+        accept, following, ahead = (host[f"sampling.{name}_uniform"] for name in ("accept", "next", "ahead"))
+        accept[:count] = sampling.accept_uniforms(accept.shape[1])
+        following[:count] = sampling.next_uniforms(following.shape[1])
+        ahead[:count] = sampling.ahead_uniforms(ahead.shape[1])
+
+    @staticmethod
+    def views(staged: Staged) -> StaticSampling:
+        """What arrived."""
+        return StaticSampling(
+            tensors=SamplingTensors(True, *(staged[field.name] for field in _PARAMS)),
+            accept_uniform=staged["sampling.accept_uniform"],
+            next_uniform=staged["sampling.next_uniform"],
+            ahead_uniform=staged["sampling.ahead_uniform"],
         )

@@ -1,49 +1,85 @@
-"""The uniforms and sampling parameters of a round's decided rows."""
+"""The uniforms and sampling parameters of a round's rows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from specdec.requests.sampling import SamplingArrays
 from specdec.rounds.rows import RowTable
-from specdec.rounds.schedule import Schedule
 from specdec.rounds.uniforms import Role, uniforms
 from specdec.rounds.verification import TargetArrays
 
 
 @dataclass(frozen=True)
 class SamplingRound:
-    """Host arrays of a round with sampled rows.
-
-    Attributes:
-        arrays: sampling parameters [J].
-        draft_uniform: [R, n] float32, of drafts; accept_uniform: [J, n], of acceptance; next_uniform: [J, n+1], of
-            the token after the accepted drafts, one for every place where it may stand.
-    """
-
-    arrays: SamplingArrays
-    draft_uniform: np.ndarray
-    accept_uniform: np.ndarray
-    next_uniform: np.ndarray
-
-
-def sampling_round(target: TargetArrays, schedule: Schedule, table: RowTable) -> SamplingRound | None:
-    """Parameters and uniforms of the decided rows; None when all of them are greedy.
+    """A round with sampled rows: parameters, and uniforms by position.
 
     The token that draft j+1 proposes stands j+1 after the bonus token; so does the next token when j drafts were
     accepted.
+
+    Attributes:
+        arrays: [B] sampling parameters. keys: [B] uint64.
+        first: [B] int64, position of the token after the committed ones.
+        num_decided: J, the first rows, whose token is decided; num_drafting: R, the first of those, which have drafts.
+        max_drafts: n.
     """
-    rows = schedule.rows[target.decided]
+
+    arrays: SamplingArrays
+    keys: np.ndarray
+    first: np.ndarray
+    num_decided: int
+    num_drafting: int
+    max_drafts: int
+
+    @cached_property
+    def decided(self) -> SamplingRound:
+        """The first J rows."""
+        own = slice(0, self.num_decided)
+        return SamplingRound(
+            self.arrays.rows(own),
+            self.keys[own],
+            self.first[own],
+            self.num_decided,
+            self.num_drafting,
+            self.max_drafts,
+        )
+
+    def draft_uniforms(self) -> np.ndarray:
+        """[R, n] float32, of the drafts that this round verifies."""
+        return self._uniforms(np.arange(self.max_drafts), Role.DRAFT)[: self.num_drafting]
+
+    def accept_uniforms(self, num_drafts: int) -> np.ndarray:
+        """[B, num_drafts] float32, of acceptance."""
+        return self._uniforms(np.arange(num_drafts), Role.ACCEPT)
+
+    def next_uniforms(self, places: int) -> np.ndarray:
+        """[B, places] float32, of the token after the accepted drafts, for each of the n+1 places where it may be."""
+        return self._uniforms(np.arange(places), Role.RESAMPLE)
+
+    def ahead_uniforms(self, places: int) -> np.ndarray:
+        """[B, places] float32, of the drafts after this round: with a drafts accepted, draft j+1 has column a+j < 2K.
+
+        Of K=2 drafts 1 is accepted: the next bonus token stands at first+1, draft 1 at first+2, which is column 1.
+        """
+        return self._uniforms(np.arange(1, places + 1), Role.DRAFT)
+
+    def _uniforms(self, offsets: np.ndarray, role: Role) -> np.ndarray:
+        return uniforms(self.keys[:, None], self.first[:, None] + offsets, role)
+
+
+def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound | None:
+    """Of a verification of these RowTable rows [B]; None when all of them are greedy."""
     arrays = table.sampling(rows)
     if not arrays.any_sampled:
         return None
-    keys = table.key[rows][:, None]
-    positions = table.length[rows][:, None] + np.arange(target.max_drafts + 1)
     return SamplingRound(
         arrays=arrays,
-        draft_uniform=uniforms(keys[: schedule.num_drafting], positions[: schedule.num_drafting, :-1], Role.DRAFT),
-        accept_uniform=uniforms(keys, positions[:, :-1], Role.ACCEPT),
-        next_uniform=uniforms(keys, positions, Role.RESAMPLE),
+        keys=table.key[rows],
+        first=target.start + target.num_new,
+        num_decided=len(target.decided),
+        num_drafting=target.num_drafting,
+        max_drafts=target.max_drafts,
     )

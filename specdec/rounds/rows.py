@@ -98,5 +98,4 @@ class RowTable:
 
     def sampling(self, rows: np.ndarray) -> SamplingArrays:
         """Sampling parameters of selected rows."""
-        s = self._sampling
-        return SamplingArrays(s.temperature[rows], s.top_k[rows], s.top_p[rows], s.min_p[rows])
+        return self._sampling.rows(rows)

@@ -9,7 +9,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Schedule:
-    """The rows of the next target forward; rows with drafts first.
+    """The rows of the next target forward: those with drafts, then others whose token it decides, then unread prompts.
 
     Attributes:
         rows: [B] int64 RowTable rows.

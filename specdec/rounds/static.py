@@ -14,7 +14,6 @@ steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,8 +24,9 @@ from attention.batch.metadata import BatchBuffers
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from drafters.loops.base import StaticShape
-from specdec.rounds.fields import HeadPagesSection, VerificationSection
-from specdec.rounds.verification import TargetArrays, Verified
+from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
+from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.verification import TargetArrays
 
 
 class _Pages:
@@ -134,11 +134,18 @@ class FixedTarget:
         return counts
 
 
-def uniform_verified(verified: Verified, query_len: int) -> Verified:
-    """A verification that ran in the fixed shape, as the draft loop must read its token rows."""
-    num_rows = len(verified.rows)
-    return replace(
-        verified,
-        query_start_loc=np.arange(0, num_rows * query_len + 1, query_len),
-        num_drafts=np.full(num_rows, query_len - 1),
-    )
+class FixedSampling:
+    """The sampling parameters of rounds that run from graphs, at addresses that do not change."""
+
+    def __init__(self, rows: int, num_drafts: int, device: torch.device) -> None:
+        """rows: the most there can be; num_drafts: K."""
+        self._bucket = bucket_of(**StaticSamplingSection.dimensions(rows, num_drafts))
+        self._arena = StagingArena(StaticSamplingSection.fields, self._bucket, device)
+        self._hosts = self._arena.hosts(self._bucket)
+        self._arena.begin()
+        self.device = StaticSamplingSection.views(self._arena.end(self._bucket))
+
+    def send(self, sampling: SamplingRound) -> None:
+        """Lay out and send."""
+        StaticSamplingSection.write(sampling, self._hosts[self._arena.begin()])
+        self._arena.end(self._bucket)

@@ -10,8 +10,9 @@ import torch
 from attention.batch.staging import Bucket, Field, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
+from specdec.rounds.ahead import AheadInputs
 from specdec.rounds.buckets import loop_limits, rounded
-from specdec.rounds.fields import DeviceRound, SamplingSection, VerificationSection
+from specdec.rounds.fields import AheadSection, DeviceAhead, DeviceRound, SamplingSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 
@@ -23,10 +24,12 @@ class SentRound:
     Attributes:
         verification: the next target forward's side.
         draft: what the loop's `views` gave; only that loop looks inside. None where no row drafts or goes on reading.
+        ahead: the draft prefill after it; None where that is not launched before the read.
     """
 
     verification: DeviceRound
     draft: object | None
+    ahead: DeviceAhead | None
 
 
 class RoundTransfer:
@@ -42,8 +45,19 @@ class RoundTransfer:
         """Host-to-device copies so far."""
         return self._arena.generation
 
-    def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> SentRound:
-        """Send everything of a round; `draft` is None when no draft loop starts from aux hidden states."""
+    def send(
+        self,
+        draft: DraftInput | None,
+        target: TargetArrays,
+        sampling: SamplingRound | None,
+        ahead: AheadInputs | None = None,
+    ) -> SentRound:
+        """Send everything of a round.
+
+        Args:
+            draft: None when no draft loop starts from aux hidden states.
+            ahead: the draft prefill after the verification, where it is launched before the read.
+        """
         loop, inputs = self._loop, target.inputs
         values = VerificationSection.values(inputs)
         arrays = None if draft is None or loop is None else loop.arrays(draft)
@@ -51,13 +65,16 @@ class RoundTransfer:
             values |= loop.values(arrays)
         if sampling is not None:
             values |= SamplingSection.values(sampling)
+        if ahead is not None:
+            values |= AheadSection.values(ahead)
         size = LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
         drafting = LoopSize() if arrays is None else arrays.size
         staged = self._arena.send(_bucket(loop, rounded(size), rounded(drafting)), values)
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
-        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged))
+        drafted = None if loop is None or arrays is None else loop.views(arrays, staged)
+        return SentRound(device, drafted, None if ahead is None else AheadSection.views(ahead, device.metadata, staged))
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
@@ -68,7 +85,8 @@ def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
     limits = rounded(loop_limits(config))
-    fields = [*VerificationSection.fields, *SamplingSection.fields, *(() if loop is None else loop.fields)]
+    fields = [*VerificationSection.fields, *SamplingSection.fields]
+    fields += [] if loop is None else [*AheadSection.fields, *loop.fields]
     return fields, _bucket(loop, limits, limits)
 
 

@@ -63,8 +63,10 @@ class TargetArrays:
         tokens: [B, W] int32 the committed tokens, from column 0 on.
         decided: [J] batch rows whose token is decided (all but unfinished prompts); the R drafting rows come first.
         block_table, head_table: [B, P] the rows' pages of the target's group and of the head's (None without a head).
-        wanted: [B] K of each row's request; room: [B] drafts that its limits would leave room for after this round if
-            none of its drafts were accepted, see `drafters.loops.lengths.draft_room`.
+        wanted: [B] K of each row's request, 0 where the row goes on reading its prompt after this round; room: [B]
+            drafts that its limits would leave room for after this round if none of its drafts were accepted, see
+            `drafters.loops.lengths.draft_room`.
+        following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
     """
 
@@ -78,6 +80,7 @@ class TargetArrays:
     head_table: np.ndarray | None
     wanted: np.ndarray
     room: np.ndarray
+    following: np.ndarray
     page_size: int
     sources: np.ndarray | None = None
 
@@ -160,17 +163,19 @@ def target_arrays(
     bonus = start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
+    decided = bonus == table.length[rows]
     return TargetArrays(
         start=start,
         num_new=schedule.num_new,
         drafts=schedule.num_drafts,
         num_drafting=schedule.num_drafting,
         tokens=table.tokens[rows[:, None], places],
-        decided=np.flatnonzero(start + schedule.num_new == table.length[rows]),
+        decided=np.flatnonzero(decided),
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
-        wanted=table.drafts[rows],
+        wanted=np.where(bonus < table.prefill[rows], 0, table.drafts[rows]),
         room=draft_room(table.max_model_len, bonus, table.limit[rows] - bonus - 1),
+        following=np.where(decided, 0, table.tokens[rows, bonus]),
         page_size=page_size,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
     )
@@ -203,6 +208,7 @@ def target_after(
         head_table=head_table,
         wanted=target.wanted,
         room=target.room - read,
+        following=target.following,
         page_size=target.page_size,
     )
 
@@ -211,4 +217,4 @@ def empty_target(page_size: int) -> TargetArrays:
     """A verification without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, page_size)
+    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, none, page_size)

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.probe import AttentionCall, probe
 from attention.runner import GroupRunner, PlannedBatch
@@ -265,21 +266,48 @@ class Target:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
         attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
-        count = len(token_ids if logits_indices is None else logits_indices)
+        count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
         ids, rows = token_ids, logits_indices if self._selects_rows else None
         if model is not None:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
-        num_tokens, served = len(token_ids), attend if len(ids) == len(token_ids) else _once(attend)
+        served = attend if len(ids) == num_tokens else _once(attend)
         with self._port.using(served), self._recorder.recording(num_tokens, keep_aux):
-            selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
-            output = (self.hf_model if model is None else model)(
-                input_ids=ids[None], position_ids=positions[None], use_cache=False, **selection
-            )
-        logits = output.logits[0]
+            logits = self._logits(ids, positions, rows, model)
         if logits_indices is not None and not self._selects_rows:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+
+    def launch(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logits_indices: torch.Tensor,
+        attend: LayerAttend,
+        model: Callable[..., Any],
+    ) -> torch.Tensor:
+        """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
+
+        Args:
+            token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
+        """
+        with self._port.using(attend), self._recorder.recording(len(token_ids)):
+            logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
+        return logits if self._selects_rows else logits.index_select(0, logits_indices)
+
+    def _logits(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        rows: torch.Tensor | None,
+        model: Callable[..., Any] | None,
+    ) -> torch.Tensor:
+        """[R, V] of these rows; of all where None, or where the model cannot select."""
+        selection = {"logits_to_keep": 0 if rows is None else rows} if self._selects_rows else {}
+        output = (self.hf_model if model is None else model)(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **selection
+        )
+        return output.logits[0]
 
     def aux_hidden_states(self, num_tokens: int) -> torch.Tensor:
         """[T, A·Ht] aux hidden states of the last forward; always the same memory."""

@@ -46,3 +46,26 @@ def test_a_sweep_names_the_models_that_are_not_as_they_should(tmp_path: Path) ->
     page = tables.page(tmp_path)
     assert "| float32 | exact | 1 |  |" in page
     assert "| float32 | WRONG | 1 | odd: a / b |" in page
+
+
+_LOAD = {"shape": "s", "drafts": 3, "prompt": [64, 1024], "sampled_share": 0.5, "rate": 0.0, "entropy": 1.0}
+_WHERE = {"torch": "2", "transformers": "5", "commit": "c"}
+
+
+def test_workloads_and_interference_are_tables(tmp_path: Path) -> None:
+    times = {f"{name}_ms_{q}": 7.0 for name in ("first_token", "update", "token") for q in ("median", "p99")}
+    served = {"benchmark": "serving", "output": [32, 384], "requests": 128, "at_once": 32} | _LOAD | _WHERE | times
+    served |= {"output_tokens_per_s": 4733.2, "total_tokens_per_s": 9000.0}
+    beside = {"benchmark": "interference", "rows": 16, "arriving": [1024, 32], "arrived_per_s": 9.0} | _LOAD | _WHERE
+    beside |= {"alone": times, "beside": times, "update_p99_over_alone": 2.5, "token_p99_over_alone": 2.25}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(served)}\n{json.dumps(beside)}\n", "utf-8")
+    page = tables.page(tmp_path)
+    assert "| 64–1024 | 50%, 1 nat |  | 32–384 | 128, 32 | 4,733 | 9,000 | 7.00, 7.00 |" in page
+    assert "| update | 7.00 | 7.00 | 7.00 | 2.50 |" in page and "| token | 7.00 | 7.00 | 7.00 | 2.25 |" in page
+
+
+def test_sampled_rounds_say_so(tmp_path: Path) -> None:
+    line = {"benchmark": "round", "shape": "s", "drafts": 3, "rows": 8, "step_ms_median": 2.0, "floor_ms": 1.0} | _WHERE
+    line |= {"tokens_per_s": 5.0, "sampled": True, "greedy_share": 0.5, "entropy": 1.0}
+    (tmp_path / "a.jsonl").write_text(json.dumps(line), "utf-8")
+    assert "| 8 sampled, 50.0% greedy, 1 nat |" in tables.page(tmp_path)

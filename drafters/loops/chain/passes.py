@@ -12,6 +12,9 @@ from drafters.attend import Attend
 from drafters.base import Head
 from drafters.loops.base import Greedy
 
+Passed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""Block outputs [R, H], greedy target ids [R], the same on the draft vocabulary [R], draft logits [R, Vd]."""
+
 
 class HeadPasses:
     """The passes of any head; attention goes through `channel`."""
@@ -31,22 +34,22 @@ class HeadPasses:
 
     def prefill(
         self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> (block outputs [R, H], target ids [R])."""
+    ) -> Passed:
+        """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> what follows for the last rows."""
         x = self._forward(token_ids, self.head.fuse(aux), positions)
         return self._choose(x.index_select(0, last_row))
 
-    def step(
-        self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x [R, H] of the step before, token_ids, positions [R] -> (block outputs [R, H], target ids [R])."""
+    def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
+        """x [R, H] of the step before, token_ids, positions [R] -> what follows."""
         return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
-    def _choose(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return x, self.head.to_target_ids(self._greedy(self.head.logits(x)))
+    def _choose(self, x: torch.Tensor) -> Passed:
+        logits = self.head.logits(x)
+        ids = self._greedy(logits)
+        return x, self.head.to_target_ids(ids), ids, logits
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
@@ -77,7 +80,7 @@ class EaglePasses(HeadPasses):
 
     def prefill(
         self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> Passed:
         """See `HeadPasses.prefill`. Only the keys and values of the other rows are needed."""
         return self._choose(
             self._eagle.forward(token_ids, self._eagle.fuse(aux), positions, self._attend, rows=last_row)

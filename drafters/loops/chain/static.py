@@ -9,7 +9,6 @@ written in place into the pinned buffers that they are sent from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,8 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
+from drafters.attend import Attend
+from drafters.loops.base import Chosen, Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
 from drafters.loops.chain.passes import HeadPasses
 from drafters.loops.chain.staged import StepSection
 
@@ -49,29 +49,27 @@ class StaticChain:
         """See `StaticLoop.steps`."""
         return FixedSteps(shape, self._aux.device)
 
-    def prefill(self, inputs: StaticPrefill, planned: PlannedBatch, compiled: bool = True) -> None:
+    def prefill(self, inputs: StaticPrefill, positions: torch.Tensor, attend: Attend, compiled: bool = True) -> Chosen:
         """See `StaticLoop.prefill`."""
         rows, run = len(inputs.last_row), self._prefill if compiled else self._plain.prefill
-        with self._attending(planned):
-            x, ids = run(
-                self._aux[: len(inputs.token_ids)], inputs.token_ids, planned.metadata.positions, inputs.last_row
-            )
+        with self._plain.carrying(attend):
+            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, positions, inputs.last_row)
         self.hidden[:rows].copy_(x)
         self.drafts[:rows, 0].copy_(ids)
+        return Chosen(*chosen)
 
-    def step(self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None) -> torch.Tensor:
+    def step(
+        self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Chosen]:
         """See `StaticLoop.step`: x [rows, H].
 
         A view of a larger buffer would be compiled once more than a tensor of its own: step 0 copies it.
         """
         x = self.hidden[:rows].clone() if before is None else before
-        with self._attending(planned):
-            x, ids = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
+        with self._plain.carrying(paged_attend(self._runner, planned)):
+            x, ids, *chosen = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
         self.drafts[:rows, index + 1].copy_(ids)
-        return x
-
-    def _attending(self, planned: PlannedBatch) -> AbstractContextManager[None]:
-        return self._plain.carrying(paged_attend(self._runner, planned))
+        return x, Chosen(*chosen)
 
 
 class _StepsPlace:

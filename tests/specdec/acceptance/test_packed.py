@@ -51,10 +51,10 @@ def test_accessors_are_views_and_fewer_rows_share_the_memory() -> None:
 def test_a_read_goes_through_the_hook_first() -> None:
     """The seam of benchmarks that draw tokens on the device."""
     reads = HostReads(PackedResult.numel(2, 0), torch.device("cpu"))
-    reads.before_read = lambda result: result.first_token.fill_(9)  # type: ignore[assignment, return-value]
+    reads.before_read = lambda result, num_drafts: result.first_token.copy_(num_drafts)  # type: ignore[assignment]
     result = PackedResult.zeros(2, 0, torch.device("cpu"))
-    assert reads.start(result).wait().tolist() == [[0, 9], [0, 9]]
-    assert result.first_token.tolist() == [9, 9], "what follows on the device reads the same"
+    assert reads.start(result, torch.tensor([9, 8])).wait().tolist() == [[0, 9], [0, 8]]
+    assert result.first_token.tolist() == [9, 8], "what follows on the device reads the same"
 
 
 def subscripts_of_packed(source: str) -> list[int]:

@@ -34,9 +34,6 @@ class NotingExecutor:
         self.reads = HostReads(64, CPU)
         self.reads.after_read = self.read
 
-    def verified(self, verified: Any, round_: Any) -> Any:
-        return verified
-
     def read(self, outcome: Any, num_drafts: np.ndarray) -> Any:
         self.events.append("read")
         return outcome
@@ -53,8 +50,8 @@ class NotingExecutor:
     def verify(self, round_: TargetArrays, draft: Draft | None) -> Verification:
         self.events.append("verify")
         packed = torch.full((len(round_.decided), 2 * round_.max_drafts + 2), TOKEN)
-        packed[:, 0] = torch.from_numpy(round_.num_drafts)
-        read, states = self.reads.start(PackedResult(packed)), torch.zeros(0)
+        packed[:, 0] = num_drafts = torch.from_numpy(round_.num_drafts)
+        read, states = self.reads.start(PackedResult(packed), num_drafts), torch.zeros(0)
         if not round_.only_bonus_tokens or self.kind is Verification:
             return Verification(read, states)
         if self.kind is ChainedVerification:
@@ -66,7 +63,7 @@ class NotingExecutor:
         self.events.append("draft steps")
         return Draft(torch.full((len(num_accepted), K), TOKEN), None)
 
-    def launch_next(self, target: TargetArrays) -> tuple[TargetArrays, Verification]:
+    def launch_next(self, target: TargetArrays, sampling: Any) -> tuple[TargetArrays, Verification]:
         return self.send(None, target, None), self.verify(target, None)
 
 

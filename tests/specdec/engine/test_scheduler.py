@@ -97,6 +97,22 @@ def test_rows_with_drafts_come_first() -> None:
     assert schedule.rows.tolist() == [scheduler.running[1].row, scheduler.running[0].row]
 
 
+def test_prompts_that_are_read_on_come_last() -> None:
+    scheduler = Made(max_num_seqs=3, budget=12)
+    decoding(scheduler, request(0, prompt=5))
+    verified(scheduler, scheduler.schedule() or Schedule(*(np.zeros(0, np.int64) for _ in range(3))))
+    scheduler.waiting.extend([request(1, prompt=20), request(2, prompt=3)])
+    schedule = scheduler.schedule()
+    assert schedule is not None and schedule.num_drafts.tolist() == [3, 0] and schedule.num_new.tolist() == [1, 8]
+    verified(scheduler, schedule)
+    scheduler.running[0].num_drafts = scheduler.table.drafts[scheduler.running[0].row] = 0  # decides without drafts
+    scheduler.table.limit[scheduler.running[0].row] = 31
+    schedule = scheduler.schedule()
+    assert schedule is not None and schedule.num_new.tolist() == [1, 11]
+    row = scheduler.running[0].row
+    assert schedule.rows[0] == row and schedule.num_drafts.tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(("new", "drafts"), [(2, 0), (3, 1), (4, 2), (9, 3)])
 def test_a_limit_leaves_fewer_drafts(new: int, drafts: int) -> None:
     """After the first token, a row may get its accepted drafts and one more."""

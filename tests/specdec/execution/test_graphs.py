@@ -34,11 +34,13 @@ from transformers import AutoModelForCausalLM, DeepseekV2Config
 
 import specdec.execution.capture
 import specdec.execution.graphs
+import specdec.execution.ragged
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.checking import check_mode
 from attention.spec import AttentionSpec
+from drafters.loops.base import Chosen
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from specdec.compiler.passes import Rewriting
@@ -49,6 +51,7 @@ from specdec.execution.graphs import GraphExecutor, graph_rows
 from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
 from specdec.requests.sampling import SamplingParams
+from specdec.rounds.randomness import SamplingRound
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
@@ -86,6 +89,17 @@ class FixedPlaceBuilder:
         self.box.plan = self.builder.build(replace(self.metadata, host=host))
 
 
+def leave(result: Any, again: Any) -> None:
+    """Results where they were the first time."""
+    if isinstance(result, Chosen):
+        result, again = vars(result).values(), vars(again).values()
+    if isinstance(result, torch.Tensor):
+        result.copy_(again)
+    elif result is not None:
+        for kept, new in zip(result, again, strict=True):
+            leave(kept, new)
+
+
 class Replayed:
     """Runs a launch again and leaves its results where they were the first time."""
 
@@ -94,14 +108,25 @@ class Replayed:
 
     def replay(self) -> None:
         self.replays += 1
-        with check_mode(False):  # a captured launch has no Python left that could check
-            again = self.launch()
-        if isinstance(again, torch.Tensor):
-            again = (again,)
-            self.result[...] = again[0]
-        elif again is not None:
-            for kept, new in zip(self.result, again, strict=True):
-                kept.copy_(new)
+        with check_mode(False), torch.inference_mode(False), torch.no_grad():  # no Python is left of a captured launch
+            leave(self.result, self.launch())
+
+
+class ReplayedSegments:
+    """Runs a launch again with the attention that the round brings, on the tokens that are there."""
+
+    def __init__(self, launch: Callable[[Any], Any], result: Any) -> None:
+        self.launch, self.result = launch, result
+
+    def replay(self, attend: Any, num_tokens: int) -> None:
+        def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+            out = query.new_full((len(query), query.shape[1], value.shape[2]), float("nan"))  # noise must not spread
+            own = (states[:num_tokens] for states in (query, key, value))
+            out[:num_tokens] = attend(layer, *own, sinks)
+            return out
+
+        with check_mode(False), torch.inference_mode(False), torch.no_grad():
+            leave(self.result, self.launch(served))
 
 
 @pytest.fixture
@@ -112,7 +137,15 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
         recorded.append(Replayed(launch))
         return recorded[-1], recorded[-1].result
 
+    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+            return query.new_zeros(len(query), query.shape[1], value.shape[2])
+
+        result = launch(nothing)
+        return ReplayedSegments(launch, result), result
+
     monkeypatch.setattr(specdec.execution.capture, "record", record)
+    monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
     monkeypatch.setattr("attention.batch.staging._RING", 1)
     for name, result in (("memory_reserved", 0), ("graph_pool_handle", None), ("synchronize", None)):
         monkeypatch.setattr(torch.cuda, name, lambda result=result: result)
@@ -132,6 +165,32 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
         wrapped = wrap(tiny_llama() if target is None else target, head, cuda_graphs=True, **options)
     launch_ahead(wrapped)
     return wrapped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", ["probabilistic", "greedy"])
+@pytest.mark.parametrize("planted", [False, True])
+def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
+    graphs_on_cpu: list[Replayed], drawn: str, planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Draft ids, given the uniforms, are those of the eager loop, whose greedy ones are the oracle's.
+
+    Planted: drafts take the uniforms of the position one further on; greedy drafts take none.
+    """
+    if planted:
+        plain = SamplingRound.ahead_uniforms
+        monkeypatch.setattr(SamplingRound, "ahead_uniforms", lambda self, places: plain(self, places + 1)[:, 1:])
+    settings: list[dict[str, Any]] = [{}, {"temperature": 0.9}, {"temperature": 0.7, "top_p": 0.8}]
+    settings += [{"temperature": 1.2, "top_k": 9, "min_p": 0.02}, {}, {"temperature": 2.0}]
+    params = [SamplingParams(max_new_tokens=16, seed=i, return_drafts=True, **each) for i, each in enumerate(settings)]
+    sizes: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 5, "draft_sampling": drawn}
+    eager = wrap(tiny_llama(), table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+    same = [(a.token_ids, a.drafts) == (b.token_ids, b.drafts) for a, b in zip(eager, graphed, strict=True)]
+    if planted and drawn == "probabilistic":
+        assert same == [True, False, False, False, True, False]
+    else:
+        assert all(same)
 
 
 @pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
@@ -338,7 +397,15 @@ def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], m
         launch()
         return plain(launch, pool)
 
+    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+            return query.new_zeros(len(query), query.shape[1], value.shape[2])
+
+        result = launch(nothing)
+        return ReplayedSegments(launch, result), result
+
     monkeypatch.setattr(specdec.execution.capture, "record", record)
+    monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
     check_mla_mixture(2, rows=1)
     assert sum(g.replays for g in recorded_on_cpu) > 20
 
@@ -414,7 +481,7 @@ def test_no_read_is_larger_than_its_buffer(
     assert [c.token_ids for c in graphed.generate(PROMPTS[:2], SamplingParams(max_new_tokens=12))] == [
         hf_greedy(prompt, 12) for prompt in PROMPTS[:2]
     ]
-    assert 0 < max(result.packed.numel() for (result,) in reads) <= 2 * (num_drafts + 1)
+    assert 0 < max(result.packed.numel() for result, _ in reads) <= 2 * (num_drafts + 1)
 
 
 def test_nothing_is_launched_ahead_when_somebody_could_join(

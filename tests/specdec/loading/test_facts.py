@@ -27,7 +27,9 @@ def test_attention_and_caches() -> None:
 
 def test_graphs() -> None:
     model = loaded()
-    model.engine.use(SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7), transfers=0))
+    model.engine.use(SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7, "9 of 12"), transfers=0))
     facts = facts_of(model)
-    assert facts["graphs"] == {"graphs": 12, "rows": (8, 4, 2, 1), "seconds": 31.2, "GiB": 1.5, "fused_groups": 7}
+    sizes = {"graphs": 12, "rows": (8, 4, 2, 1), "seconds": 31.2, "GiB": 1.5, "fused_groups": 7}
+    assert facts["graphs"] == sizes | {"products": "9 of 12"}
     assert ("CUDA graphs", "12 for 8, 4, 2, 1 rows, captured in 31.2 s, 1.5 GiB") in route_rows(facts)
+    assert ("matmul algorithms", "9 of 12") in route_rows(facts)

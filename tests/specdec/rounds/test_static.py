@@ -43,6 +43,7 @@ def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> T
         head_table=table(len(rows), page_size, 500),
         wanted=ones * DRAFTS,
         room=ones * DRAFTS,
+        following=ones * 0,
         page_size=page_size,
         sources=None if sources is None else np.array(sources),
     )

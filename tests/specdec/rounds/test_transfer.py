@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,7 +37,7 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
     schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
     draft = draft_input(verified, schedule, table, BLOCK_TABLE, PAGE)
     target = target_arrays(schedule, table, BLOCK_TABLE, PAGE)
-    return draft, target, sampling_round(target, schedule, table)
+    return draft, target, sampling_round(target, schedule.rows, table)
 
 
 def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
@@ -98,5 +100,17 @@ def test_sampling_parameters_and_uniforms_arrive_as_they_are() -> None:
     _, _, sampling = arrays(0.7)
     assert round_.sampling is not None and sampling is not None
     assert np.allclose(round_.sampling.tensors.temperature.numpy(), 0.7)
-    for name in ("draft_uniform", "accept_uniform", "next_uniform"):
-        assert np.array_equal(getattr(round_.sampling, name).numpy(), getattr(sampling, name)), name
+    drafts = sampling.max_drafts
+    assert np.array_equal(round_.sampling.draft_uniform.numpy(), sampling.draft_uniforms())
+    assert np.array_equal(round_.sampling.accept_uniform.numpy(), sampling.accept_uniforms(drafts))
+    assert np.array_equal(round_.sampling.next_uniform.numpy(), sampling.next_uniforms(drafts + 1))
+
+
+def test_drafts_after_a_round_take_the_uniforms_that_the_next_round_knows_for_them() -> None:
+    """Whatever is accepted: the uniform depends on the position alone, so that eager and graph rounds draw the same."""
+    _, target, sampling = arrays(0.7)
+    assert sampling is not None
+    ahead = sampling.ahead_uniforms(6)  # K=3
+    for accepted in range(4):
+        following = replace(sampling, first=sampling.first + accepted + 1)
+        assert np.array_equal(ahead[:, accepted : accepted + 3][: len(target.decided)], following.draft_uniforms())

@@ -1,0 +1,160 @@
+"""Rounds of any shape (prompts beside verifications) from graphs by segments: one set for each bucket of tokens.
+
+The tokens of a round are padded up to its bucket; attention sees those that are there. A bucket is captured when it is
+first needed: that takes some tens of milliseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from attention.hf.custom_op import LayerAttend
+from attention.runner import GroupRunner, PlannedBatch
+from drafters.loops.base import Chosen, StaticLoop, StaticPrefill, paged_attend
+from specdec.acceptance.packed import PackedResult
+from specdec.config import EngineConfig
+from specdec.execution.segments import SegmentedGraph, record_segments, unowned
+from specdec.rounds.buckets import power_of_two
+from specdec.rounds.fields import DeviceAhead
+from specdec.target.target import Target
+
+Compiling = Callable[[], AbstractContextManager[None]]
+
+_LEAST_TOKENS = 64
+_STEPS = 16
+"""Buckets between two powers of two: at most a sixteenth of a round is padding."""
+_FEW = 4
+"""The fewer logits indices that graphs are captured for, as a share of all: a quarter."""
+
+
+def token_bucket(tokens: int, most: int) -> int:
+    """The tokens of the graph that serves a round of so many.
+
+    >>> [token_bucket(n, 3000) for n in (1, 65, 700, 1100, 2049, 2999)]
+    [64, 128, 704, 1152, 2304, 3000]
+    """
+    step = max(_LEAST_TOKENS, power_of_two(tokens) // _STEPS)
+    return min(-(-tokens // step) * step, max(most, 2))
+
+
+@dataclass(frozen=True)
+class _TargetGraph:
+    """token_ids, positions [T] and logits_indices [R] are read, logits [R, V] and the aux hidden states written."""
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    logits_indices: torch.Tensor
+    graph: SegmentedGraph
+    logits: torch.Tensor
+
+
+@dataclass(frozen=True)
+class _PrefillGraph:
+    """inputs and positions [T] are read, the loop's own buffers and `chosen` written."""
+
+    inputs: StaticPrefill
+    positions: torch.Tensor
+    graph: SegmentedGraph
+    chosen: Chosen
+
+
+class RaggedTarget:
+    """The compiled target on any batch."""
+
+    def __init__(
+        self, target: Target, model: Callable[..., Any], config: EngineConfig, pool: Any, compiling: Compiling
+    ) -> None:
+        """model: the compiled target; compiling: the state in which it was compiled."""
+        self._compiling = compiling
+        self._target = target
+        self._model = model
+        self._most_tokens = config.max_num_batched_tokens
+        self._most_indices = max(2, config.max_num_seqs * (config.num_speculative_tokens + 1))
+        self._pool = pool
+        self._graphs: dict[tuple[int, int], _TargetGraph] = {}
+
+    def logits(self, token_ids: torch.Tensor, planned: PlannedBatch, logits_indices: torch.Tensor) -> torch.Tensor:
+        """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
+        count, rows = len(token_ids), len(logits_indices)
+        few = max(2, self._most_indices // _FEW)
+        key = token_bucket(count, self._most_tokens), few if rows <= few else self._most_indices
+        graph = self._graphs.get(key) or self._graphs.setdefault(key, self._capture(*key))
+        graph.token_ids[:count].copy_(token_ids)
+        graph.positions[:count].copy_(planned.metadata.positions)
+        graph.logits_indices[:rows].copy_(logits_indices)
+        graph.logits_indices[rows:].zero_()
+        graph.graph.replay(partial(self._target.runner.attend, planned), count)
+        return graph.logits[:rows]
+
+    def _capture(self, tokens: int, indices: int) -> _TargetGraph:
+        with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
+            device = self._target.hf_model.device
+            ids, positions, rows = (_integers(n, device) for n in (tokens, tokens, indices))
+            launch = partial(self._target.launch, ids, positions, rows, model=self._model)
+            graph, logits = record_segments(lambda attend: launch(attend=attend), self._pool)
+        return _TargetGraph(ids, positions, rows, graph, unowned(logits))
+
+
+class RaggedPrefill:
+    """The draft prefill after any verification, before that is read."""
+
+    def __init__(
+        self, loop: StaticLoop, runner: GroupRunner, config: EngineConfig, pool: Any, compiling: Compiling
+    ) -> None:
+        """compiling: the state in which the loop's passes were compiled."""
+        self._compiling = compiling
+        self._loop = loop
+        self._runner = runner
+        self._most_tokens = config.max_num_batched_tokens
+        self._device = loop.drafts.device
+        self._pool = pool
+        self._graphs: dict[int, _PrefillGraph] = {}
+
+    def run(
+        self, result: PackedResult, ahead: DeviceAhead, logits_indices: torch.Tensor
+    ) -> tuple[torch.Tensor, Chosen]:
+        """Draft 1 of every row, and what the steps start from, into the loop's buffers.
+
+        Returns:
+            [B] int64 accepted drafts of each row, and what was chosen for as many rows as there can be.
+        """
+        count, rows = len(ahead.token_ids), len(ahead.last_row)
+        key = token_bucket(count, self._most_tokens)
+        graph = self._graphs.get(key) or self._graphs.setdefault(key, self._capture(key))
+        ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
+        ids[:count].copy_(ahead.token_ids)
+        ids.index_copy_(0, logits_indices, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
+        accepted = torch.cat([result.num_accepted, result.num_accepted.new_zeros(1)])
+        accepted = accepted.index_select(0, ahead.decided_place)
+        torch.add(ahead.last_row, accepted, out=last_row[:rows])
+        last_row[rows:].zero_()
+        graph.positions[:count].copy_(ahead.metadata.positions)
+        attend = paged_attend(self._runner, self._runner.plan(ahead.metadata))
+        graph.graph.replay(lambda layer, query, key, value, sinks: attend(layer, query, key, value), count)
+        return accepted, graph.chosen
+
+    def _capture(self, tokens: int) -> _PrefillGraph:
+        with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
+            new = partial(torch.zeros, dtype=torch.int64, device=self._device)
+            inputs, positions = StaticPrefill(new(tokens), new(len(self._loop.drafts))), _integers(tokens, self._device)
+
+            def launch(attend: LayerAttend) -> tuple[torch.Tensor, torch.Tensor]:
+                def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+                    return attend(layer, query, key, value, None)
+
+                chosen = self._loop.prefill(inputs, positions, served)
+                return chosen.ids, chosen.logits
+
+            graph, chosen = record_segments(launch, self._pool)
+        return _PrefillGraph(inputs, positions, graph, Chosen(*map(unowned, chosen)))
+
+
+def _integers(count: int, device: torch.device) -> torch.Tensor:
+    """[count] int64, a view into bytes as those of a staging arena are: the compiler tells other tensors from them."""
+    return torch.zeros(_LEAST_TOKENS + 8 * count, dtype=torch.uint8, device=device)[_LEAST_TOKENS:].view(torch.int64)

@@ -1,0 +1,95 @@
+"""Sampled rows of rounds that run from graphs: what was decided greedily for all rows is decided again for those.
+
+Kernels that meet a greedy row return at once, so greedy and sampled rows share a batch; rounds without sampled rows do
+not launch them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from drafters.base import Head
+from drafters.loops.base import Chosen, StaticLoop
+from specdec.acceptance.packed import PackedResult
+from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
+from specdec.ops.filters import Filtered, filter_rows
+from specdec.rounds.fields import StaticSampling
+
+
+class SampledDrafts:
+    """The drafts of sampled rows, drawn from the head's own distribution, and that distribution, for the acceptance.
+
+    By row of the last verification, like `StaticLoop.drafts`.
+    """
+
+    def __init__(self, head: Head, loop: StaticLoop, sampling: StaticSampling, vocab_size: int) -> None:
+        """sampling: of the round that the drafts follow, in its fixed places; vocab_size: V of the target."""
+        self._head = head
+        self._drafts = loop.drafts
+        self._sampling = sampling
+        device = loop.drafts.device
+        self._accepted = torch.zeros(len(loop.drafts), dtype=torch.int64, device=device)
+        self._filtered = Filtered.empty(*loop.drafts.shape, device=device)
+        self._inverse = inverse_map(head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)), vocab_size)
+        self._logits: torch.Tensor | None = None
+
+    def begin(self, num_accepted: torch.Tensor) -> None:
+        """The drafts after a verification that accepts num_accepted [R] int64, on the device."""
+        self._accepted[: len(num_accepted)].copy_(num_accepted)
+
+    def choose(self, step: int, chosen: Chosen) -> None:
+        """Draw draft step+1 of the sampled rows in place of the greedy one."""
+        rows = len(chosen.ids)
+        sampling = self._sampling.first(rows)
+        self._kept(chosen.logits)[:rows, step].copy_(chosen.logits)
+        draw_drafts(
+            chosen.logits,
+            chosen.ids,
+            sampling.tensors,
+            sampling.ahead_uniform,
+            step,
+            Filtered(self._filtered.stats[:rows, step]),
+            num_accepted=self._accepted[:rows],
+        )
+        self._drafts[:rows, step].copy_(self._head.to_target_ids(chosen.ids))
+
+    def proposal(self, sources: torch.Tensor) -> Proposal | None:
+        """What rows [J] were drafted from; sources: [J] int64 their rows here. None before the first draft."""
+        return None if self._logits is None else Proposal(self._logits, self._filtered, self._inverse, sources)
+
+    def _kept(self, logits: torch.Tensor) -> torch.Tensor:
+        if self._logits is None:
+            with torch.inference_mode(False):
+                self._logits = logits.new_zeros(*self._drafts.shape, logits.shape[1])
+        return self._logits
+
+
+def decide_sampled(
+    logits: torch.Tensor,
+    greedy: torch.Tensor,
+    index: torch.Tensor,
+    num_drafts: torch.Tensor,
+    sampling: StaticSampling,
+    result: PackedResult,
+    proposal: Proposal | None,
+) -> None:
+    """Decide the sampled rows of a verification that was decided greedily: `result` is changed in place.
+
+    Args:
+        logits: [T, V]; greedy: [T] int64 their arg max; index: [J, n+1] int64 into them.
+        num_drafts: [J]. sampling: of J rows, for n drafts or more. proposal: None where every draft was greedy.
+    """
+    rows = index.reshape(-1)
+    filtered = Filtered.empty(len(rows), device=logits.device)
+    filter_rows(logits, greedy[rows], sampling.tensors, filtered, index=rows)
+    accept_drafts(
+        logits,
+        index,
+        filtered,
+        sampling.tensors,
+        num_drafts,
+        sampling.accept_uniform,
+        sampling.next_uniform,
+        result.packed,
+        proposal,
+    )

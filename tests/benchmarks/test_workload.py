@@ -1,0 +1,134 @@
+"""The serving benchmark's requests and numbers, and a run of it over a tiny model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from fakes import VOCAB, engine_of, free_everywhere, table_head, tiny_llama, wrap
+
+from benchmarks.bench_serving import interfered, publish, summary, without, workload
+from benchmarks.serving import Rounds, as_they_arrive
+from benchmarks.synthetic import DrawnAcceptance, decide
+from benchmarks.workload import (
+    Load,
+    Timeline,
+    arrival_times,
+    between_updates,
+    longest_silence,
+    milliseconds,
+    until_first_token,
+    waits,
+)
+
+LOAD = Load(requests=400, prompt=(64, 1024), output=(32, 384))
+
+
+def test_lengths_are_uniform_and_the_same_at_any_rate_and_share() -> None:
+    plain = LOAD.arrivals(100)
+    other = Load(400, (64, 1024), (32, 384), sampled_share=0.5, rate=3.0).arrivals(100)
+    for request in plain:
+        assert 64 <= len(request.token_ids) <= 1024 and 32 <= request.new_tokens <= 384
+        assert not request.at and not request.sampled and min(request.token_ids) >= 0 and max(request.token_ids) < 100
+    assert np.mean([len(r.token_ids) for r in plain]) == pytest.approx(544, rel=0.05)
+    assert np.mean([r.new_tokens for r in plain]) == pytest.approx(208, rel=0.05)
+    assert [(r.token_ids, r.new_tokens) for r in plain] == [(r.token_ids, r.new_tokens) for r in other]
+    assert sum(r.sampled for r in other) == 200 and any(r.at for r in other)
+    assert plain == LOAD.arrivals(100)
+
+
+def test_arrivals_are_a_poisson_process_that_begins_at_once() -> None:
+    times = arrival_times(4000, 5.0, np.random.default_rng(0))
+    gaps = np.diff(times)
+    assert times[0] == 0 and (gaps > 0).all()
+    assert gaps.mean() == pytest.approx(0.2, rel=0.05) and gaps.std() == pytest.approx(0.2, rel=0.05)
+    assert not arrival_times(3, 0.0, np.random.default_rng(0)).any()
+
+
+def line(arrived: float, *updates: tuple[float, int]) -> Timeline:
+    made = Timeline(arrived)
+    for moment, tokens in updates:
+        made.add(moment, tokens)
+    return made
+
+
+def test_waits_by_update_and_by_token() -> None:
+    by_update, by_token = waits([line(0, (1.0, 1), (1.4, 4), (1.5, 0), (2.0, 1)), line(0, (9.0, 1))])
+    assert by_update == pytest.approx([0.4, 0.6])
+    assert by_token == pytest.approx([0.1] * 4 + [0.6])
+
+
+def test_numbers_of_timelines() -> None:
+    lines = [line(0.5, (1.0, 1), (1.2, 2)), line(0.0, (1.1, 1), (2.1, 2))]
+    assert until_first_token(lines)["first_token_ms_median"] == pytest.approx(800)
+    found = between_updates(lines)
+    assert found["update_ms_median"] == pytest.approx(600) and found["token_ms_median"] == pytest.approx(300)
+    assert found["updates"] == 2 and found["tokens_an_update"] == 2
+    assert longest_silence(lines) == pytest.approx(0.9)
+
+
+def test_percentiles() -> None:
+    found = milliseconds("x", np.arange(101) / 1e3)
+    assert found == {"x_ms_median": pytest.approx(50), "x_ms_p99": pytest.approx(99)}
+    assert milliseconds("x", np.zeros(0)) == {"x_ms_median": None, "x_ms_p99": None}
+    assert between_updates([])["tokens_an_update"] == 0
+
+
+@pytest.fixture
+def model() -> Any:
+    target = tiny_llama()
+    wrapped = wrap(target, table_head(target), num_speculative_tokens=2)
+    decide(wrapped, DrawnAcceptance(0.8, VOCAB, np.random.default_rng(0), torch.device("cpu")))
+    return wrapped
+
+
+@pytest.mark.parametrize("rate", [0.0, 500.0])
+def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
+    load = Load(6, (2, 30), (3, 12), sampled_share=0.5, rate=rate)
+    asked = load.arrivals(VOCAB)
+    found = workload(model, load, VOCAB, repeats=2)
+    assert found["output_tokens"] == sum(r.new_tokens for r in asked)
+    assert found["prompt_tokens"] == sum(len(r.token_ids) for r in asked)
+    assert len(found["seconds_runs"]) == 2 and found["output_tokens_per_s"] > 0
+    assert 1 < found["tokens_an_update"] < 3 and found["update_ms_p99"] >= found["update_ms_median"]
+    assert ("longest_silence_ms" in found) == (not rate)
+    assert "output tokens/s" in summary({"benchmark": "serving"} | found)
+    publish(found, tmp_path / "out.jsonl")
+    assert json.loads((tmp_path / "out.jsonl").read_text("utf-8")) == found
+    assert free_everywhere(model)
+
+
+def test_a_request_joins_no_earlier_than_it_is_due(model: Any) -> None:
+    requests = Load(4, (5, 5), (3, 3), rate=20.0).arrivals(VOCAB)
+    lines = as_they_arrive(engine_of(model), requests)
+    assert [each.arrived - lines[0].arrived for each in lines] == pytest.approx([r.at for r in requests])
+    assert all(each.moments[0] >= each.arrived for each in lines)
+
+
+@pytest.mark.parametrize("rate", [0.0, 100.0])
+def test_prompts_beside_rows(model: Any, rate: float) -> None:
+    found = interfered(model, Load(0, (4, 8), (1, 1), rate=rate), 1, (40, 2), 4)
+    assert found["arrived"] >= 1 and found["alone"]["updates"] >= 3 and found["beside"]["updates"] >= 3
+    assert found["update_p99_over_alone"] == pytest.approx(
+        found["beside"]["update_ms_p99"] / found["alone"]["update_ms_median"]
+    )
+    assert "1 rows" in summary({"benchmark": "interference", "rows": 1} | found)
+    assert free_everywhere(model)
+
+
+def test_a_row_that_ends_too_early_is_no_measurement(model: Any) -> None:
+    rounds = Rounds(engine_of(model))
+    (request,) = Load(1, (4, 4), (3, 3)).arrivals(VOCAB)
+    lines = [rounds.lines[rounds.submit(request, 0.0)]]
+    with pytest.raises(ValueError, match="no 9 updates"):
+        for _ in rounds.until(lines, 9):
+            pass
+
+
+def test_an_option_is_left_out_of_a_command_line() -> None:
+    assert without(["--tree", "a b", "--rows", "3"], "--tree") == ["--rows", "3"]
+    assert without(["--out", "x", "--tree=y"], "--tree") == ["--out", "x"]
