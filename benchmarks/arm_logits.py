@@ -11,11 +11,13 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
+from specdec.acceptance.judge import judge_greedy
 from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.engine.launcher import LaunchedRound, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.graphs import GraphExecutor
+from specdec.execution.ragged import RaggedTarget
 from specdec.execution.verification import ChainedVerification
 
 _before_read = Lookahead.before_read
@@ -31,11 +33,19 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     engine, executor, reads = model.engine, model.executor, model.executor.reads
     found: Logits = {}
     recorded: dict[str, torch.Tensor] = {}
-    judge = EagerExecutor.judge
+    judge, ragged, plain = EagerExecutor.judge, RaggedTarget.logits, judge_greedy
 
     def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedResult:
         recorded["logits"] = logits[round_.logit_index]  # [J, n+1, V]
         return judge(self, logits, round_, draft)
+
+    def of_any_shape(self: Any, *args: Any) -> torch.Tensor:
+        recorded["rows"] = ragged(self, *args)  # [R', V]
+        return recorded["rows"]
+
+    def judging_greedy(greedy: torch.Tensor, round_: Any, draft: Any) -> PackedResult:
+        recorded["logits"] = recorded["rows"][round_.logit_index]
+        return plain(greedy, round_, draft)
 
     def record(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
         current = engine.inflight
@@ -54,6 +64,8 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
 
     with (
         patch.object(EagerExecutor, "judge", judging),
+        patch.object(RaggedTarget, "logits", of_any_shape),
+        patch("specdec.execution.graphs.judge_greedy", judging_greedy),
         patch.object(Lookahead, "before_read", _not_chained),
         patch.object(reads, "after_read", record),
     ):

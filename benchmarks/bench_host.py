@@ -73,7 +73,7 @@ def prepare(state: State) -> None:
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
     draft = draft_input(state.verified, state.schedule, state.table, head, PAGE_SIZE)
     target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
-    sampling = sampling_round(target, state.schedule, state.table)
+    sampling = sampling_round(target, state.schedule.rows, state.table)
     state.transfer.send(draft, target, sampling)
 
 

@@ -2,14 +2,15 @@
 
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
 
-Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is the token after it. The real argmax and
-acceptance kernels run; what the host has read is replaced afterwards. A step is the wall time between two completed
-device-to-host reads of a full batch.
+Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is the token after it. The real acceptance
+and resampling kernels run; their result is replaced on the device afterwards (`benchmarks.synthetic`). A step is the
+wall time between two completed device-to-host reads of a full batch.
+
+With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -30,8 +31,9 @@ from attention.spec import AttentionSpec
 from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
 from benchmarks.shapes import SHAPES, Pair, random_pair
+from benchmarks.synthetic import SAMPLED, DrawnAcceptance, Tokenizer, decide, sharpen
 from benchmarks.trace import traced
-from specdec.acceptance.packed import Outcome, PackedResult
+from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
@@ -39,88 +41,46 @@ from specdec.requests.sampling import SamplingParams
 from specdec.target.target import probe_target
 
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
-_STRATA = 32
 _BACKENDS = ("flashinfer", "batch_invariant")
 
 
-def geometric(rate: float, count: int, rng: np.random.Generator) -> np.ndarray:
-    """[count] int64: how many drafts in a row are accepted when each is with probability `rate` given the one before.
-
-    Every 32 values in a row hold one from each 32nd of the distribution, in any order: means of 300 rounds of one row
-    scatter by 0.6 %, those of independent draws by 3 %.
-    """
-    if rate in (0, 1):
-        return np.full(count, count if rate else 0)
-    strata = rng.permuted(np.tile(np.arange(_STRATA), (-(-count // _STRATA), 1)), axis=1).reshape(-1)[:count]
-    share = (strata + rng.random(count)) / _STRATA
-    return np.floor(np.log1p(-share) / np.log(rate)).astype(np.int64)
-
-
 @dataclass
-class SyntheticAcceptance:
-    """Notes the moment of every read, and accepts each draft with probability `rate` given the one before.
-
-    The token after the accepted ones is drawn from the vocabulary: random weights left to themselves soon repeat one
-    token, and a mixture's routers would send all of them to the same few experts. A model without drafts launches the
-    next round before this one is read, so its tokens are drawn on the device: see `draw_on_device`.
+class Moments:
+    """The moment of every read; for `HostReads.after_read`.
 
     Attributes:
-        moments: (seconds, rows, tokens) of every read.
+        found: (seconds, rows, tokens) of every read.
     """
 
-    rate: float
-    vocab: int
-    rng: np.random.Generator
-    moments: list[tuple[float, int, int]] = field(default_factory=list)
+    found: list[tuple[float, int, int]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        """Draw drafts accepted in a row, and tokens, beforehand; when they are used up they start over."""
-        self.drawn = geometric(self.rate, 1 << 16, self.rng)
-        self.bonus = self.rng.integers(0, self.vocab, len(self.drawn))
-        self._used = 0
-
-    def decide(self, model: SpeculativeModel) -> None:
-        """From now on the model's verification results are these; no request may run."""
-        if model.num_speculative_tokens:
-            model.executor.reads.after_read = self.accept
-        else:
-            draw_on_device(model, self.vocab, self.rng)
-            model.executor.reads.after_read = self.note
-
-    def note(self, real: Outcome, num_drafts: np.ndarray) -> Outcome:
-        """The result as it is."""
-        self.moments.append((time.perf_counter(), len(num_drafts), len(num_drafts)))
-        return real
-
-    def accept(self, real: Outcome, num_drafts: np.ndarray) -> Outcome:
-        """The result with drawn acceptance. num_drafts: [J]. The device waits for this: nothing slow here."""
+    def note(self, outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
+        """The result as it is. num_drafts: [J]. The device waits for this: nothing slow here."""
         now, rows = time.perf_counter(), len(num_drafts)
-        start = self._used if self._used + rows <= len(self.drawn) else 0
-        self._used = start + rows
-        accepted = np.minimum(self.drawn[start : start + rows], num_drafts)
-        tokens = np.concatenate([real.drafts, real.tokens[:, :1]], 1)
-        tokens[np.arange(rows), accepted] = self.bonus[start : start + rows]
-        self.moments.append((now, rows, int(accepted.sum()) + rows))
-        return Outcome(accepted, tokens, real.drafts)
+        self.found.append((now, rows, int(outcome.num_accepted.sum()) + rows))
+        return outcome
 
 
-def draw_on_device(model: SpeculativeModel, vocab: int, rng: np.random.Generator) -> None:
-    """Replace the token that a round without drafts decides by a drawn one before anybody reads it."""
-    pool = torch.from_numpy(rng.integers(0, vocab, (512, 256))).to(model.device)
-    rounds = itertools.count()
+@dataclass(frozen=True)
+class Kind:
+    """Which rows of a batch are sampled: all but greedy_share of them, spread evenly, or none."""
 
-    def drawn(result: PackedResult) -> None:
-        result.first_token.copy_(pool[next(rounds) % len(pool), : result.num_rows])
+    sampled: bool = False
+    greedy_share: float = 0.0
 
-    model.executor.reads.before_read = drawn
+    def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
+        """Of each row."""
+        kinds = [SAMPLED if drawn else {} for drawn in self.sampled_rows(rows)]
+        return [SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **kind) for kind in kinds]  # type: ignore[arg-type]
 
+    def sampled_rows(self, rows: int) -> list[bool]:
+        """Of each row, whether it is sampled.
 
-class Tokenizer:
-    """Decodes to nothing: text is not part of the measurement."""
-
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Any ids -> an empty string."""
-        return ""
+        >>> Kind(True, 0.5).sampled_rows(5)
+        [True, False, True, False, True]
+        """
+        greedy = np.floor(np.arange(rows + 1) * self.greedy_share) if self.sampled else np.arange(rows + 1)
+        return (np.diff(greedy) == 0).tolist()
 
 
 class DevicePlanned:
@@ -191,21 +151,20 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
 
 
 def measure(
-    model: SpeculativeModel, read: SyntheticAcceptance, ids: list[list[int]], new_tokens: int, repeats: int
+    model: SpeculativeModel, read: Moments, ids: list[list[int]], params: list[SamplingParams], repeats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
     """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences."""
-    params = SamplingParams(max_new_tokens=new_tokens, ignore_eos=True)
     times: list[float] = []
     runs: list[float] = []
     emitted = 0
     for _ in range(repeats):
-        read.moments.clear()
+        read.found.clear()
         sequences = [c.prompt_token_ids + c.token_ids for c in model.generate(ids, params)]
-        full = [i for i in range(1, len(read.moments)) if read.moments[i][1] == read.moments[i - 1][1] == len(ids)]
-        own = [read.moments[i][0] - read.moments[i - 1][0] for i in full[2:]]
+        full = [i for i in range(1, len(read.found)) if read.found[i][1] == read.found[i - 1][1] == len(ids)]
+        own = [read.found[i][0] - read.found[i - 1][0] for i in full[2:]]
         times += own
         runs.append(float(np.median(own) * 1e3))
-        emitted += sum(read.moments[i][2] for i in full[2:])
+        emitted += sum(read.found[i][2] for i in full[2:])
     steps = np.array(times)
     result = {
         "repeats": repeats,
@@ -233,17 +192,17 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
 
 @contextmanager
 def full_rounds(
-    model: SpeculativeModel, read: SyntheticAcceptance, ids: list[list[int]], new_tokens: int
+    model: SpeculativeModel, read: Moments, ids: list[list[int]], params: list[SamplingParams]
 ) -> Iterator[Callable[[int], int]]:
     """What makes at most as many rounds as it is told, in each of which every row decodes, and returns their number.
 
     It stops early where a row could come to its last token.
 
     Raises:
-        ValueError: `new_tokens` leaves too few such rounds.
+        ValueError: their new tokens leave too few such rounds.
     """
-    read.moments.clear()
-    updates = model.stream(ids, SamplingParams(max_new_tokens=new_tokens, ignore_eos=True))
+    read.found.clear()
+    updates, new_tokens = model.stream(ids, params), params[0].max_new_tokens
     emitted = np.zeros(len(ids), np.int64)
     last = new_tokens - 3 * (model.config.num_speculative_tokens + 1)
 
@@ -252,15 +211,15 @@ def full_rounds(
         emitted[update.index] += len(update.token_ids)
 
     def go_on(rounds: int) -> int:
-        start = len(read.moments)
-        while len(read.moments) < start + rounds and emitted.max() <= last:
+        start = len(read.found)
+        while len(read.found) < start + rounds and emitted.max() <= last:
             advance()
-        made = len(read.moments) - start
+        made = len(read.found) - start
         if made < _LEAST_ROUNDS:
             raise ValueError(f"{new_tokens} new tokens leave {made} rounds of {len(ids)} decoding rows; give more")
         return made
 
-    while sum(rows == len(ids) for _, rows, _ in read.moments) < 4:
+    while sum(rows == len(ids) for _, rows, _ in read.found) < 4:
         advance()
     try:
         yield go_on
@@ -270,20 +229,20 @@ def full_rounds(
 
 def measured(
     model: SpeculativeModel,
-    read: SyntheticAcceptance,
+    read: Moments,
     pair: Pair,
     ids: list[list[int]],
-    config: EngineConfig,
+    kind: Kind,
     new_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
     """All numbers of a batch that need no trace."""
-    drafts = config.num_speculative_tokens
-    model.generate(ids, SamplingParams(max_new_tokens=min(new_tokens, 48), ignore_eos=True))  # warm-up
-    result, sequences = measure(model, read, ids, new_tokens, repeats)
+    drafts, params = model.num_speculative_tokens, kind.params(len(ids), new_tokens)
+    model.generate(ids, kind.params(len(ids), min(new_tokens, 48)))  # warm-up
+    result, sequences = measure(model, read, ids, params, repeats)
     result |= floor(pair, sequences, drafts, new_tokens)
     result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
-    with full_rounds(model, read, ids, new_tokens) as go_on:
+    with full_rounds(model, read, ids, params) as go_on:
         result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
     step, least, exposed = result["step_ms_median"], result["floor_ms"], result["by_events"]["exposed_host_share"]
     click.echo(
@@ -308,6 +267,11 @@ def wait_for(file: Path) -> None:
 @click.option("--new-tokens", type=int, default=256, show_default=True)
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
+@click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
+@click.option("--greedy-share", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="With --sampled.")
+@click.option(
+    "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
+)
 @click.option("--backend", type=click.Choice(_BACKENDS), default="flashinfer", show_default=True)
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
@@ -321,6 +285,9 @@ def main(
     new_tokens: int,
     repeats: int,
     acceptance: float,
+    sampled: bool,
+    greedy_share: float,
+    entropy: float | None,
     backend: str,
     plan_from: str,
     trace: str,
@@ -331,28 +298,34 @@ def main(
     started = time.perf_counter()
     batches = [int(r) for r in rows.split(",")]
     pair = random_pair(shape, torch.bfloat16, torch.device("cuda"))
+    if entropy is not None:
+        sharpen(pair.target, pair.head, entropy)
     length = prompt[1] + new_tokens + 16
     pages = max(batches) * -(-length // 16) + 1
     tokens = max(8192, max(batches) * (drafts + 1))
     config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
     vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
-    read = SyntheticAcceptance(acceptance, vocab, rng)
+    kind, read = Kind(sampled, greedy_share), Moments()
     model = engine(pair, config, backend, plan_from)
-    read.decide(model)
+    decide(model, DrawnAcceptance(acceptance, vocab, rng, model.device))
+    model.executor.reads.after_read = read.note
     start_s = time.perf_counter() - started
     if hold is not None:
         wait_for(hold)
     common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
     common |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, "start_s": start_s, **provenance()}
+    common |= {"sampled": True, "greedy_share": greedy_share} if sampled else {}
+    common |= {} if entropy is None else {"entropy": entropy}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
     lines: list[dict[str, Any]] = []
     try:
         for batch in batches:
             ids = prompts(batch, prompt, vocab)
-            lines.append(common | {"rows": batch} | measured(model, read, pair, ids, config, new_tokens, repeats))
+            lines.append(common | {"rows": batch} | measured(model, read, pair, ids, kind, new_tokens, repeats))
         for line in lines:  # last: once CUPTI has been on, a process launches every graph slowly
             if str(line["rows"]) in trace.split(","):
-                with full_rounds(model, read, prompts(line["rows"], prompt, vocab), new_tokens) as go_on:
+                ids, params = prompts(line["rows"], prompt, vocab), kind.params(line["rows"], new_tokens)
+                with full_rounds(model, read, ids, params) as go_on:
                     line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
     finally:
         with out.open("a") as file:

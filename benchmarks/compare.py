@@ -23,6 +23,17 @@ import click
 _CASE = (
     *("benchmark", "shape", "target", "drafts", "k", "prompt", "new_tokens", "acceptance", "backend", "plan_from"),
     *("sampled", "dtype", "cuda_graphs", "kind", "route", "query", "context", "cache", "rows"),
+    *(
+        "greedy_share",
+        "entropy",
+        "requests",
+        "output",
+        "at_once",
+        "rate",
+        "sampled_share",
+        "arriving",
+        "batched_tokens",
+    ),
 )
 """What tells cases apart; everything else of a line (versions, commit, times) is not part of the name."""
 

@@ -23,12 +23,12 @@ _INTRODUCTION = """# Benchmarks
 
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
-`benchmarks/`: bench_round (rounds), bench_attention and bench_latent (kernels), check_pair and check_half (tokens and
-drafts against transformers and a head without cache), bench_builtin (the built-in pair), sweep (every causal-LM type of
-transformers in miniature, against its own forward); and `specdec eval` (acceptance, losslessness). Times of rounds are
-medians; *floor* is bytes over bandwidth; *exposed* is the share of a round in which the GPU waits for the host.
-Acceptance is synthetic in rounds (random weights), real everywhere else. What the numbers show is in
-[performance.md](performance.md).
+`benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
+check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
+pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
+(acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
+round in which the GPU waits for the host. Acceptance is synthetic in rounds and workloads (random weights), real
+everywhere else. What the numbers show is in [performance.md](performance.md).
 """
 
 
@@ -53,7 +53,7 @@ def rounds(lines: list[Line]) -> list[list[str]]:
             line.get("backend", "flashinfer"),
             "–".join(map(str, dict.fromkeys(line["prompt"]))) if "prompt" in line else "",
             str(line["drafts"]),
-            str(line["rows"]),
+            f"{line['rows']}{_kind(line)}",
             f"{line['step_ms_median']:.2f}",
             f"{line['floor_ms']:.2f}",
             f"{line['step_ms_median'] / line['floor_ms']:.2f}",
@@ -63,6 +63,52 @@ def rounds(lines: list[Line]) -> list[list[str]]:
         ]
         for line in lines
     ]
+
+
+def _kind(line: Line) -> str:
+    """What is sampled of a round's rows, and whether its logits are sharp."""
+    greedy = f", {_percent(line['greedy_share'])} greedy" if line.get("greedy_share") else ""
+    nats = f", {line['entropy']:g} nat" if line.get("entropy") else ""
+    return f" sampled{greedy}{nats}" if line.get("sampled") else nats
+
+
+def _load(line: Line) -> list[str]:
+    """What a server was given, but for how much."""
+    nats = f", {line['entropy']:g} nat" if line.get("entropy") else ""
+    sampled, rate = f"{line['sampled_share']:.0%}{nats}", f"{line['rate']:g}/s" if line["rate"] else ""
+    return [line["shape"], str(line["drafts"]), "–".join(map(str, line["prompt"])), sampled, rate]
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)
+
+
+def servings(lines: list[Line]) -> list[list[str]]:
+    """Workloads: speed, time to first token, and time between updates and between tokens."""
+    table = [["shape", "K", "prompt", "sampled", "rate", "new tokens", "requests, at once", "output tokens/s"]]
+    table[0] += ["total tokens/s", "first token ms, p99", "update ms, p99", "token ms, p99"]
+    for line in lines:
+        times = [
+            f"{_number(line[f'{name}_ms_median'], '.2f')}, {_number(line[f'{name}_ms_p99'], '.2f')}"
+            for name in ("first_token", "update", "token")
+        ]
+        speed = [f"{line['output_tokens_per_s']:,.0f}", f"{line['total_tokens_per_s']:,.0f}"]
+        size = ["–".join(map(str, line["output"])), f"{line['requests']}, {line['at_once']}"]
+        table.append([*_load(line), *size, *speed, *times])
+    return table
+
+
+def interferences(lines: list[Line]) -> list[list[str]]:
+    """Rows that decode while prompts arrive, against the same rows alone."""
+    table = [["shape", "K", "prompt", "sampled", "rate", "rows", "arriving prompt", "prompts/s", "per"]]
+    table[0] += ["median alone ms", "median beside ms", "p99 beside ms", "p99 beside over median alone"]
+    for line in lines:
+        size = [str(line["rows"]), str(line["arriving"][0]), f"{line['arrived_per_s']:.1f}"]
+        for unit in ("update", "token"):
+            pairs = ("alone", "median"), ("beside", "median"), ("beside", "p99")
+            times = [_number(line[phase][f"{unit}_ms_{name}"], ".2f") for phase, name in pairs]
+            table.append([*_load(line), *size, unit, *times, f"{line[f'{unit}_p99_over_alone']:.2f}"])
+    return table
 
 
 def kernels(lines: list[Line]) -> list[list[str]]:
@@ -137,6 +183,17 @@ def halves(lines: list[Line]) -> list[list[str]]:
     ]
 
 
+def draft_samplings(documents: list[Line]) -> list[list[str]]:
+    """Tau of sampled requests by how their drafts are chosen, with 95 % intervals."""
+    table = [["questions", "K", "temperature", "top-p", "drafts", "tau", "95 %"]]
+    for document in documents:
+        common = [str(document["questions"]), str(document["drafts"])]
+        for line in document["lines"]:
+            setting = [_short(line["temperature"]), _short(line["top_p"]), line["draft_sampling"]]
+            table.append([*common, *setting, f"{line['tau']:.3f}", f"{line['low']:.2f}-{line['high']:.2f}"])
+    return table
+
+
 def sweep(document: Line) -> list[list[str]]:
     """Every causal-LM type: how many came to each outcome, and each one that is neither exact nor refused."""
     table = [["dtype", "outcome", "models", "which, and why"]]
@@ -191,9 +248,12 @@ _PROVENANCE = (
 )
 _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "round": rounds,
+    "serving": servings,
+    "interference": interferences,
     "attention": kernels,
     "check_pair": pairs,
     "check_half": halves,
+    "draft_sampling": draft_samplings,
 }
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
 _DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {

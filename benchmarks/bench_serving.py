@@ -1,0 +1,226 @@
+"""A workload of requests at a published shape with random weights, through the public SpeculativeModel.
+
+    python -m benchmarks.bench_serving --out serving.jsonl                                      # greedy, all at once
+    python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
+    python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
+    SPECDEC_COMMIT=11c2809 python -m benchmarks.bench_serving --tree OLD --out serving.jsonl    # another commit
+
+Requests that are all there at time 0 are one call of `stream`; requests that arrive are submitted to the model's engine
+between two rounds. Acceptance is drawn on the device (`benchmarks.synthetic`), after the real kernels. Times are those
+at which a caller has the tokens; the time to the first token counts from the moment a request was due.
+
+With --interference rows decode alone, then the same rows while prompts keep arriving: at --rate a second, or, with 0,
+each as soon as the one before it has its first token.
+
+With --tree the same script, workload and acceptance run over the packages of another checkout (`git worktree add OLD
+11c2809`, or an unpacked `git archive`, whose commit SPECDEC_COMMIT names). It needs that commit's own `benchmarks/`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+import torch
+
+from benchmarks.document import provenance
+from benchmarks.serving import interference, served, tokens_to_outlast
+from benchmarks.shapes import SHAPES, Pair, random_pair
+from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, engine_of, sharpen
+from benchmarks.workload import Load, Timeline, between_updates, longest_silence, until_first_token
+from specdec import SpeculativeModel
+
+_ROOT = Path(__file__).resolve().parent.parent
+_GRAPHS: dict[str, dict[str, bool]] = {"default": {}, "on": {"cuda_graphs": True}, "off": {"cuda_graphs": False}}
+
+
+def seconds_of(lines: Sequence[Timeline]) -> float:
+    """From the first request to the last token."""
+    return max(line.moments[-1] for line in lines) - min(line.arrived for line in lines)
+
+
+def workload(model: SpeculativeModel, load: Load, vocab: int, repeats: int) -> dict[str, Any]:
+    """Numbers of `repeats` runs of one workload, after one that does not count."""
+    requests = load.arrivals(vocab)
+    served(model, requests)
+    runs = [served(model, requests) for _ in range(repeats)]
+    seconds = [seconds_of(lines) for lines in runs]
+    emitted = sum(sum(line.counts) for line in runs[0])
+    read = sum(len(request.token_ids) for request in requests)
+    pooled = [line for lines in runs for line in lines]
+    found: dict[str, Any] = {"seconds_runs": seconds, "output_tokens": emitted, "prompt_tokens": read}
+    found["output_tokens_per_s_runs"] = [emitted / each for each in seconds]
+    found["output_tokens_per_s"] = float(emitted / np.median(seconds))
+    found["total_tokens_per_s"] = float((emitted + read) / np.median(seconds))
+    found |= until_first_token(pooled) | between_updates(pooled)
+    if not load.rate:
+        found["longest_silence_ms"] = max(map(longest_silence, runs)) * 1e3
+    return found
+
+
+def wrapped(pair: Pair, drafts: int, graphs: str, **sizes: int) -> SpeculativeModel:
+    """The public model over a pair. sizes: other options of `from_pretrained`."""
+    head = pair.head if drafts else None
+    options: dict[str, Any] = sizes | _GRAPHS[graphs]
+    return SpeculativeModel.from_pretrained(
+        pair.target, head, num_speculative_tokens=drafts, tokenizer=Tokenizer(), **options
+    )
+
+
+def without(argv: Sequence[str], option: str) -> list[str]:
+    """A command line without an option and its value.
+
+    >>> without(["--a", "1", "--tree", "x", "--tree=y"], "--tree")
+    ['--a', '1']
+    """
+    kept = [word for i, word in enumerate(argv) if word != option and (i == 0 or argv[i - 1] != option)]
+    return [word for word in kept if not word.startswith(f"{option}=")]
+
+
+def run_over(tree: Path) -> None:
+    """Start again with the packages of another checkout; what its `benchmarks` lacks is found in this one."""
+    commit = os.environ.get("SPECDEC_COMMIT")
+    if (tree / ".git").exists():
+        command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    if not commit:
+        raise click.ClickException(f"{tree} is no git checkout: name its commit in SPECDEC_COMMIT")
+    path = f"{tree.resolve()}{os.pathsep}{_ROOT}"
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "SPECDEC_COMMIT": commit}
+    command = [sys.executable, "-m", "benchmarks.bench_serving", *without(sys.argv[1:], "--tree")]
+    os.execve(sys.executable, command, environment)
+
+
+def publish(line: dict[str, Any], out: Path | None) -> None:
+    """Print the JSON line, and append it to `out`."""
+    text = json.dumps(line)
+    click.echo(text)
+    if out is not None:
+        with out.open("a") as file:
+            file.write(text + "\n")
+
+
+def summary(line: dict[str, Any]) -> str:
+    """The numbers that matter, for a reader."""
+    if line["benchmark"] == "interference":
+        pairs = [
+            f"{unit}: median alone {line['alone'][f'{unit}_ms_median']:.2f} ms, "
+            f"p99 beside {line['beside'][f'{unit}_ms_p99']:.2f} ms, ratio {line[f'{unit}_p99_over_alone']:.2f}"
+            for unit in ("update", "token")
+        ]
+        return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s", *pairs])
+    return (
+        f"{line['output_tokens_per_s']:,.0f} output tokens/s, {line['total_tokens_per_s']:,.0f} with prompts; "
+        f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f}); "
+        f"update {line['update_ms_median']:.2f} ms (p99 {line['update_ms_p99']:.2f}), "
+        f"token {line['token_ms_median']:.2f} ms (p99 {line['token_ms_p99']:.2f})"
+    )
+
+
+def interfered(
+    model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], updates: int
+) -> dict[str, Any]:
+    """Numbers of one run of `interference`, after one that does not count: rows and prompts of the load's kind."""
+    vocab = model.hf_model.config.vocab_size
+    lasting = tokens_to_outlast(updates, model.num_speculative_tokens)
+    steady = replace(load, requests=rows, output=(lasting, lasting), rate=0.0).arrivals(vocab)
+    shapes = [(n, n) for n in arriving]
+    prompts = replace(load, requests=64, prompt=shapes[0], output=shapes[1], rate=0.0, seed=load.seed + 1).arrivals(
+        vocab
+    )
+    engine = engine_of(model)
+    interference(engine, steady, prompts, updates, load.rate, load.seed)
+    return interference(engine, steady, prompts, updates, load.rate, load.seed)
+
+
+@click.command(help=__doc__)
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--drafts", type=int, default=3, show_default=True, help="K; 0 is no speculation.")
+@click.option("--acceptance", type=float, default=0.8, show_default=True)
+@click.option("--requests", type=int, default=128, show_default=True)
+@click.option("--prompt", nargs=2, type=int, default=(64, 1024), show_default=True, help="Shortest and longest.")
+@click.option("--output", nargs=2, type=int, default=(32, 384), show_default=True, help="Fewest and most new tokens.")
+@click.option("--at-once", type=int, default=32, show_default=True, help="Most requests in one batch.")
+@click.option("--rate", type=float, default=0.0, show_default=True, help="Requests a second, Poisson; 0: all at once.")
+@click.option("--sampled-share", type=click.FloatRange(0, 1), default=0.0, show_default=True)
+@click.option(
+    "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
+)
+@click.option("--repeats", type=int, default=3, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--graphs", type=click.Choice(list(_GRAPHS)), default="on", show_default=True)
+@click.option("--batched-tokens", type=int, help="Most tokens of one forward; default: the model's own.")
+@click.option("--interference", "interfere", is_flag=True, help="Prompts arrive beside rows that decode.")
+@click.option("--rows", type=int, default=16, show_default=True, help="Of --interference: rows that decode.")
+@click.option("--updates", type=int, default=300, show_default=True, help="Of --interference: of each row, twice.")
+@click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
+@click.option("--device", default="cuda", show_default=True)
+@click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
+def main(
+    shape: str,
+    drafts: int,
+    acceptance: float,
+    requests: int,
+    prompt: tuple[int, int],
+    output: tuple[int, int],
+    at_once: int,
+    rate: float,
+    sampled_share: float,
+    entropy: float | None,
+    repeats: int,
+    seed: int,
+    graphs: str,
+    batched_tokens: int | None,
+    interfere: bool,
+    rows: int,
+    updates: int,
+    arriving: tuple[int, int],
+    device: str,
+    tree: Path | None,
+    out: Path | None,
+) -> None:
+    """Measure one workload and print one JSON line."""
+    if tree is not None:
+        run_over(tree)
+    place = torch.device(device)
+    pair = random_pair(shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
+    if entropy is not None:
+        sharpen(pair.target, pair.head, entropy)
+    load = Load(requests, prompt, output, sampled_share, rate, seed)
+    lasting = tokens_to_outlast(updates, drafts) if interfere else output[1]
+    sizes = {"max_model_len": max(prompt[1] + lasting, sum(arriving) * interfere) + 16, "max_num_seqs": at_once}
+    sizes |= {} if batched_tokens is None else {"max_num_batched_tokens": batched_tokens}
+    started = time.perf_counter()
+    model = wrapped(pair, drafts, graphs, **sizes)
+    start_s = time.perf_counter() - started
+    vocab = pair.target.config.vocab_size
+    decide(model, DrawnAcceptance(acceptance, vocab, np.random.default_rng(seed), place))
+    line: dict[str, Any] = {"benchmark": "interference" if interfere else "serving", "shape": shape, "drafts": drafts}
+    line |= {"acceptance": acceptance, "prompt": prompt, "at_once": at_once, "rate": rate, "seed": seed}
+    line |= {
+        "sampled_share": sampled_share,
+        "entropy": entropy,
+        "cuda_graphs": graphs,
+        "batched_tokens": batched_tokens,
+    }
+    line |= {"start_s": start_s, **provenance()}
+    if interfere:
+        line |= {"rows": rows, "arriving": arriving} | interfered(model, load, rows, arriving, updates)
+    else:
+        line |= {"requests": requests, "output": output, "repeats": repeats} | workload(model, load, vocab, repeats)
+    publish(line, out)
+    click.echo(summary(line))
+
+
+if __name__ == "__main__":
+    main()
