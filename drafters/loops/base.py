@@ -39,7 +39,7 @@ class Draft:
 
     Attributes:
         token_ids: [R, n] int64 target-vocabulary ids, n = number of steps made.
-        probs: [R, n, Vd] draft distributions, or None when every draft is greedy (one-hot q).
+        probs: [R, n, Vd] draft distributions; None when every draft is greedy (one-hot q), or q is kept elsewhere.
     """
 
     token_ids: torch.Tensor

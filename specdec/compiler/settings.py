@@ -86,9 +86,9 @@ def unwrapped(kind: type[SpecdecError]) -> Iterator[None]:
 
 
 def for_any_batch(model: Callable[..., Any]) -> Callable[..., Any]:
-    """A batch-invariant compiled model for calls of the engine's: it runs the code of the graphs, compiled once.
+    """A batch-invariant compiled model for calls of the self-test's: it runs the code of the graphs, compiled once.
 
-    The engine calls in inference mode, whose tensors the compiler would treat as different from those of the capture.
+    The self-test calls in inference mode, whose tensors the compiler would tell apart from those of the capture.
     """
 
     def run(**inputs: Any) -> Any:

@@ -152,10 +152,13 @@ class GraphExecutor:
                 self._buckets[n] = capture_bucket(
                     target, model, drafts, self._empty_round(n), self._sampling.device, pool
                 )
+        log.info("capturing for rounds of any shape")
         self._ragged = RaggedTarget(target, model, config, pool, self._compiling)
+        self._ragged.capture_ends()
         self._prefill = None
         if self._loop is not None and drafter is not None:
             self._prefill = RaggedPrefill(self._loop, drafter.runner, config, pool, self._compiling)
+            self._prefill.capture_ends()
         torch.cuda.synchronize()
         seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
         count = sum(1 if b.draft is None else 2 + len(b.draft.steps) for b in self._buckets.values())

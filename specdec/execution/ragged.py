@@ -1,7 +1,9 @@
 """Rounds of any shape (prompts beside verifications) from graphs by segments: one set for each bucket of tokens.
 
-The tokens of a round are padded up to its bucket; attention sees those that are there. A bucket is captured when it is
-first needed: that takes some tens of milliseconds.
+The tokens of a round are padded up to its bucket; attention sees those that are there. The largest and the smallest
+bucket are captured at the start: the memory of the others lies in that of the largest, and what is compiled apart for
+few and for many tokens (mixtures of experts) is compiled then. Any other bucket is captured when it is first needed:
+that takes some tens of milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ Compiling = Callable[[], AbstractContextManager[None]]
 
 _LEAST_TOKENS = 64
 _STEPS = 16
-"""Buckets between two powers of two: at most a sixteenth of a round is padding."""
+"""Buckets up to a power of two: from 1,024 tokens on, at most an eighth of a round is padding."""
 _FEW = 4
 """The fewer logits indices that graphs are captured for, as a share of all: a quarter."""
 
@@ -92,6 +94,13 @@ class RaggedTarget:
         graph.graph.replay(partial(self._target.runner.attend, planned), count)
         return graph.logits[:rows]
 
+    def capture_ends(self) -> None:
+        """Capture the largest bucket and the smallest."""
+        few = max(2, self._most_indices // _FEW)
+        largest = token_bucket(self._most_tokens, self._most_tokens), self._most_indices
+        for key in dict.fromkeys((largest, (token_bucket(1, self._most_tokens), few))):
+            self._graphs[key] = self._capture(*key)
+
     def _capture(self, tokens: int, indices: int) -> _TargetGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
             device = self._target.hf_model.device
@@ -138,6 +147,11 @@ class RaggedPrefill:
         attend = paged_attend(self._runner, self._runner.plan(ahead.metadata))
         graph.graph.replay(lambda layer, query, key, value, sinks: attend(layer, query, key, value), count)
         return accepted, graph.chosen
+
+    def capture_ends(self) -> None:
+        """Capture the largest bucket and the smallest."""
+        for key in dict.fromkeys(token_bucket(tokens, self._most_tokens) for tokens in (self._most_tokens, 1)):
+            self._graphs[key] = self._capture(key)
 
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for

@@ -15,8 +15,8 @@ class Round:
     Attributes:
         target: its host arrays.
         sent: the round in its own shape on the device; None where all of it runs from graphs.
-        bucket: rows of the CUDA graphs that verify it; None where it runs operator by operator.
-        sampled: whether rows are sampled: a graph gives the logits then, and acceptance runs apart.
+        bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
+        sampled: whether any row is sampled: those are decided again after a graph has decided all rows greedily.
     """
 
     target: TargetArrays

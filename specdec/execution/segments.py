@@ -54,15 +54,20 @@ class _Cutter:
 
     def __init__(self, pool: Any) -> None:
         self._pool = pool
+        self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
         self.calls: list[AttentionCall] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
         self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        self._open = True
 
     def end(self) -> None:
-        self.graphs[-1].capture_end()
+        """Idempotent: what interrupts a capture between two graphs, or keeps one from beginning, is what is raised."""
+        if self._open:
+            self._open = False
+            self.graphs[-1].capture_end()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
@@ -84,7 +89,7 @@ def record_segments(launch: Callable[[LayerAttend], T], pool: Any) -> tuple[Segm
         The graphs, and what the captured launch returned: where each replay writes its result.
     """
     launch(_nothing)
-    stream, cutter = torch.cuda.Stream(), _Cutter(pool)
+    stream, cutter = _capture_stream(), _Cutter(pool)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         cutter.begin()
@@ -93,6 +98,13 @@ def record_segments(launch: Callable[[LayerAttend], T], pool: Any) -> tuple[Segm
         finally:
             cutter.end()
     return SegmentedGraph(cutter.graphs, cutter.calls), result
+
+
+def _capture_stream() -> torch.cuda.Stream:
+    """The one that torch captures all graphs on: what is free in a pool is used again only on its own stream."""
+    if torch.cuda.graph.default_capture_stream is None:
+        torch.cuda.graph.default_capture_stream = torch.cuda.Stream()
+    return torch.cuda.graph.default_capture_stream
 
 
 def _nothing(

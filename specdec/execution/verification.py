@@ -37,7 +37,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class DraftedVerification(Verification):
-    """One from a CUDA graph, with the graph of the draft prefill launched after it.
+    """One with the draft prefill launched after it, from graphs.
 
     Attributes:
         launch_steps: launches the draft steps of all its rows, given num_accepted [J], and returns the drafts, first

@@ -63,7 +63,7 @@ class DeviceRound:
     Attributes:
         metadata, token_ids, draft_places, draft_sources, logits_indices, logit_index, num_drafts: see TargetInputs.
         sources: [R] int64 rows of the drafts, see TargetArrays; None where they are in order.
-        sampling: None when all rows are greedy.
+        sampling: None when all rows are greedy, and in rounds from graphs.
     """
 
     metadata: CommonAttentionMetadata

@@ -242,6 +242,7 @@ def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) 
     assert sum(g.replays for g in graphs_on_cpu) > 20
 
 
+@pytest.mark.slow
 def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
     """Same seed and K: the graph executor draws what the eager one draws."""
     params = [SamplingParams(max_new_tokens=20, temperature=t, seed=i) for i, t in enumerate((0, 1.0, 0, 0.7, 1.3, 0))]
