@@ -72,11 +72,10 @@ class SamplingRound:
 
 def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound | None:
     """Of a verification of these RowTable rows [B]; None when all of them are greedy."""
-    arrays = table.sampling(rows)
-    if not arrays.any_sampled:
+    if not table.any_sampled(rows):
         return None
     return SamplingRound(
-        arrays=arrays,
+        arrays=table.sampling(rows),
         keys=table.key[rows],
         first=target.start + target.num_new,
         num_decided=len(target.decided),

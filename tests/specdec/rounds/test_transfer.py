@@ -106,6 +106,11 @@ def test_sampling_parameters_and_uniforms_arrive_as_they_are() -> None:
     assert np.array_equal(round_.sampling.next_uniform.numpy(), sampling.next_uniforms(drafts + 1))
 
 
+def test_a_greedy_round_reads_temperatures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowTable, "sampling", lambda self, rows: pytest.fail("parameters were read"))
+    assert arrays()[2] is None
+
+
 def test_drafts_after_a_round_take_the_uniforms_that_the_next_round_knows_for_them() -> None:
     """Whatever is accepted: the uniform depends on the position alone, so that eager and graph rounds draw the same."""
     _, target, sampling = arrays(0.7)
