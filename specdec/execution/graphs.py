@@ -134,7 +134,7 @@ class GraphExecutor:
             if drafter is not None and drafting:
                 self._loop = _static_form(target, drafter, config)
                 self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
-                if config.draft_sampling == "probabilistic":
+                if config.draws_drafts:
                     self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
                 drafts = DraftCapture(self._loop, self._drawn, drafter.runner, pool)
             fused = self._fuse(rows[-1], drafter, drafts)
