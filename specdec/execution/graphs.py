@@ -49,7 +49,7 @@ from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, FixedTarget
-from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
@@ -112,9 +112,7 @@ class GraphExecutor:
             )
         model = compiled_model(target.hf_model)
         self._target = target
-        loop = None if drafter is None else drafter.loop
         device = target.hf_model.device
-        self._transfer = RoundTransfer(loop, config, device)
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
@@ -123,6 +121,7 @@ class GraphExecutor:
         self._sampling = FixedSampling(rows[0], config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
+        self._transfer = AheadTransfer(drafting, config, device)
         self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
@@ -186,7 +185,7 @@ class GraphExecutor:
             self._send_verification(rows, target)
             return Round(target, None, rows, sampling is not None)
         ahead = None if self._prefill is None else ahead_inputs(target)
-        return Round(target, self._transfer.send(None, target, None, ahead), None, sampling is not None)
+        return Round(target, self._transfer.send(target, ahead), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""
