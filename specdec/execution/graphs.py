@@ -62,11 +62,15 @@ class GraphReport:
     """What capturing cost.
 
     Attributes:
-        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
+        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
+        beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
+        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
         fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
     """
 
     graphs: int
+    sampled_graphs: int
+    segment_graphs: int
     rows: tuple[int, ...]
     seconds: float
     bytes: int
@@ -160,8 +164,13 @@ class GraphExecutor:
             self._prefill.capture_ends()
         torch.cuda.synchronize()
         seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
-        count = sum(1 if b.draft is None else 2 + len(b.draft.steps) for b in self._buckets.values())
-        self.report = GraphReport(count, rows, seconds, taken, fused, products)
+        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, fused, products)
+
+    def _num_graphs(self) -> tuple[int, int, int]:
+        """The first three numbers of a GraphReport."""
+        buckets = self._buckets.values()
+        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
+        return sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets), segments
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:

@@ -99,6 +99,11 @@ class RaggedTarget:
         self._graph(token_bucket(self._most_tokens, self._most_tokens), self._most_indices)
         self._graph(token_bucket(1, self._most_tokens), self._few_indices)
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return sum(each.graph.num_graphs for each in self._graphs.values())
+
     def _graph(self, tokens: int, indices: int) -> _TargetGraph:
         """The one for so many tokens and logits indices, captured when it is first needed."""
         key = tokens, indices
@@ -156,6 +161,11 @@ class RaggedPrefill:
         """Capture the largest bucket and the smallest."""
         for tokens in (self._most_tokens, 1):
             self._graph(token_bucket(tokens, self._most_tokens))
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return sum(each.graph.num_graphs for each in self._graphs.values())
 
     def _graph(self, tokens: int) -> _PrefillGraph:
         """The one for so many tokens, captured when it is first needed."""
