@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
 from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
 from specdec.acceptance.packed import PackedResult
@@ -174,9 +175,14 @@ class GraphExecutor:
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """The state in which model and head are compiled and captured."""
+        """The state in which model and head are compiled and captured.
+
+        The model's gate comes first and is held throughout: a forward of the user's own on another thread must not run
+        experts in the form of a capture, nor half of its layers fused.
+        """
+        model = self._target.hf_model
         settings = compiler_settings(self._target.runner.batch_invariant)
-        with torch.no_grad(), settings, using_capturable_experts(*self._modules):
+        with gate_of(model.config).held(), torch.no_grad(), settings, using_capturable_experts(*self._modules):
             yield
 
     @property
