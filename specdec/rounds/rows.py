@@ -98,7 +98,7 @@ class RowTable:
 
     def any_sampled(self, rows: np.ndarray) -> bool:
         """Whether any of these rows is not greedy. Every round asks it, so only temperatures are read."""
-        return np.count_nonzero(self._sampling.temperature[rows]) > 0
+        return bool(np.count_nonzero(self._sampling.temperature[rows]))
 
     def sampling(self, rows: np.ndarray) -> SamplingArrays:
         """Sampling parameters of selected rows."""
