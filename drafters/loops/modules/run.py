@@ -40,10 +40,10 @@ class ModuleLoop:
     name = "several multi-token-prediction modules"
 
     def __init__(self, stack: ModuleStack, limits: LoopSize) -> None:
-        """limits: requests and drafts at most."""
+        """limits: requests and drafts at most. Modules that no draft comes from are not run."""
         self._stack = stack
-        self.num_modules = stack.num_modules
-        self._section = ModuleSection(stack.num_modules, limits.drafts)
+        self.num_modules = max(1, min(stack.num_modules, limits.drafts))
+        self._section = ModuleSection(self.num_modules, limits.drafts)
         self.fields = self._section.fields
         self._max_requests = limits.rows
         self._carried: torch.Tensor | None = None
@@ -54,7 +54,7 @@ class ModuleLoop:
 
     def arrays(self, draft: DraftInput) -> ModuleArrays:
         """See `DraftLoop.arrays`."""
-        return module_arrays(draft, self._stack.num_modules)
+        return module_arrays(draft, self.num_modules)
 
     def values(self, arrays: ModuleArrays) -> dict[str, np.ndarray]:
         """See `DraftLoop.values`."""
@@ -76,7 +76,7 @@ class ModuleLoop:
     def carried(self, like: torch.Tensor) -> torch.Tensor:
         """[M, requests, H] what each request's last draft prefill gave; made when the first aux states are here."""
         if self._carried is None:
-            self._carried = like.new_zeros(self._stack.num_modules, self._max_requests, self._stack.hidden_size)
+            self._carried = like.new_zeros(self.num_modules, self._max_requests, self._stack.hidden_size)
         return self._carried
 
 
