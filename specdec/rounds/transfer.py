@@ -38,7 +38,8 @@ class RoundTransfer:
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
         """loop: of the head; None without one."""
         self._loop = loop
-        self._arena = StagingArena(*_largest(loop, config), device)
+        self._sections = _Sections(loop)
+        self._arena = StagingArena(*self._sections.largest(config), device)
 
     @property
     def transfers(self) -> int:
@@ -66,31 +67,40 @@ class RoundTransfer:
         if sampling is not None:
             values |= SamplingSection.values(sampling)
         if ahead is not None:
-            values |= AheadSection.values(ahead)
+            values |= self._sections.ahead.values(ahead)
         size = LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
         drafting = LoopSize() if arrays is None else arrays.size
-        staged = self._arena.send(_bucket(loop, rounded(size), rounded(drafting)), values)
+        prefill = LoopSize() if ahead is None else size
+        staged = self._arena.send(self._sections.bucket(rounded(size), rounded(prefill), rounded(drafting)), values)
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
         drafted = None if loop is None or arrays is None else loop.views(arrays, staged)
-        return SentRound(device, drafted, None if ahead is None else AheadSection.views(ahead, device.metadata, staged))
+        after = None if ahead is None else self._sections.ahead.views(ahead, device.metadata, staged)
+        return SentRound(device, drafted, after)
+
+
+class _Sections:
+    """What a round may send, with this draft loop or without one."""
+
+    def __init__(self, loop: DraftLoop[Any, Any] | None) -> None:
+        self._loop = loop
+        self.ahead = AheadSection(0 if loop is None else loop.num_modules)
+
+    def largest(self, config: EngineConfig) -> tuple[list[Field], Bucket]:
+        """Every array that a round may send, and a bucket that every round fits in."""
+        limits = rounded(loop_limits(config))
+        fields = [*VerificationSection.fields, *SamplingSection.fields, *self.ahead.fields]
+        return [*fields, *(() if self._loop is None else self._loop.fields)], self.bucket(limits, limits, limits)
+
+    def bucket(self, target: LoopSize, ahead: LoopSize, draft: LoopSize) -> Bucket:
+        """A bucket for a verification, the draft prefill ahead of its read, and a draft loop of these sizes."""
+        sizes = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+        sizes |= SamplingSection.dimensions(target.drafts)
+        sizes |= self.ahead.dimensions(ahead.rows, ahead.tokens, ahead.pages)
+        return bucket_of(**(sizes if self._loop is None else sizes | self._loop.dimensions(draft)))
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
     """Bytes of one buffer that holds the largest round."""
-    return layout_of(*_largest(loop, config)).nbytes
-
-
-def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """Every array that a round may send, and a bucket that every round fits in."""
-    limits = rounded(loop_limits(config))
-    fields = [*VerificationSection.fields, *SamplingSection.fields]
-    fields += [] if loop is None else [*AheadSection.fields, *loop.fields]
-    return fields, _bucket(loop, limits, limits)
-
-
-def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize) -> Bucket:
-    sizes = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
-    sizes |= SamplingSection.dimensions(target.drafts)
-    return bucket_of(**(sizes if loop is None else sizes | loop.dimensions(draft)))
+    return layout_of(*_Sections(loop).largest(config)).nbytes

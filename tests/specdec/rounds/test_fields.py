@@ -17,7 +17,7 @@ from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
-from specdec.rounds.fields import HeadPagesSection, SamplingSection, VerificationSection
+from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.transfer import RoundTransfer
@@ -28,6 +28,7 @@ HOMES = {
     "target.": "specdec/rounds/fields.py",
     "head.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
+    "passes.": "specdec/rounds/passes.py",
     "prefill.": "drafters/loops/chain/staged.py",
     "step.": "drafters/loops/chain/staged.py",
     "modules.": "drafters/loops/modules/staged.py",
@@ -57,9 +58,9 @@ def test_a_planted_name_is_seen() -> None:
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    modules = ModuleSection(3, 4)
-    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3)
-    shared = VerificationSection.fields + SamplingSection.fields + HeadPagesSection.fields
+    modules, ahead = ModuleSection(3, 4), AheadSection(3)
+    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3) | ahead.dimensions(4, 16, 8)
+    shared = VerificationSection.fields + SamplingSection.fields + ahead.fields
     for loop_fields, sizes in (
         (ChainSection.fields, ChainSection.dimensions(size)),
         (modules.fields, modules.dimensions(size)),

@@ -10,12 +10,8 @@ import pytest
 import torch
 from fakes import engine_of, free_everywhere, random_prompts, wrap
 
-from attention.backends.invariant import InvariantBackend
-from attention.backends.reference import TorchBackend
 from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_module_drafts
-from specdec.errors import InvalidInputError
-from specdec.loading.backends import check_graphs
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -171,12 +167,3 @@ def test_neighbours_and_preemption_change_no_round(
     ]
     first = [min(drafts, len(p) + 1) if len(p) < modules else drafts for p in prompts]
     assert [len(c.drafts[0]) for c in alone] == first  # type: ignore[index]
-
-
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
-    wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
-    loop = wrapped.executor.drafter.loop
-    with pytest.raises(InvalidInputError, match="without CUDA graphs, and so not with backend='batch_invariant'"):
-        check_graphs(InvariantBackend(), loop, cuda_graphs)
-    check_graphs(TorchBackend(torch.device("cpu")), loop, False)
