@@ -146,7 +146,7 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in rows}
-            products = choose_products([(target.hf_model, tokens), (head, tokens.union(rows))], invariant)
+            products = choose_products([(target.hf_model, tokens), (head, tokens | self._step_tokens())], invariant)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)
@@ -164,6 +164,11 @@ class GraphExecutor:
         seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
         count = sum(1 if b.draft is None else 2 + len(b.draft.steps) for b in self._buckets.values())
         self.report = GraphReport(count, rows, seconds, taken, fused, products)
+
+    def _step_tokens(self) -> set[int]:
+        """Tokens of the draft steps of each bucket; also rows whose logits a draft is chosen from."""
+        widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
+        return {rows * width for rows in self._sizes for width in widths}
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
