@@ -188,7 +188,8 @@ class RaggedPrefill:
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
             new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), len(self._loop.drafts)
-            carried = CarriedRows(new(rows), new(tokens)) if self._num_passes > 1 else None
+            nobody = new(rows).fill_(-1)  # a launch for nobody writes to no request's place
+            carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
             inputs = StaticPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 

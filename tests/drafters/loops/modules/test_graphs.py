@@ -15,6 +15,7 @@ import torch
 from fakes import backend_of_ours, count_calls, free_everywhere, launch_ahead, random_prompts
 from torch._dynamo.backends.debugging import aot_eager
 
+import specdec.execution.ragged
 import specdec.rounds.ahead
 import specdec.rounds.static
 from attention.batch.host import HostBatch
@@ -164,6 +165,23 @@ def test_prompts_of_one_token(
     options = {"num_speculative_tokens": drafts, "max_num_seqs": 2}
     check(make, "mimo", modules, [PROMPTS[2], [7]], GREEDY, **options)
     assert sum(graph.replays for graph in graphs_on_cpu) > 20
+
+
+def test_what_is_captured_while_requests_run_leaves_what_they_carry(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    make: Make,  # noqa: F811
+) -> None:
+    """The third prompt joins a request that drafts, in a round of a bucket that is captured then."""
+    captured: list[int] = []
+    capture = specdec.execution.ragged.record_segments
+    monkeypatch.setattr(
+        specdec.execution.ragged, "record_segments", lambda *args: (captured.append(1), capture(*args))[1]
+    )
+    params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in (40, 4, 8)]
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2, "max_num_batched_tokens": 192}
+    check(make, "mimo", 2, random_prompts((5, 9, 90)), params, **sizes)
+    assert len(captured) == 2 * 3, "two at the start, of target and modules, and one meanwhile"
 
 
 @pytest.mark.slow
