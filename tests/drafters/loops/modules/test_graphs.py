@@ -92,7 +92,7 @@ def check(build: Make, name: str, modules: int, prompts: list[list[int]], params
             for drafts in range(1, 6)
             if (modules, drafts) not in ((2, 3), (3, 5))
         ),
-        *(pytest.param("ernie", 4, drafts, marks=pytest.mark.slow) for drafts in (1, 3, 4, 5)),
+        *(pytest.param("ernie", 4, drafts, marks=pytest.mark.slow) for drafts in range(1, 6)),
     ],
 )
 @pytest.mark.parametrize("page_size", [4, pytest.param(1, marks=pytest.mark.slow)])
@@ -126,20 +126,21 @@ def test_a_latent_mixture(graphs_on_cpu: list[Replayed], make: Make, modules: in
     check(make, "deepseek_v3", modules, PROMPTS, GREEDY, num_speculative_tokens=drafts, **SIZES)
 
 
-def short_prompts() -> tuple[list[list[int]], list[SamplingParams]]:
-    prompts = random_prompts((1, 33, 1, 2, 30, 2, 1, 3, 17, 1), seed=4)
-    return prompts, [SamplingParams(max_new_tokens=20, return_drafts=True)] * len(prompts)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts"), [(2, 4), (3, 5), (4, 4)])
+@pytest.mark.parametrize(("modules", "drafts", "temperature"), [(2, 4, 0.0), (3, 5, 0.0), (4, 4, 0.0), (3, 4, 0.9)])
 def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
     modules: int,
     drafts: int,
+    temperature: float,
 ) -> None:
-    prompts, params = short_prompts()
+    """A sampled request's drafts are not the oracle's, but those that it has alone."""
+    prompts = random_prompts((1, 33, 1, 2, 30, 2, 1, 3, 17, 1), seed=4)
+    params = [
+        SamplingParams(max_new_tokens=20, temperature=temperature, seed=i, return_drafts=True)
+        for i in range(len(prompts))
+    ]
     name = "ernie" if modules == 4 else "mimo"
     graphed = with_graphs(make, name, modules, num_speculative_tokens=drafts, kv_cache_tokens=96, **SIZES)
     emphasise_attention(graphed)
@@ -147,8 +148,9 @@ def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     assert graphed.engine_stats.preemptions > 0
     alone = [graphed.generate([p], s)[0] for p, s in zip(prompts, params, strict=True)]
     assert found(together) == found(alone)
-    drafted = compared(graphed, prompts * 2, together + alone)
-    assert [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
+    if not temperature:
+        drafted = compared(graphed, prompts * 2, together + alone)
+        assert [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
     first = [min(drafts, len(p) + 1) if len(p) < modules else drafts for p in prompts]
     assert [len(c.drafts[0]) for c in alone] == first
     assert sum(graph.replays for graph in graphs_on_cpu) > 30
