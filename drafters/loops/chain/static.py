@@ -49,11 +49,17 @@ class StaticChain:
         """See `StaticLoop.steps`."""
         return FixedSteps(shape, self._aux.device)
 
-    def prefill(self, inputs: StaticPrefill, positions: torch.Tensor, attend: Attend, compiled: bool = True) -> Chosen:
-        """See `StaticLoop.prefill`."""
-        rows, run = len(inputs.last_row), self._prefill if compiled else self._plain.prefill
+    def step_width(self, index: int) -> int:
+        """One token."""
+        return 1
+
+    def prefill(
+        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+    ) -> Chosen:
+        """See `StaticLoop.prefill`: of one pass."""
+        rows, run, (own,) = len(inputs.last_row), self._prefill if compiled else self._plain.prefill, positions
         with self._plain.carrying(attend):
-            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, positions, inputs.last_row)
+            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, inputs.last_row)
         self.hidden[:rows].copy_(x)
         self.drafts[:rows, 0].copy_(ids)
         return Chosen(*chosen)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
