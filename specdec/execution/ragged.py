@@ -18,7 +18,7 @@ import torch
 
 from attention.hf.custom_op import LayerAttend
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import Chosen, StaticLoop, StaticPrefill, paged_attend
+from drafters.loops.base import Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import SegmentedGraph, record_segments, unowned
@@ -91,7 +91,7 @@ class RaggedTarget:
         graph.positions[:count].copy_(planned.metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
         graph.logits_indices[rows:].zero_()
-        graph.graph.replay(partial(self._target.runner.attend, planned), count)
+        graph.graph.replay(partial(self._target.runner.attend, planned))
         return graph.logits[:rows]
 
     def capture_ends(self) -> None:
@@ -144,8 +144,7 @@ class RaggedPrefill:
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
         last_row[rows:].zero_()
         graph.positions[:count].copy_(ahead.metadata.positions)
-        attend = paged_attend(self._runner, self._runner.plan(ahead.metadata))
-        graph.graph.replay(lambda layer, query, key, value, sinks: attend(layer, query, key, value), count)
+        graph.graph.replay(partial(self._runner.attend, self._runner.plan(ahead.metadata)))
         return accepted, graph.chosen
 
     def capture_ends(self) -> None:

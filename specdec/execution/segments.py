@@ -20,6 +20,11 @@ from attention.hf.custom_op import LayerAttend
 
 T = TypeVar("T")
 
+AttendInto = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor
+]
+"""A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -40,12 +45,11 @@ class SegmentedGraph:
         self._graphs = graphs
         self._calls = calls
 
-    def replay(self, attend: LayerAttend, num_tokens: int) -> None:
-        """Run the launch again on the first num_tokens tokens; what it gives for the others is noise."""
+    def replay(self, attend: AttendInto) -> None:
+        """Run the launch again on the tokens that `attend` knows; what it gives for the padding is noise."""
         for graph, call in zip(self._graphs, self._calls, strict=False):
             graph.replay()
-            query, key, value = call.query[:num_tokens], call.key[:num_tokens], call.value[:num_tokens]
-            call.out[:num_tokens].copy_(attend(call.layer, query, key, value, call.sinks))
+            attend(call.layer, call.query, call.key, call.value, call.sinks, call.out)
         self._graphs[-1].replay()
 
 

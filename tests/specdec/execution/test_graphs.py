@@ -113,16 +113,15 @@ class Replayed:
 
 
 class ReplayedSegments:
-    """Runs a launch again with the attention that the round brings, on the tokens that are there."""
+    """Runs a launch again with the attention that the round brings; that leaves the padding as it is."""
 
     def __init__(self, launch: Callable[[Any], Any], result: Any) -> None:
         self.launch, self.result = launch, result
 
-    def replay(self, attend: Any, num_tokens: int) -> None:
+    def replay(self, attend: Any) -> None:
         def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
             out = query.new_full((len(query), query.shape[1], value.shape[2]), float("nan"))  # noise must not spread
-            own = (states[:num_tokens] for states in (query, key, value))
-            out[:num_tokens] = attend(layer, *own, sinks)
+            assert attend(layer, query, key, value, sinks, out) is out
             return out
 
         with check_mode(False), torch.inference_mode(False), torch.no_grad():
