@@ -213,8 +213,7 @@ class GraphExecutor:
         assert round_.sent is not None
         device, ahead = round_.sent.verification, round_.sent.ahead
         draft = in_order(draft, device)
-        planned = self._target.runner.plan(device.metadata)
-        logits = self._ragged.logits(fill_drafts(device, draft), planned, device.logits_indices)
+        logits = self._ragged.logits(fill_drafts(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
-from attention.runner import GroupRunner, PlannedBatch
+from attention.runner import GroupRunner
 from drafters.loops.base import Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
@@ -81,17 +82,20 @@ class RaggedTarget:
         self._pool = pool
         self._graphs: dict[tuple[int, int], _TargetGraph] = {}
 
-    def logits(self, token_ids: torch.Tensor, planned: PlannedBatch, logits_indices: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, token_ids: torch.Tensor, metadata: CommonAttentionMetadata, logits_indices: torch.Tensor
+    ) -> torch.Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
         few = max(2, self._most_indices // _FEW)
         key = token_bucket(count, self._most_tokens), few if rows <= few else self._most_indices
         graph = self._graphs.get(key) or self._graphs.setdefault(key, self._capture(*key))
         graph.token_ids[:count].copy_(token_ids)
-        graph.positions[:count].copy_(planned.metadata.positions)
+        graph.positions[:count].copy_(metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
         graph.logits_indices[rows:].zero_()
-        graph.graph.replay(partial(self._target.runner.attend, planned))
+        runner = self._target.runner
+        graph.graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
         return graph.logits[:rows]
 
     def capture_ends(self) -> None:
@@ -144,7 +148,7 @@ class RaggedPrefill:
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
         last_row[rows:].zero_()
         graph.positions[:count].copy_(ahead.metadata.positions)
-        graph.graph.replay(partial(self._runner.attend, self._runner.plan(ahead.metadata)))
+        graph.graph.replay(lambda: partial(self._runner.attend, self._runner.plan(ahead.metadata)))
         return accepted, graph.chosen
 
     def capture_ends(self) -> None:

@@ -20,9 +20,7 @@ from attention.hf.custom_op import LayerAttend
 
 T = TypeVar("T")
 
-AttendInto = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor
-]
+AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
 
 
@@ -45,12 +43,16 @@ class SegmentedGraph:
         self._graphs = graphs
         self._calls = calls
 
-    def replay(self, attend: AttendInto) -> None:
-        """Run the launch again on the tokens that `attend` knows; what it gives for the padding is noise."""
-        for graph, call in zip(self._graphs, self._calls, strict=False):
-            graph.replay()
+    def replay(self, plan: Callable[[], AttendInto]) -> None:
+        """Run the launch again on the tokens of a batch; what it gives for the padding is noise.
+
+        plan: makes the batch's attention; it is called when the first graph is launched, so that the device is at work.
+        """
+        self._graphs[0].replay()
+        attend = plan()
+        for call, graph in zip(self._calls, self._graphs[1:], strict=True):
             attend(call.layer, call.query, call.key, call.value, call.sinks, call.out)
-        self._graphs[-1].replay()
+            graph.replay()
 
 
 class _Cutter:

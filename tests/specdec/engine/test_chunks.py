@@ -138,7 +138,7 @@ def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
     while arrivals or not scheduler.idle:
         while arrivals and (arrivals[0][1].arrives <= count or scheduler.idle):
             rounds.submit(*arrivals.pop(0))
-        decoding, oldest = rounds.decoding(), [r for r in scheduler.running][:1]
+        decoding, oldest = rounds.decoding(), list(scheduler.running)[:1]
         schedule, read, decoded = rounds.schedule()
         kept = {r.id for r in scheduler.running}
         in_batch = {r.id for r in scheduler.running if r.row in schedule.rows}

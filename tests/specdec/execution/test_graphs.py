@@ -118,7 +118,9 @@ class ReplayedSegments:
     def __init__(self, launch: Callable[[Any], Any], result: Any) -> None:
         self.launch, self.result = launch, result
 
-    def replay(self, attend: Any) -> None:
+    def replay(self, plan: Any) -> None:
+        attend = plan()
+
         def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
             out = query.new_full((len(query), query.shape[1], value.shape[2]), float("nan"))  # noise must not spread
             assert attend(layer, query, key, value, sinks, out) is out

@@ -1,5 +1,5 @@
-"""Attention between the graphs of a launch: it writes what the next graph reads, without operators of torch per layer
-that no kernel needs. FlashInfer and our Triton kernels are replaced by the same in plain torch, which is not counted."""
+"""Attention between the graphs of a launch: it writes what the next graph reads, and calls no operator of torch per layer
+but those that its kernel needs. Kernels are replaced by plain torch, which is not counted."""
 
 from __future__ import annotations
 
@@ -203,13 +203,13 @@ def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None) 
     runner = runner_of(make(CPU), key)
     planned, (graph, _) = planned_by(runner, metadata_of(query_lens, 50)), segments_of(key, [], torch.bfloat16)
     attend = partial(runner.attend, planned)
-    graph.replay(attend)  # what is made once a layer
+    graph.replay(lambda: attend)  # what is made once a layer
     with check_mode(False), torch.inference_mode(), Operators() as operators:
-        graph.replay(attend)
+        graph.replay(lambda: attend)
     assert operators.names == needed * LAYERS
 
 
-def test_attentions_run_between_the_graphs() -> None:
+def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_runs() -> None:
     events: list[str] = []
     graph, calls = segments_of(KEY, events, torch.float32)
 
@@ -218,8 +218,12 @@ def test_attentions_run_between_the_graphs() -> None:
         assert all(x is y for x, y in zip(states, list(vars(calls[layer]).values())[1:], strict=True))
         return calls[layer].out
 
-    graph.replay(attend)
-    assert events == ["graph", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
+    def plan() -> Any:
+        events.append("plan")
+        return attend
+
+    graph.replay(plan)
+    assert events == ["graph", "plan", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
 
 
 @pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [16] * 4], ids=str)
@@ -229,7 +233,7 @@ def test_results_and_cache_are_those_without_padding(backend: str, query_lens: l
     metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)
     runner, plain, reference = (runner_of(m(CPU), KEY, dtype) for m in (make, make, TorchBackend))
     graph, calls = segments_of(KEY, [], dtype)
-    graph.replay(partial(runner.attend, runner.plan(metadata)))
+    graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
     for call, layer, other in zip(calls, runner.layers, plain.layers, strict=True):
         states = [x[:tokens] for x in (call.query, call.key, call.value)]
         alone = plain.attend(plain.plan(metadata), call.layer, *states)
