@@ -1,5 +1,5 @@
-"""Attention between the graphs of a launch: it writes what the next graph reads, and calls no operator of torch per layer
-but those that its kernel needs. Kernels are replaced by plain torch, which is not counted."""
+"""Attention between the graphs of a launch: it writes what the next graph reads, and calls no operator of torch per
+layer but those that its kernel needs. Kernels are replaced by plain torch, which is not counted."""
 
 from __future__ import annotations
 
