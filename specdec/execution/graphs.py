@@ -36,7 +36,7 @@ from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter
 from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
-from specdec.execution.ragged import RaggedPrefill, RaggedTarget
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
@@ -145,7 +145,9 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in rows}
-            products = choose_products([(target.hf_model, tokens), (head, tokens.union(rows))], invariant)
+            beside_prompts = (target.hf_model.get_decoder(), mixed_buckets(config, rows))
+            readers = [(target.hf_model, tokens), beside_prompts, (head, tokens.union(rows))]
+            products = choose_products(readers, invariant)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)

@@ -8,7 +8,7 @@ that takes some tens of milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,16 @@ def token_bucket(tokens: int, most: int) -> int:
     """
     step = max(_LEAST_TOKENS, power_of_two(tokens) // _STEPS)
     return min(-(-tokens // step) * step, max(most, 2))
+
+
+def mixed_buckets(config: EngineConfig, rows: Iterable[int]) -> set[int]:
+    """The tokens of the graphs that serve so many rows that decode, beside as many prompt tokens as a round may read.
+
+    >>> sorted(mixed_buckets(EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512), (32, 8, 1)))
+    [576, 640]
+    """
+    query_len, most = config.num_speculative_tokens + 1, config.max_num_batched_tokens
+    return {token_bucket(min(n * query_len + config.max_num_prefill_tokens, most), most) for n in rows}
 
 
 @dataclass(frozen=True)

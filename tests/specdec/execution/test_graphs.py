@@ -336,6 +336,19 @@ def test_buckets() -> None:
     assert graph_rows(128, 6)[:2] == (128, 64)
 
 
+def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(specdec.execution.graphs, "choose_products", lambda readers, _: given.extend(readers) or "")
+    sizes = {"num_speculative_tokens": 2, "max_num_seqs": 40, "max_num_batched_tokens": 900}
+    target = tiny_llama()
+    with_graphs(table_head(tiny_llama()), target, max_num_prefill_tokens=300, **sizes)
+    tokens = {module: set(numbers) for module, numbers in given}
+    assert tokens[target.model] == {320, 384, 448} and 300 + 40 * 3 <= 448
+    assert tokens[target] == {3 * n for n in (1, 2, 4, 8, 16, 32, 40)}
+
+
 def mla_mixture_pair() -> tuple[Any, MtpHead]:
     """A tiny target with MLA and experts, and a multi-token-prediction module of its kind."""
     torch.manual_seed(0)
