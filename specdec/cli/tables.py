@@ -53,6 +53,7 @@ def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if graphs is None:
         return [*rows, ("CUDA graphs", "none")]
     made = f"{graphs['graphs']} for {', '.join(map(str, graphs['rows']))} rows"
+    made += f", {graphs['sampled_graphs']} more for sampled ones, {graphs['segment_graphs']} by segments"
     captured = ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")
     return [*rows, captured, ("matmul algorithms", graphs["products"])]
 

@@ -43,6 +43,11 @@ class SegmentedGraph:
         self._graphs = graphs
         self._calls = calls
 
+    @property
+    def num_graphs(self) -> int:
+        """One more than there are attentions."""
+        return len(self._graphs)
+
     def replay(self, plan: Callable[[], AttendInto]) -> None:
         """Run the launch again on the tokens of a batch; what it gives for the padding is noise.
 

@@ -115,8 +115,13 @@ class Replayed:
 class ReplayedSegments:
     """Runs a launch again with the attention that the round brings; that leaves the padding as it is."""
 
-    def __init__(self, launch: Callable[[Any], Any], result: Any) -> None:
-        self.launch, self.result = launch, result
+    def __init__(self, launch: Callable[[Any], Any]) -> None:
+        self.launch, self.num_graphs = launch, 1
+        self.result = launch(self.cut)
+
+    def cut(self, layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+        self.num_graphs += 1
+        return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
     def replay(self, plan: Any) -> None:
         attend = plan()
@@ -130,6 +135,11 @@ class ReplayedSegments:
             leave(self.result, self.launch(served))
 
 
+def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+    recorded = ReplayedSegments(launch)
+    return recorded, recorded.result
+
+
 @pytest.fixture
 def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     recorded: list[Replayed] = []
@@ -137,13 +147,6 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
         recorded.append(Replayed(launch))
         return recorded[-1], recorded[-1].result
-
-    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
-        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
-            return query.new_zeros(len(query), query.shape[1], value.shape[2])
-
-        result = launch(nothing)
-        return ReplayedSegments(launch, result), result
 
     monkeypatch.setattr(specdec.execution.capture, "record", record)
     monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
@@ -330,6 +333,30 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
 
 
+@pytest.mark.parametrize(
+    ("num_drafts", "drawn", "sampled"),
+    [(0, "greedy", 2), (1, "probabilistic", 6), (3, "probabilistic", 12), (3, "greedy", 3)],
+)
+def test_every_captured_graph_is_reported(
+    graphs_on_cpu: list[Replayed], num_drafts: int, drawn: str, sampled: int
+) -> None:
+    """Buckets of 4, 2 and 1 rows (4 and 2 where nothing is drafted): a verification, K passes of the head; for sampled
+    rows the decision and, where drafts are drawn, K draws. By segments: two sizes, cut at every attention.
+    """
+    graphed = with_graphs(
+        table_head(tiny_llama()) if num_drafts else None,
+        num_speculative_tokens=num_drafts,
+        max_num_seqs=4,
+        draft_sampling=drawn,
+        max_num_batched_tokens=256,
+    )
+    report = graphed.executor.report
+    assert (report.graphs, report.sampled_graphs) == ((1 + num_drafts) * len(report.rows), sampled)
+    assert report.graphs + report.sampled_graphs == len(graphs_on_cpu)
+    layers = tiny_llama().config.num_hidden_layers
+    assert report.segment_graphs == 2 * (layers + 1) + (2 * (1 + 1) if num_drafts else 0)
+
+
 def test_buckets() -> None:
     assert graph_rows(12, 6) == (12, 8, 4, 2, 1)
     assert graph_rows(1, 1) == (2,)
@@ -412,15 +439,7 @@ def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], m
         launch()
         return plain(launch, pool)
 
-    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
-        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
-            return query.new_zeros(len(query), query.shape[1], value.shape[2])
-
-        result = launch(nothing)
-        return ReplayedSegments(launch, result), result
-
     monkeypatch.setattr(specdec.execution.capture, "record", record)
-    monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
     check_mla_mixture(2, rows=1)
     assert sum(g.replays for g in recorded_on_cpu) > 20
 
