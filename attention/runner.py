@@ -96,12 +96,18 @@ class GroupRunner:
         key: torch.Tensor,
         value: torch.Tensor,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv]."""
+        """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv].
+
+        Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
+        """
         spec = self.group.attention_specs[layer]
+        given = out
         out = self._backend.run(
-            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.metadata, sinks
+            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.metadata, sinks, out
         )
         if checking():
+            require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out

@@ -4,6 +4,7 @@
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
     SPECDEC_COMMIT=11c2809 python -m benchmarks.bench_serving --tree OLD --out serving.jsonl    # another commit
+    OTHER_COMMIT=11c2809 python -m benchmarks.bench_serving --against OLD --out serving.jsonl   # both, and their ratio
 
 Requests that are all there at time 0 are one call of `stream`; requests that arrive are submitted to the model's engine
 between two rounds. Acceptance is drawn on the device (`benchmarks.synthetic`), after the real kernels. Times are those
@@ -14,6 +15,8 @@ each as soon as the one before it has its first token.
 
 With --tree the same script, workload and acceptance run over the packages of another checkout (`git worktree add OLD
 11c2809`, or an unpacked `git archive`, whose commit SPECDEC_COMMIT names). It needs that commit's own `benchmarks/`.
+With --against that checkout (its commit in OTHER_COMMIT) runs first, in a process of its own and with its own size of
+prompt chunks, then this one.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -87,18 +90,47 @@ def without(argv: Sequence[str], option: str) -> list[str]:
     return [word for word in kept if not word.startswith(f"{option}=")]
 
 
-def run_over(tree: Path) -> None:
-    """Start again with the packages of another checkout; what its `benchmarks` lacks is found in this one."""
-    commit = os.environ.get("SPECDEC_COMMIT")
+@dataclass(frozen=True)
+class Other:
+    """How this script runs over the packages of another checkout; what its `benchmarks` lacks is found in this one."""
+
+    command: list[str]
+    environment: dict[str, str]
+
+
+def over(tree: Path, arguments: Sequence[str], name: str) -> Other:
+    """This script over `tree`, with these arguments. name: the environment variable that names its commit.
+
+    Raises:
+        click.ClickException: it is not known which commit that is.
+    """
+    commit = os.environ.get(name)
     if (tree / ".git").exists():
         command = ["git", "-C", str(tree), "rev-parse", "--short", "HEAD"]
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not commit:
-        raise click.ClickException(f"{tree} is no git checkout: name its commit in SPECDEC_COMMIT")
+        raise click.ClickException(f"{tree} is no git checkout: name its commit in {name}")
     path = f"{tree.resolve()}{os.pathsep}{_ROOT}"
     environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "SPECDEC_COMMIT": commit}
-    command = [sys.executable, "-m", "benchmarks.bench_serving", *without(sys.argv[1:], "--tree")]
-    os.execve(sys.executable, command, environment)
+    return Other([sys.executable, "-m", "benchmarks.bench_serving", *arguments], environment)
+
+
+def line_of(tree: Path, argv: Sequence[str]) -> dict[str, Any]:
+    """The line that this script prints over `tree` with the same arguments but those that only this checkout knows."""
+    for option in ("--against", "--prefill-tokens", "--out"):
+        argv = without(argv, option)
+    other = over(tree, argv, "OTHER_COMMIT")
+    printed = subprocess.run(other.command, env=other.environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+    click.echo(printed)
+    line: dict[str, Any] = next(json.loads(text) for text in printed.splitlines() if text.startswith("{"))
+    return line
+
+
+def ratios(line: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """The other checkout's line, and the throughput and the times of `line` as a share of its."""
+    names = ("output_tokens_per_s", "first_token_ms_median", "update_ms_median", "update_ms_p99")
+    shares = {f"{name}_over_other": line[name] / other[name] for name in names if name in line}
+    return {"other": other} | shares
 
 
 def publish(line: dict[str, Any], out: Path | None) -> None:
@@ -118,8 +150,11 @@ def summary(line: dict[str, Any]) -> str:
             f"p99 beside {line['beside'][f'{unit}_ms_p99']:.2f} ms, ratio {line[f'{unit}_p99_over_alone']:.2f}"
             for unit in ("update", "token")
         ]
-        return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s", *pairs])
-    return (
+        first = f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f})"
+        return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s, {first}", *pairs])
+    share = line.get("output_tokens_per_s_over_other")
+    against = "" if share is None else f"{share:.3f} x the output tokens/s of {line['other']['commit']}; "
+    return against + (
         f"{line['output_tokens_per_s']:,.0f} output tokens/s, {line['total_tokens_per_s']:,.0f} with prompts; "
         f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f}); "
         f"update {line['update_ms_median']:.2f} ms (p99 {line['update_ms_p99']:.2f}), "
@@ -160,12 +195,20 @@ def interfered(
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--graphs", type=click.Choice(list(_GRAPHS)), default="on", show_default=True)
 @click.option("--batched-tokens", type=int, help="Most tokens of one forward; default: the model's own.")
+@click.option(
+    "--prefill-tokens", type=int, help="Most prompt tokens beside rows that decode; default: the model's own."
+)
 @click.option("--interference", "interfere", is_flag=True, help="Prompts arrive beside rows that decode.")
 @click.option("--rows", type=int, default=16, show_default=True, help="Of --interference: rows that decode.")
 @click.option("--updates", type=int, default=300, show_default=True, help="Of --interference: of each row, twice.")
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
+@click.option(
+    "--against",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Another checkout's code first, then this one's, and the ratio.",
+)
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
 def main(
@@ -183,18 +226,22 @@ def main(
     seed: int,
     graphs: str,
     batched_tokens: int | None,
+    prefill_tokens: int | None,
     interfere: bool,
     rows: int,
     updates: int,
     arriving: tuple[int, int],
     device: str,
     tree: Path | None,
+    against: Path | None,
     hold: Path | None,
     out: Path | None,
 ) -> None:
     """Measure one workload and print one JSON line."""
     if tree is not None:
-        run_over(tree)
+        other = over(tree, without(sys.argv[1:], "--tree"), "SPECDEC_COMMIT")
+        os.execve(sys.executable, other.command, other.environment)
+    before = None if against is None else line_of(against, sys.argv[1:])
     place = torch.device(device)
     pair = random_pair(shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
     if entropy is not None:
@@ -203,6 +250,7 @@ def main(
     lasting = tokens_to_outlast(updates, drafts) if interfere else output[1]
     sizes = {"max_model_len": max(prompt[1] + lasting, sum(arriving) * interfere) + 16, "max_num_seqs": at_once}
     sizes |= {} if batched_tokens is None else {"max_num_batched_tokens": batched_tokens}
+    sizes |= {} if prefill_tokens is None else {"max_num_prefill_tokens": prefill_tokens}
     started = time.perf_counter()
     model = wrapped(pair, drafts, graphs, **sizes)
     start_s = time.perf_counter() - started
@@ -217,12 +265,14 @@ def main(
         "entropy": entropy,
         "cuda_graphs": graphs,
         "batched_tokens": batched_tokens,
+        "prefill_tokens": prefill_tokens,
     }
     line |= {"start_s": start_s, **provenance()}
     if interfere:
         line |= {"rows": rows, "arriving": arriving} | interfered(model, load, rows, arriving, updates)
     else:
         line |= {"requests": requests, "output": output, "repeats": repeats} | workload(model, load, vocab, repeats)
+    line |= {} if before is None else ratios(line, before)
     publish(line, out)
     click.echo(summary(line))
 

@@ -16,7 +16,7 @@ from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpConvention
-from specdec.config import EngineConfig
+from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
@@ -150,6 +150,7 @@ class SpeculativeModel:
         max_model_len: int | None = None,
         max_num_seqs: int = 32,
         max_num_batched_tokens: int = 2048,
+        max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS,
         page_size: int = 16,
         kv_cache_tokens: int | None = None,
         kv_cache_dtype: str = "auto",
@@ -182,6 +183,8 @@ class SpeculativeModel:
                 to depend on the longest request of the batch (longrope, dynamic).
             max_num_seqs: most requests in one batch.
             max_num_batched_tokens: most tokens of one forward; longer prompts are read in chunks.
+            max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode, all prompts
+                together. More make their tokens wait longer, fewer make prompts wait longer; the answers stay the same.
             page_size: tokens a page of the KV cache.
             kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most what
                 gpu_memory_utilization leaves on a GPU and 1 GiB on CPU.
@@ -253,6 +256,7 @@ class SpeculativeModel:
             num_pages=-(-tokens // options.page_size) + 1,
             seed=options.seed,
             draft_sampling=options.draft_sampling,
+            max_num_prefill_tokens=options.max_num_prefill_tokens,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
         check_sizes_fit(config, place, per_token, staging_bytes(loop, config))

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, SEEDS
+from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
 
@@ -176,6 +176,10 @@ class LoadOptions:
     max_num_seqs: int = field(default=32, metadata=_about(Whole(1), "Most requests at once."))
     max_num_batched_tokens: int = field(
         default=2048, metadata=_about(Whole(1), "Most tokens of one forward; longer prompts take several.")
+    )
+    max_num_prefill_tokens: int = field(
+        default=MAX_NUM_PREFILL_TOKENS,
+        metadata=_about(Whole(1), "Most prompt tokens of a forward in which other requests decode."),
     )
     page_size: int = field(default=16, metadata=_about(Whole(1), "Tokens a page of the KV cache."))
     kv_cache_tokens: int | None = field(

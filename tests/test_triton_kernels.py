@@ -155,7 +155,10 @@ def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size:
     fused = torch.randn(batch.num_tokens, heads[0] + 2 * heads[1], 64, dtype=torch.float16)
     states = fused.split((heads[0], heads[1], heads[1]), 1)
     sinks = torch.randn(heads[0], dtype=torch.float16) if key.has_sinks else None
-    out = ours.attend(ours.plan(metadata), 0, *states, sinks)
+    padded = [torch.cat([x, x.new_full((9, *x.shape[1:]), float("nan"))]) for x in states]
+    out = padded[0].new_full(padded[0].shape, 7.0)
+    assert ours.attend(ours.plan(metadata), 0, *padded, sinks, out) is out
+    assert (out[batch.num_tokens :] == 7).all()
     expected = reference.attend(reference.plan(metadata), 0, states[0].float(), states[1], states[2], sinks)
     for token in range(batch.num_tokens):
         assert (out[token] - expected[token]).norm() <= 4e-3 * expected[token].norm()

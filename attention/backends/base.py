@@ -48,18 +48,25 @@ class AttentionBackend(Protocol):
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V of the batch's tokens into the cache, then attend.
 
+        This runs for every layer of every round that is no graph as a whole: an implementation calls no operator that
+        its kernels do not need.
+
         Args:
             plan: what this backend's builder returned for `metadata`.
-            query: [T, Hq, Dk]; key_states: [T, Hkv, Dk]; value_states: [T, Hkv, Dv] (not read when value_in_key).
+            query: [T', Hq, Dk]; key_states: [T', Hkv, Dk]; value_states: [T', Hkv, Dv] (not read when value_in_key).
+                The first T rows are the batch's tokens; others are padding, neither written nor attended.
                 Any strides whose last one is 1: models hand out slices and transposed views.
             layer_kv: the layer's cache tensors.
             sinks: [Hq] or None.
+            out: [T', Hq, Dv] contiguous, dtype of `query`, to be written to; default a new tensor. Its padding rows
+                stay as they are.
 
         Returns:
-            [T, Hq, Dv] contiguous, dtype of `query`.
+            `out`. Padding rows of a new tensor may hold anything.
         """
 
 

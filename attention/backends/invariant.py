@@ -73,13 +73,15 @@ class InvariantBackend:
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.kernels.invariant import launch_invariant_attention
         from attention.kernels.write import write_kv
 
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        if out is None:
+            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
         launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
         return out
 

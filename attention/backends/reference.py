@@ -148,21 +148,29 @@ class TorchBackend:
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         if checking():
             metadata.staged.ensure_fresh()
-        write(layer_kv, key_states, value_states, metadata.slot_mapping)
+        tokens = len(metadata.slot_mapping)
+        write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         if len(plan.segments) == 1 and plan.segments[0].tokens is None:
-            return _attend_segment(plan.segments[0], key, query, layer_kv, sinks)
-        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+            attended = _attend_segment(plan.segments[0], key, query[:tokens], layer_kv, sinks)
+            if out is None and tokens == len(query):
+                return attended
+            out = query.new_empty(len(query), *attended.shape[1:]) if out is None else out
+            out[:tokens] = attended
+            return out
+        if out is None:
+            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
         for segment in plan.segments:
             assert segment.tokens is not None
-            tokens = segment.tokens
-            part = _attend_segment(segment, key, query.index_select(0, tokens), layer_kv, sinks)
+            rows = segment.tokens
+            part = _attend_segment(segment, key, query.index_select(0, rows), layer_kv, sinks)
             if segment.real is not None:
-                tokens, part = tokens[segment.real], part[segment.real]
-            out.index_copy_(0, tokens, part)
+                rows, part = rows[segment.real], part[segment.real]
+            out.index_copy_(0, rows, part)
         return out
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -99,6 +100,13 @@ class LayerKV:
     value_in_key: bool = False
     key_scale: float = 1.0
     value_scale: float = 1.0
+
+    @cached_property
+    def latent_and_rope(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """[num_pages, page_size, c_kv] and [num_pages, page_size, d_rope] of an MLA layer's keys, in either layout."""
+        pages = self.keys.squeeze(self.slot_and_head[1])
+        width = self.values.shape[-1]
+        return pages[..., :width], pages[..., width:]
 
     @property
     def slot_and_head(self) -> tuple[int, int]:

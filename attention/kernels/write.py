@@ -54,14 +54,14 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write key and value [T, Hkv, D] (last dimension contiguous) to their slots [T] int64, in place.
+    """Write key and value [T' >= T, Hkv, D] (last dimension contiguous) to their slots [T] int64, in place.
 
     The cache tensors of keys and values have the same shape and strides. The rule of 8-bit caches is that of
     `attention.cache.kv_cache.KVFormat`.
     """
-    tokens, heads, dim = key.shape
+    _, heads, dim = key.shape
     pages, (slot, head) = layer.keys, layer.slot_and_head
-    _write_kernel[(tokens,)](
+    _write_kernel[(len(slot_mapping),)](
         key,
         value,
         pages,

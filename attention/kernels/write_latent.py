@@ -27,10 +27,10 @@ def _write_kernel(  # type: ignore[no-untyped-def]
 
 
 def write_latent(layer: LayerKV, key: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write latents [T, 1, Dk] (last dimension contiguous) to their slots [T] int64, in place.
+    """Write latents [T' >= T, 1, Dk] (last dimension contiguous) to their slots [T] int64, in place.
 
     With one KV head a slot's numbers lie together in either page layout.
     """
-    tokens, _, dim = key.shape
+    dim = key.shape[2]
     block = triton.next_power_of_2(dim)
-    _write_kernel[(tokens,)](key, layer.keys, slot_mapping, key.stride(0), DIM=dim, BLOCK=block)
+    _write_kernel[(len(slot_mapping),)](key, layer.keys, slot_mapping, key.stride(0), DIM=dim, BLOCK=block)

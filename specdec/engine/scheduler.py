@@ -142,16 +142,22 @@ class Scheduler:
         pending = table.pending(rows)
         allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
-        drafts = np.where(table.prefilling(rows), 0, allowed)
-        if drafts.all() and (pending == 1).all():
+        prefilling = table.prefilling(rows)
+        drafts = np.where(prefilling, 0, allowed)
+        if drafts.all():
             return Schedule(rows, pending, drafts)
-        budget = self._config.max_num_batched_tokens - int((pending == 1).sum() + drafts.sum())
-        for i in np.flatnonzero(pending > 1):
+        budget = self._prefill_budget(int((pending + drafts)[~prefilling].sum()))
+        for i in np.flatnonzero(prefilling):
             pending[i] = min(int(pending[i]), budget)
             budget -= int(pending[i])
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
+
+    def _prefill_budget(self, decoding_tokens: int) -> int:
+        """Prompt tokens that a round may read beside so many tokens of rows that decode."""
+        left = self._config.max_num_batched_tokens - decoding_tokens
+        return min(left, self._config.max_num_prefill_tokens) if decoding_tokens else left
 
     def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
@@ -191,7 +197,8 @@ class Scheduler:
         """Open rows for waiting requests while rows, tokens and pages last."""
         if not self.waiting:
             return schedule
-        budget = self._config.max_num_batched_tokens - schedule.num_tokens
+        reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
+        budget = self._prefill_budget(schedule.num_tokens - reads) - reads
         rows, chunks, promised = [], [], 0
         while self.waiting and budget > 0 and self._table.num_free:
             request = self.waiting[0]

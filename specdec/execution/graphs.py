@@ -37,7 +37,7 @@ from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter
 from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
-from specdec.execution.ragged import RaggedPrefill, RaggedTarget
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
@@ -150,7 +150,9 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in rows}
-            products = choose_products([(target.hf_model, tokens), (head, tokens | self._step_tokens())], invariant)
+            beside_prompts = (target.hf_model.get_decoder(), mixed_buckets(config, rows))
+            readers = [(target.hf_model, tokens), beside_prompts, (head, tokens | self._step_tokens())]
+            products = choose_products(readers, invariant)
             self._buckets: dict[int, Bucket] = {}
             for n in rows:
                 log.info("compiling and capturing for %d rows", n)
@@ -233,8 +235,7 @@ class GraphExecutor:
         assert round_.sent is not None
         device, ahead = round_.sent.verification, round_.sent.ahead
         draft = in_order(draft, device)
-        planned = self._target.runner.plan(device.metadata)
-        logits = self._ragged.logits(fill_drafts(device, draft), planned, device.logits_indices)
+        logits = self._ragged.logits(fill_drafts(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))

@@ -8,7 +8,7 @@ that takes some tens of milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +44,16 @@ def token_bucket(tokens: int, most: int) -> int:
     """
     step = max(_LEAST_TOKENS, power_of_two(tokens) // _STEPS)
     return min(-(-tokens // step) * step, max(most, 2))
+
+
+def mixed_buckets(config: EngineConfig, rows: Iterable[int]) -> set[int]:
+    """The tokens of the graphs that serve so many rows that decode, beside as many prompt tokens as a round may read.
+
+    >>> sorted(mixed_buckets(EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512), (32, 8, 1)))
+    [576, 640]
+    """
+    query_len, most = config.num_speculative_tokens + 1, config.max_num_batched_tokens
+    return {token_bucket(min(n * query_len + config.max_num_prefill_tokens, most), most) for n in rows}
 
 
 @dataclass(frozen=True)
@@ -83,16 +93,19 @@ class RaggedTarget:
         self._pool = pool
         self._graphs: dict[tuple[int, int], _TargetGraph] = {}
 
-    def logits(self, token_ids: torch.Tensor, planned: PlannedBatch, logits_indices: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self, token_ids: torch.Tensor, metadata: CommonAttentionMetadata, logits_indices: torch.Tensor
+    ) -> torch.Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
         indices = self._few_indices if rows <= self._few_indices else self._most_indices
         graph = self._graph(token_bucket(count, self._most_tokens), indices)
         graph.token_ids[:count].copy_(token_ids)
-        graph.positions[:count].copy_(planned.metadata.positions)
+        graph.positions[:count].copy_(metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
         graph.logits_indices[rows:].zero_()
-        graph.graph.replay(partial(self._target.runner.attend, planned), count)
+        runner = self._target.runner
+        graph.graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
         return graph.logits[:rows]
 
     def capture_ends(self) -> None:
@@ -133,12 +146,18 @@ class _PassesAttend:
         self._planned: list[PlannedBatch] = []
 
     def __call__(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
     ) -> torch.Tensor:
         m = layer % len(self._passes)
         if m == len(self._planned):
             self._planned.append(self._runner.plan(self._passes[m]))
-        return self._runner.attend(self._planned[m], layer, query, key, value)
+        return self._runner.attend(self._planned[m], layer, query, key, value, sinks, out)
 
 
 class RaggedPrefill:
@@ -186,7 +205,7 @@ class RaggedPrefill:
             graph.inputs.carried.sources[:count].copy_(ahead.carried.sources)
             graph.inputs.carried.request_rows[:rows].copy_(ahead.carried.request_rows)
             graph.inputs.carried.request_rows[rows:].fill_(-1)
-        graph.graph.replay(_PassesAttend(self._runner, ahead.passes), count)
+        graph.graph.replay(partial(_PassesAttend, self._runner, ahead.passes))
         return accepted, graph.chosen
 
     def capture_ends(self) -> None:

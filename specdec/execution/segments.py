@@ -20,6 +20,9 @@ from attention.hf.custom_op import LayerAttend
 
 T = TypeVar("T")
 
+AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -45,13 +48,16 @@ class SegmentedGraph:
         """One more than there are attentions."""
         return len(self._graphs)
 
-    def replay(self, attend: LayerAttend, num_tokens: int) -> None:
-        """Run the launch again on the first num_tokens tokens; what it gives for the others is noise."""
-        for graph, call in zip(self._graphs, self._calls, strict=False):
+    def replay(self, plan: Callable[[], AttendInto]) -> None:
+        """Run the launch again on the tokens of a batch; what it gives for the padding is noise.
+
+        plan: makes the batch's attention; it is called when the first graph is launched, so that the device is at work.
+        """
+        self._graphs[0].replay()
+        attend = plan()
+        for call, graph in zip(self._calls, self._graphs[1:], strict=True):
+            attend(call.layer, call.query, call.key, call.value, call.sinks, call.out)
             graph.replay()
-            query, key, value = call.query[:num_tokens], call.key[:num_tokens], call.value[:num_tokens]
-            call.out[:num_tokens].copy_(attend(call.layer, query, key, value, call.sinks))
-        self._graphs[-1].replay()
 
 
 class _Cutter:

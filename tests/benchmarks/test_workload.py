@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 import torch
 from fakes import VOCAB, engine_of, free_everywhere, table_head, tiny_llama, wrap
 
-from benchmarks.bench_serving import interfered, publish, summary, without, workload
+from benchmarks.bench_serving import interfered, line_of, over, publish, ratios, summary, without, workload
 from benchmarks.serving import Rounds, as_they_arrive
 from benchmarks.synthetic import DrawnAcceptance, decide
 from benchmarks.workload import (
@@ -97,6 +100,8 @@ def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     assert 1 < found["tokens_an_update"] < 3 and found["update_ms_p99"] >= found["update_ms_median"]
     assert ("longest_silence_ms" in found) == (not rate)
     assert "output tokens/s" in summary({"benchmark": "serving"} | found)
+    twice = ratios(found, found | {"commit": "old1234", "output_tokens_per_s": found["output_tokens_per_s"] / 2})
+    assert "2.000 x the output tokens/s of old1234" in summary({"benchmark": "serving"} | found | twice)
     publish(found, tmp_path / "out.jsonl")
     assert json.loads((tmp_path / "out.jsonl").read_text("utf-8")) == found
     assert free_everywhere(model)
@@ -116,7 +121,8 @@ def test_prompts_beside_rows(model: Any, rate: float) -> None:
     assert found["update_p99_over_alone"] == pytest.approx(
         found["beside"]["update_ms_p99"] / found["alone"]["update_ms_median"]
     )
-    assert "1 rows" in summary({"benchmark": "interference", "rows": 1} | found)
+    text = summary({"benchmark": "interference", "rows": 1} | found)
+    assert "1 rows" in text and f"first token {found['first_token_ms_median']:.0f} ms" in text
     assert free_everywhere(model)
 
 
@@ -127,6 +133,28 @@ def test_a_row_that_ends_too_early_is_no_measurement(model: Any) -> None:
     with pytest.raises(ValueError, match="no 9 updates"):
         for _ in rounds.until(lines, 9):
             pass
+
+
+def test_another_checkout_runs_with_the_same_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for those that it does not know; and its numbers are what this one's are compared with."""
+    with pytest.raises(click.ClickException, match="name its commit in OTHER_COMMIT"):
+        line_of(tmp_path, [])
+    monkeypatch.setenv("OTHER_COMMIT", "old1234")
+    ran: list[Any] = []
+
+    def run(command: list[str], env: dict[str, str], **_: Any) -> Any:
+        ran.append((command[3:], env["SPECDEC_COMMIT"], env["PYTHONPATH"].split(":")[0]))
+        return SimpleNamespace(stdout='{"output_tokens_per_s": 50, "commit": "old1234"}\n50 output tokens/s\n')
+
+    monkeypatch.setattr(subprocess, "run", run)
+    given = ["--against", "X", "--sampled-share", "1", "--prefill-tokens", "256", "--out", "y"]
+    other = line_of(tmp_path, given)
+    assert ran == [(["--sampled-share", "1"], "old1234", str(tmp_path))]
+    found = ratios({"output_tokens_per_s": 75, "update_ms_p99": 3.0}, other | {"update_ms_p99": 2.0})
+    assert found["output_tokens_per_s_over_other"] == found["update_ms_p99_over_other"] == 1.5
+    assert found["other"]["commit"] == "old1234"
+    monkeypatch.setenv("SPECDEC_COMMIT", "own")
+    assert over(tmp_path, ["-x"], "SPECDEC_COMMIT").environment["SPECDEC_COMMIT"] == "own"
 
 
 def test_an_option_is_left_out_of_a_command_line() -> None:

@@ -117,6 +117,24 @@ def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.d
     pair.assert_same_caches()
 
 
+@pytest.mark.parametrize(
+    "batch",
+    [VERIFY, PROMPT, MIXED, LONG, BEFORE_LONG],
+    ids=["verify", "prompt", "mixed", "fa3", "fa2 and fa3"],
+)
+def test_padding_is_neither_written_nor_attended(batch: tuple[list[int], list[int]]) -> None:
+    """Rounds by segments: padded tensors, and a result that is written where the next graph reads it."""
+    pair, host = Pair(attention_spec(), torch.bfloat16), host_batch(*batch, 16)
+    metadata, states, tokens = metadata_of(host), pair.states(host.num_tokens), host.num_tokens
+    alone = pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, *states)
+    padded = [torch.cat([x, x.new_full((100, *x.shape[1:]), float("nan"))]) for x in states]
+    out = torch.full_like(padded[0], 7.0)
+    assert pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, *padded, None, out) is out
+    assert torch.equal(out[:tokens], alone) and bool((out[tokens:] == 7).all())
+    assert relative_error(alone, pair.expected(metadata, states)) <= 3e-3
+    pair.assert_same_caches()
+
+
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_page_sizes_and_layouts(page_size: int, layout: str) -> None:

@@ -88,6 +88,20 @@ def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.d
     assert torch.equal(pair.flashinfer.layers[0].keys, pair.reference.layers[0].keys)
 
 
+@pytest.mark.parametrize("batch", [DECODE, PROMPT, MIXED], ids=["decode", "prompt", "mixed"])
+def test_padding_is_neither_written_nor_attended(batch: tuple[list[int], list[int]]) -> None:
+    """Rounds by segments: padded tensors, and a result that is written where the next graph reads it."""
+    pair, host = Pair(), host_batch(*batch, 16)
+    metadata, states, tokens = metadata_of(host), pair.states(host.num_tokens), host.num_tokens
+    alone = pair.attend(metadata, states)
+    padded = [torch.cat([x, x.new_full((100, *x.shape[1:]), float("nan"))]) for x in states]
+    out = alone.new_full((tokens + 100, *alone.shape[1:]), 7.0)
+    assert pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, *padded, None, out) is out
+    assert torch.equal(out[:tokens], alone) and bool((out[tokens:] == 7).all())
+    pair.expected(metadata, states)
+    assert torch.equal(pair.flashinfer.layers[0].keys, pair.reference.layers[0].keys)
+
+
 @pytest.mark.parametrize("query_len", range(2, 9))
 def test_verification_equals_the_reference(pair: Pair, query_len: int) -> None:
     """Rows of q tokens whose last ones end before, on and after a page's end."""

@@ -107,6 +107,7 @@ def test_a_prompt_that_just_fits_is_served(wrapped: Any) -> None:
 
 OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "max_num_batched_tokens": ({"max_num_batched_tokens": 11}, "3 requests with 3 drafts each need at least 12"),
+    "max_num_prefill_tokens": ({"max_num_prefill_tokens": 0}, "max_num_prefill_tokens=0: allowed is 1 or more"),
     "page_size": ({"page_size": 0}, "page_size=0: allowed is 1 or more"),
     "max_num_seqs": ({"max_num_seqs": 0}, "max_num_seqs=0: allowed is 1 or more"),
     "max_model_len": ({"max_model_len": 129}, "max_model_len=129: the model was made for at most 128"),
@@ -250,6 +251,8 @@ def test_sizes_that_cannot_work_together_are_refused_by_the_config() -> None:
     EngineConfig(num_speculative_tokens=3, **good)
     with pytest.raises(InvalidInputError, match="lower max_num_seqs or raise it"):
         EngineConfig(num_speculative_tokens=4, **good)
+    with pytest.raises(InvalidInputError, match="max_num_prefill_tokens=0: allowed is 1 or more"):
+        EngineConfig(num_speculative_tokens=3, max_num_prefill_tokens=0, **good)
 
 
 def test_the_errors_are_value_errors_where_a_value_is_wrong() -> None:

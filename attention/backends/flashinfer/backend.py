@@ -74,9 +74,9 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
 
 @dataclass(frozen=True)
 class FlashInferPlan:
-    """A planned batch: which kernel attends which token rows."""
+    """A planned batch: kernels, the generation of the plan in each, and the first token row that it attends."""
 
-    parts: tuple[tuple[Kernel | PackedKernel, int, slice], ...]
+    parts: tuple[tuple[Kernel | PackedKernel, int, int], ...]
 
 
 class _Ring:
@@ -113,7 +113,7 @@ class FlashInferBuilder:
         for part in split_batch(metadata):
             kernel = self._rings[self._route(part)].next()
             kernel.plan(part)
-            planned.append((kernel, kernel.generation, slice(part.start, part.stop)))
+            planned.append((kernel, kernel.generation, part.start))
         return FlashInferPlan(tuple(planned))
 
     def _route(self, part: Part) -> Route:
@@ -169,7 +169,7 @@ class FixedBuilder:
         """Plan one batch from its host arrays."""
         self._part = part = whole_batch(metadata)
         self._kernel.plan(part)
-        return FlashInferPlan(((self._kernel, self._kernel.generation, slice(part.start, part.stop)),))
+        return FlashInferPlan(((self._kernel, self._kernel.generation, part.start),))
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
@@ -299,18 +299,23 @@ class FlashInferBackend:
         layer_kv: LayerKV,
         metadata: CommonAttentionMetadata,
         sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
         from attention.kernels.write import write_kv
 
         if isinstance(plan, MlaPlan):
-            return run_mla(plan, query, key_states, layer_kv, metadata)
+            return run_mla(plan, query, key_states, layer_kv, metadata, out)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:
                 require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
-        for kernel, _, tokens in plan.parts:
-            kernel.run(query[tokens], layer_kv, out[tokens], sinks)
+        if out is None:
+            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        for kernel, _, start in plan.parts:
+            if start:  # its plan counts tokens from the part's first one
+                kernel.run(query[start:], layer_kv, out[start:], sinks)
+            else:
+                kernel.run(query, layer_kv, out, sinks)
         return out

@@ -122,15 +122,15 @@ class MlaKernel:
 
     def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
-        pages = layer_kv.keys.squeeze(layer_kv.slot_and_head[1])  # [num_pages, page_size, 576]
+        latent, rope = layer_kv.latent_and_rope
         self._module.run(
             self._workspace,
             plan.work.remote,
             plan.info,
             query[..., :LATENT_DIM],
             query[..., LATENT_DIM:],
-            pages[..., :LATENT_DIM],
-            pages[..., LATENT_DIM:],
+            latent,
+            rope,
             plan.page_indices,
             out,
             None,
@@ -230,14 +230,19 @@ def run_mla(
     key_states: torch.Tensor,
     layer_kv: LayerKV,
     metadata: CommonAttentionMetadata,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512]."""
+    """Write the latents, then attend: query [T, Hq, 576], key_states [T, 1, 576] -> [T, Hq, 512].
+
+    Padding, and `out`: see `AttentionBackend.run`.
+    """
     from attention.kernels.write_latent import write_latent
 
     if checking():
         metadata.staged.ensure_fresh()
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_latent(layer_kv, key_states, metadata.slot_mapping)
-    out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
+    if out is None:
+        out = query.new_empty(query.shape[0], query.shape[1], LATENT_DIM)
     plan.kernel.run(plan, query, layer_kv, out)
     return out

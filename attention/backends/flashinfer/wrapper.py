@@ -154,7 +154,6 @@ class Kernel:
         wrapper._paged_kv_last_page_len_buf = part.device_last_page_len
         wrapper._paged_kv_indices_buf = part.device_page_indices
         tokens = part.stop - part.start
-        wrapper._qo_indptr_last = tokens
         before = wrapper._plan_info
         wrapper._plan_info = wrapper._cached_module.plan(
             wrapper._float_workspace_buffer,
@@ -182,7 +181,11 @@ class Kernel:
         return not self._splits or page_indptr.tobytes() == self._planned
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
-        """query, out: [tokens of the part, Hq, D]; sinks: [Hq] for a AttentionSpec with sinks, else None."""
+        """query, out: [tokens of the part and after, Hq, D]; sinks: [Hq] for an AttentionSpec with sinks, else None.
+
+        The plan bounds what is attended; FlashInfer wants the query to end there, and is told that it does.
+        """
+        self._wrapper._qo_indptr_last = len(query)
         pages, scales = (layer_kv.keys, layer_kv.values), (layer_kv.key_scale, layer_kv.value_scale)
         if self._scale is None:
             self._wrapper.run(query, pages, out=out, k_scale=scales[0], v_scale=scales[1])

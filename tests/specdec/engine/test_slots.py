@@ -82,9 +82,9 @@ class Watching(TorchBackend):
         super().__init__(torch.device("cpu"))
         self.watch = watch
 
-    def run(self, plan: Any, key: Any, q: Any, k: Any, v: Any, kv: LayerKV, metadata: Any, sinks: Any = None) -> Any:
+    def run(self, plan: Any, key: Any, q: Any, k: Any, v: Any, kv: LayerKV, metadata: Any, *more: Any) -> Any:
         self.watch.check(kv, metadata, len(k))
-        return super().run(plan, key, q, k, v, kv, metadata, sinks)
+        return super().run(plan, key, q, k, v, kv, metadata, *more)
 
 
 @pytest.mark.slow

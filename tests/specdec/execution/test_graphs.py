@@ -113,7 +113,7 @@ class Replayed:
 
 
 class ReplayedSegments:
-    """Runs a launch again with the attention that the round brings, on the tokens that are there."""
+    """Runs a launch again with the attention that the round brings; that leaves the padding as it is."""
 
     def __init__(self, launch: Callable[[Any], Any]) -> None:
         self.launch, self.num_graphs = launch, 1
@@ -123,11 +123,12 @@ class ReplayedSegments:
         self.num_graphs += 1
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
-    def replay(self, attend: Any, num_tokens: int) -> None:
+    def replay(self, plan: Any) -> None:
+        attend = plan()
+
         def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
             out = query.new_full((len(query), query.shape[1], value.shape[2]), float("nan"))  # noise must not spread
-            own = (states[:num_tokens] for states in (query, key, value))
-            out[:num_tokens] = attend(layer, *own, sinks)
+            assert attend(layer, query, key, value, sinks, out) is out
             return out
 
         with check_mode(False), torch.inference_mode(False), torch.no_grad():
@@ -360,6 +361,19 @@ def test_buckets() -> None:
     assert graph_rows(12, 6) == (12, 8, 4, 2, 1)
     assert graph_rows(1, 1) == (2,)
     assert graph_rows(128, 6)[:2] == (128, 64)
+
+
+def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(specdec.execution.graphs, "choose_products", lambda readers, _: given.extend(readers) or "")
+    sizes = {"num_speculative_tokens": 2, "max_num_seqs": 40, "max_num_batched_tokens": 900}
+    target = tiny_llama()
+    with_graphs(table_head(tiny_llama()), target, max_num_prefill_tokens=300, **sizes)
+    tokens = {module: set(numbers) for module, numbers in given}
+    assert tokens[target.model] == {320, 384, 448} and 300 + 40 * 3 <= 448
+    assert tokens[target] == {3 * n for n in (1, 2, 4, 8, 16, 32, 40)}
 
 
 def mla_mixture_pair() -> tuple[Any, MtpHead]:

@@ -95,8 +95,8 @@ def plant(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
     """Let `wrong(output, metadata)` spoil what the backend gives."""
     real = TorchBackend.run
 
-    def run(self: Any, plan: Any, key: Any, query: Any, k: Any, v: Any, kv: Any, metadata: Any, sinks: Any) -> Any:
-        return wrong(real(self, plan, key, query, k, v, kv, metadata, sinks), metadata)
+    def run(self: Any, plan: Any, key: Any, query: Any, k: Any, v: Any, kv: Any, metadata: Any, *more: Any) -> Any:
+        return wrong(real(self, plan, key, query, k, v, kv, metadata, *more), metadata)
 
     monkeypatch.setattr(TorchBackend, "run", run)
 

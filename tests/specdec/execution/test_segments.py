@@ -1,0 +1,243 @@
+"""Attention between the graphs of a launch: it writes what the next graph reads, and calls no operator of torch per
+layer but those that its kernel needs. Kernels are replaced by plain torch, which is not counted."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton", reason="Triton is not installed")
+
+import attention.kernels.invariant
+import attention.kernels.write
+import attention.kernels.write_latent
+from attention.backends.base import AttentionBackend
+from attention.backends.flashinfer.backend import FlashInferBackend
+from attention.backends.flashinfer.mla import MlaKernel, MlaPlan
+from attention.backends.invariant import InvariantBackend
+from attention.backends.reference import TorchBackend
+from attention.backends.reference import attend as dense_attend
+from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
+from attention.cache.kv_cache import CacheGroup
+from attention.checking import check_mode
+from attention.runner import GroupRunner, PlannedBatch
+from attention.spec import AttentionSpec
+from drafters.loops.chain.index import rows_batch
+from specdec.execution.segments import AttentionCall, SegmentedGraph
+
+CPU = torch.device("cpu")
+PAGE, LAYERS, PADDED = 16, 3, 64
+KEY = AttentionSpec(4, 2, 128, 128, scale=0.1)
+MLA = AttentionSpec(16, 1, 576, 512, scale=0.1, value_in_key=True)
+
+
+class Operators(TorchDispatchMode):
+    """The operators of torch that are called, but for those of what stands for a kernel."""
+
+    kernels = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not Operators.kernels:
+            self.names.append(function.name())
+        return function(*args, **(kwargs or {}))
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Stands for a kernel."""
+
+    def run(*args: Any, **options: Any) -> Any:
+        Operators.kernels += 1
+        try:
+            return function(*args, **options)
+        finally:
+            Operators.kernels -= 1
+
+    return run
+
+
+class Launched:
+    """A Triton kernel: kernel[grid](…)."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        return kernel(partial(self._function, grid[0]))
+
+
+def written(tokens: int, key: Any, value: Any, keys: Any, values: Any, slots: Any, *_: Any, **__: Any) -> None:
+    """What the write kernel of keys and values does, NHD."""
+    for pages, states in ((keys, key), (values, value)):
+        pages.flatten(0, 1)[slots[:tokens]] = states[:tokens]
+
+
+class Wrapper:
+    """FlashInfer's: it refuses a query that does not end where its plan does, and attends by the plan alone."""
+
+    def __init__(self, workspace: torch.Tensor, layout: str, **_: Any) -> None:
+        self._float_workspace_buffer = self._int_workspace_buffer = workspace
+        self._pin_memory_int_workspace_buffer, self._plan_info = workspace, [0]
+        self._cached_module = SimpleNamespace(plan=lambda *args: [0])
+
+    def reset_workspace_buffer(self, *_: Any) -> None: ...
+
+    def plan(self, *_: Any, **__: Any) -> None: ...
+
+    @kernel
+    def run(self, query: torch.Tensor, pages: Any, out: torch.Tensor, **_: float) -> None:
+        assert query.size(0) == self._qo_indptr_last and out.shape == query.shape
+        starts, firsts = self._qo_indptr_buf.tolist(), self._paged_kv_indptr_buf.tolist()
+        for row, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
+            places = self._paged_kv_indices_buf[firsts[row] : firsts[row + 1]]
+            length = (len(places) - 1) * PAGE + last
+            k, v = (x[places].flatten(0, 1)[:length].transpose(0, 1)[None] for x in pages)
+            own = slice(starts[row], starts[row + 1])
+            q = query[own].transpose(0, 1)[None]
+            mask = torch.arange(length) <= torch.arange(length - q.shape[2], length)[:, None]
+            out[own] = dense_attend(q, k, v, mask[None, None], KEY)[0].transpose(0, 1).to(out.dtype)
+
+    _qo_indptr_last: int
+    _qo_indptr_buf: torch.Tensor
+    _paged_kv_indptr_buf: torch.Tensor
+    _paged_kv_indices_buf: torch.Tensor
+    _paged_kv_last_page_len_buf: torch.Tensor
+
+
+@pytest.fixture
+def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backends for a GPU, with kernels in plain torch; those of other routes than FlashInfer's do nothing."""
+    device = SimpleNamespace(multi_processor_count=132)
+    event = SimpleNamespace(record=lambda: None, query=lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: device)
+    monkeypatch.setattr(torch.cuda, "Event", lambda: event)
+    monkeypatch.setattr("attention.backends.flashinfer.backend.split_bytes", lambda *_: 0)
+    monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
+    monkeypatch.setattr(attention.kernels.write, "_write_kernel", Launched(written))
+    for module, name in (
+        (attention.kernels.write_latent, "_write_kernel"),
+        (attention.kernels.invariant, "_invariant_attention_kernel"),
+    ):
+        monkeypatch.setattr(module, name, Launched(lambda *_, **__: None))
+    mla = SimpleNamespace(_module=SimpleNamespace(run=kernel(lambda *_: None)))
+    monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
+    modes = SimpleNamespace(CAUSAL=SimpleNamespace(value=1))
+    utilities = SimpleNamespace(MaskMode=modes, is_sm90a_supported=lambda _: True)
+    monkeypatch.setitem(sys.modules, "flashinfer.utils", utilities)
+    common = SimpleNamespace(get_batch_mla_module=lambda *_: mla)
+    monkeypatch.setitem(sys.modules, "flashinfer.mla._batch_mla._backends._fa_common", common)
+
+
+def metadata_of(query_lens: list[int], start: int) -> CommonAttentionMetadata:
+    rows = len(query_lens)
+    table = np.random.default_rng(0).permutation(np.arange(1, rows * 8 + 1, dtype=np.int32)).reshape(rows, 8)
+    batch = rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), np.full(rows, start), table, PAGE)
+    return stage(batch, *single_batch_arena(rows, batch.num_tokens, 8, CPU))
+
+
+def runner_of(backend: AttentionBackend, key: AttentionSpec, dtype: torch.dtype = torch.bfloat16) -> GroupRunner:
+    runner = GroupRunner(backend, CacheGroup("test", (key,) * LAYERS, 60, PAGE), dtype, CPU)
+    generator = torch.Generator().manual_seed(3)
+    for layer in runner.layers:
+        for pages in (layer.keys, layer.values):
+            pages.copy_(torch.randn(pages.shape, generator=generator))
+    return runner
+
+
+def planned_by(runner: GroupRunner, metadata: CommonAttentionMetadata) -> PlannedBatch:
+    """A plan; that of MLA is made in pinned memory, so here one stands for it."""
+    if MLA not in runner.group.attention_specs:
+        return runner.plan(metadata)
+    work: Any = SimpleNamespace(remote=None, generation=0)
+    kernel = MlaKernel(torch.zeros(1), runner.group, MLA, torch.bfloat16)
+    return PlannedBatch(metadata, {MLA: MlaPlan(kernel, work, 0, (), metadata.page_indices)})
+
+
+class Graph:
+    def __init__(self, events: list[str]) -> None:
+        self._events = events
+
+    def replay(self) -> None:
+        self._events.append("graph")
+
+
+def segments_of(key: AttentionSpec, events: list[str], dtype: torch.dtype) -> tuple[SegmentedGraph, Any]:
+    """Graphs that do nothing, and the attentions between them on slices of a fused projection with padding."""
+    generator, calls = torch.Generator().manual_seed(5), []
+    heads = [key.num_q_heads, key.num_kv_heads, key.num_kv_heads]
+    for layer in range(LAYERS):
+        fused = torch.randn(PADDED, sum(heads), key.head_dim_k, generator=generator).to(dtype)
+        states = fused.split(heads, 1)
+        out = torch.full((PADDED, key.num_q_heads, key.head_dim_v), 7.0, dtype=dtype)
+        calls.append(AttentionCall(layer, *states, None, out))
+    graphs: Any = [Graph(events) for _ in range(LAYERS + 1)]
+    return SegmentedGraph(graphs, calls), calls
+
+
+VERIFICATIONS, CHUNK, MIXED = [4, 4, 4, 1], [40], [4, 4, 30, 2]
+SPLIT = ["aten::slice.Tensor"] * 2
+CASES = {
+    "verifications": (FlashInferBackend, KEY, VERIFICATIONS, []),
+    "a chunk": (FlashInferBackend, KEY, CHUNK, []),
+    "both: the second kernel's rows begin further on": (FlashInferBackend, KEY, MIXED, SPLIT),
+    "MLA: the kernel takes the two parts of a query": (FlashInferBackend, MLA, MIXED, SPLIT),
+    "batch-invariant": (lambda _: InvariantBackend(), KEY, MIXED, []),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None) -> None:
+    make, key, query_lens, needed = CASES[case]
+    runner = runner_of(make(CPU), key)
+    planned, (graph, _) = planned_by(runner, metadata_of(query_lens, 50)), segments_of(key, [], torch.bfloat16)
+    attend = partial(runner.attend, planned)
+    graph.replay(lambda: attend)  # what is made once a layer
+    with check_mode(False), torch.inference_mode(), Operators() as operators:
+        graph.replay(lambda: attend)
+    assert operators.names == needed * LAYERS
+
+
+def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_runs() -> None:
+    events: list[str] = []
+    graph, calls = segments_of(KEY, events, torch.float32)
+
+    def attend(layer: int, *states: Any) -> torch.Tensor:
+        events.append(f"attention {layer}")
+        assert all(x is y for x, y in zip(states, list(vars(calls[layer]).values())[1:], strict=True))
+        return calls[layer].out
+
+    def plan() -> Any:
+        events.append("plan")
+        return attend
+
+    graph.replay(plan)
+    assert events == ["graph", "plan", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
+
+
+@pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [16] * 4], ids=str)
+@pytest.mark.parametrize("backend", ["torch", "flashinfer"])
+def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:
+    make, dtype = (TorchBackend, torch.float32) if backend == "torch" else (FlashInferBackend, torch.bfloat16)
+    metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)
+    runner, plain, reference = (runner_of(m(CPU), KEY, dtype) for m in (make, make, TorchBackend))
+    graph, calls = segments_of(KEY, [], dtype)
+    graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
+    for call, layer, other in zip(calls, runner.layers, plain.layers, strict=True):
+        states = [x[:tokens] for x in (call.query, call.key, call.value)]
+        alone = plain.attend(plain.plan(metadata), call.layer, *states)
+        expected = reference.attend(reference.plan(metadata), call.layer, *states)
+        assert torch.equal(call.out[:tokens], alone) and (call.out[tokens:] == 7).all()
+        assert torch.allclose(alone.float(), expected.float(), atol=2e-2 if backend == "flashinfer" else 1e-6)
+        assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
