@@ -230,6 +230,7 @@ PUBLIC_NAMES = [
     "HeadMismatchError",
     "InvalidInputError",
     "InvariantError",
+    "KernelBuildError",
     "ModelChangedError",
     "ModelLoadError",
     "NotCopyableError",

@@ -22,14 +22,25 @@ def test_attention_and_caches() -> None:
     assert facts["attention"] == dict.fromkeys(("target", "head"), "torch reference, cache float32")
     assert facts["kv_cache"]["target"] == f"400 tokens in float32, {400 * 4 * 2 * 2 * 16 * 4 / 2**30:.3g} GiB"
     assert facts["engine"]["num_speculative_tokens"] == 2
-    assert facts["graphs"] is None and ("CUDA graphs", "none") in route_rows(facts)
+    off = "off: backend 'torch' has none"
+    assert facts["graphs"] == {"state": off} and ("CUDA graphs", off) in route_rows(facts)
+    assert facts["kernels"] == {} and {"self-test", "loading the head", "in all"} <= set(facts["start"])
+    assert facts["start"]["in all"] > 0
 
 
 def test_graphs() -> None:
     model = loaded()
     model.engine.use(SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7, "9 of 12"), transfers=0))
+    model.graphs = "on"
     facts = facts_of(model)
-    sizes = {"graphs": 12, "rows": (8, 4, 2, 1), "seconds": 31.2, "GiB": 1.5, "fused_groups": 7}
-    assert facts["graphs"] == sizes | {"products": "9 of 12"}
+    assert facts["graphs"] == {
+        "state": "on",
+        "graphs": 12,
+        "rows": (8, 4, 2, 1),
+        "seconds": 31.2,
+        "GiB": 1.5,
+        "fused_groups": 7,
+        "products": "9 of 12",
+    }
     assert ("CUDA graphs", "12 for 8, 4, 2, 1 rows, captured in 31.2 s, 1.5 GiB") in route_rows(facts)
     assert ("matmul algorithms", "9 of 12") in route_rows(facts)
