@@ -2,10 +2,14 @@
 
     python -m benchmarks.bench_start --out benchmarks/results/start.json
 
-Two processes one after the other, the first with empty caches (torch's compiler, Triton, FlashInfer) in a temporary
-folder, the second with what the first left there. The target has a published shape and random weights, which are
-loaded from a folder (--checkpoint, the time to read them counts) or lie on the GPU already. All other options of
-from_pretrained are its defaults.
+Two processes one after the other, the first with empty caches (torch's compiler, Triton, FlashInfer, the algorithms of
+matmuls) in a temporary folder, the second with what the first left there. The target has a published shape and random
+weights, which are loaded from a folder (--checkpoint, the time to read them counts) or lie on the GPU already. All
+other options of from_pretrained are its defaults.
+
+After the start each process serves a mixed workload twice (prompts of 64 to 1,024 tokens, greedy and sampled rows):
+what a round of the first time waits for longer than the second time is compiled or captured there. Every number is
+printed as soon as it is known, and --out is written after each.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +30,13 @@ _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
     "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+    "XDG_CACHE_HOME": "xdg",
 }
 _SHAPE, _PROMPT, _NEW_TOKENS = "llama-3.1-8b", 64, 32
+_WORKLOAD, _WORKLOAD_PROMPT, _WORKLOAD_OUTPUT = 64, (64, 1024), (32, 128)
+_LONG_WAIT_S = 0.2
+_SPANS = ("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s", "start_s")
 
 
 def save_checkpoint(shape: str, folder: Path) -> None:
@@ -41,15 +51,15 @@ def save_checkpoint(shape: str, folder: Path) -> None:
     save_eagle3(pair.head, folder / "head")  # type: ignore[arg-type]
 
 
-def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: dict[str, Any]) -> dict[str, Any]:
-    """One start in this process."""
+def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: dict[str, Any]) -> Iterator[Any]:
+    """One start in this process: its numbers, in parts, as they become known."""
     begun = time.perf_counter()
-    import numpy as np
     import torch
     from torch._dynamo.utils import compile_times, counters
 
-    from benchmarks.bench_round import Tokenizer, prompts
+    from benchmarks.bench_round import prompts
     from benchmarks.shapes import random_pair
+    from benchmarks.synthetic import SAMPLED, Tokenizer
     from specdec import SamplingParams, SpeculativeModel
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -60,30 +70,17 @@ def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: di
     else:
         parts = folder / "target", folder / "head"
         options = options | {"device": device.type}
-    tokenizer: Any = type("Deaf", (Tokenizer,), {"__call__": lambda self, text: {"input_ids": [1]}})()
     if device.type == "cuda":
         torch.cuda.synchronize()
     imported = time.perf_counter()
+    yield {"imports_s": imported - begun}
     model = SpeculativeModel.from_pretrained(
-        *parts, tokenizer=tokenizer, num_speculative_tokens=drafts, max_num_seqs=rows, **options
+        *parts, tokenizer=Tokenizer(), num_speculative_tokens=drafts, max_num_seqs=rows, **options
     )
     loaded = time.perf_counter()
-    ids = prompts(rows, (_PROMPT, _PROMPT), model.target.vocab_size)
-    model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True))
-    greedy = time.perf_counter()
-    params = SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, temperature=0.8, top_p=0.95)
-    model.generate(ids, params)
-    sampled = time.perf_counter()
-    long = np.random.default_rng(3).integers(0, model.target.vocab_size, 700).tolist()
-    model.generate([long[: model.config.max_model_len - 4]], SamplingParams(max_new_tokens=2, ignore_eos=True))
     facts = model.describe()
-    return {
-        "imports_s": imported - begun,
+    yield {
         "from_pretrained_s": loaded - imported,
-        "first_greedy_s": greedy - loaded,
-        "first_sampled_s": sampled - greedy,
-        "start_s": sampled - imported,
-        "long_prompt_after_s": time.perf_counter() - sampled,
         "steps": facts["start"],
         "kernels": facts["kernels"],
         "graphs": facts["graphs"],
@@ -91,28 +88,100 @@ def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: di
         "compiler_caches": {name: dict(counters[name]) for name in ("aot_autograd", "inductor")},
         "compile_times": compile_times(repr="csv", aggregate=True),
     }
+    ids = prompts(rows, (_PROMPT, _PROMPT), model.target.vocab_size)
+    model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True))
+    greedy = time.perf_counter()
+    yield {"first_greedy_s": greedy - loaded}
+    model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, **SAMPLED))  # type: ignore[arg-type]
+    sampled = time.perf_counter()
+    yield {"first_sampled_s": sampled - greedy, "start_s": sampled - imported}
+    for time_ in ("first", "second"):
+        yield {f"workload_{time_}": workload(model)}
 
 
-def child(arguments: list[str], caches: Path) -> dict[str, Any]:
-    """Run this file in a process of its own with these caches; what it printed last."""
+def workload(model: Any) -> dict[str, Any]:
+    """Serve the mixed workload: how long its rounds took, the longest ones first."""
+    from benchmarks.serving import served
+    from benchmarks.workload import Load
+
+    room = model.config.max_model_len - _WORKLOAD_OUTPUT[1]
+    prompt = min(_WORKLOAD_PROMPT[0], room), min(_WORKLOAD_PROMPT[1], room)
+    load, rounds = Load(_WORKLOAD, prompt, _WORKLOAD_OUTPUT, sampled_share=0.5), []
+    engine, step = model.engine, model.engine.step
+
+    def timed() -> Any:
+        started = time.perf_counter()
+        try:
+            return step()
+        finally:
+            rounds.append(time.perf_counter() - started)
+
+    engine.step = timed
+    started = time.perf_counter()
+    try:
+        served(model, load.arrivals(model.target.vocab_size))
+    finally:
+        del engine.step
+    return {"seconds": time.perf_counter() - started} | rounds_of(rounds)
+
+
+def rounds_of(seconds: list[float]) -> dict[str, Any]:
+    """Their number, the median, the five longest, and how many of them took more than 200 ms.
+
+    >>> rounds_of([0.01, 0.3, 0.02])
+    {'rounds': 3, 'median_ms': 20.0, 'longest_ms': [300.0, 20.0, 10.0], 'over_200_ms': 1}
+    """
+    order = sorted(seconds, reverse=True)
+    return {
+        "rounds": len(order),
+        "median_ms": 1e3 * order[len(order) // 2],
+        "longest_ms": [1e3 * each for each in order[:5]],
+        "over_200_ms": sum(each > _LONG_WAIT_S for each in order),
+    }
+
+
+def child(arguments: list[str], caches: Path) -> Iterator[dict[str, Any]]:
+    """Run this file in a process of its own with these caches: what it prints, part by part.
+
+    Raises:
+        ClickException: it failed.
+    """
     environment = os.environ | {name: str(caches / place) for name, place in _CACHES.items()}
     command = [sys.executable, "-m", "benchmarks.bench_start", *arguments]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
-    return found
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+            else:
+                click.echo(line, nl=False)
+    if running.returncode:
+        raise click.ClickException(f"the start ended with exit code {running.returncode}")
 
 
 def table(lines: dict[str, dict[str, Any]]) -> str:
-    """Seconds by step, one column a start."""
-    steps = list(dict.fromkeys(name for line in lines.values() for name in line["steps"]))
-    rows = [(name, [line["steps"].get(name, 0.0) for line in lines.values()]) for name in steps]
-    rows += [
-        (name.removesuffix("_s"), [line[name] for line in lines.values()])
-        for name in ("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s", "start_s")
-    ]
+    """Seconds by step, one column a start; what is not known yet is left out."""
+    steps = list(dict.fromkeys(name for line in lines.values() for name in line.get("steps", ())))
+    rows = [(name, [line.get("steps", {}).get(name) for line in lines.values()]) for name in steps]
+    rows += [(name.removesuffix("_s"), [line.get(name) for line in lines.values()]) for name in _SPANS]
     width = max(len(name) for name, _ in rows)
     head = f"{'seconds':{width}}" + "".join(f"{name:>10}" for name in lines)
-    return "\n".join([head, *(f"{name:{width}}" + "".join(f"{s:10.2f}" for s in values) for name, values in rows)])
+    return "\n".join([head, *(f"{name:{width}}" + "".join(map(_cell, values)) for name, values in rows)])
+
+
+def _cell(seconds: float | None) -> str:
+    return f"{'':>10}" if seconds is None else f"{seconds:10.2f}"
+
+
+def brief(name: str, part: dict[str, Any]) -> str:
+    """One line about a part that has just become known."""
+    words = [f"{key} {value:.2f}" for key, value in part.items() if isinstance(value, float)]
+    words += [
+        f"{key}: {value['seconds']:.1f} s, longest rounds {', '.join(f'{ms:.0f}' for ms in value['longest_ms'])} ms"
+        for key, value in part.items()
+        if key.startswith("workload")
+    ]
+    return f"{name}: {'; '.join(words)}"
 
 
 @click.command(help=__doc__)
@@ -141,26 +210,34 @@ def main(
     """Measure a cold and a warm start."""
     if save and folder is not None:
         save_checkpoint(shape, folder)
-        click.echo("{}")
         return
     if here:
-        click.echo(json.dumps(measure(shape, drafts, rows, folder, json.loads(options))))
+        for part in measure(shape, drafts, rows, folder, json.loads(options)):
+            click.echo(json.dumps(part))  # flushes
         return
     arguments = ["--shape", shape, "--drafts", str(drafts), "--rows", str(rows), "--options", options]
+    document: dict[str, Any] = {"benchmark": "start", "shape": shape, "drafts": drafts, "rows": rows}
+    document |= {"checkpoint": checkpoint, "options": json.loads(options)}
+    lines: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         place = caches or Path(temporary)
         if checkpoint:
             weights = ["--folder", str(Path(temporary) / "checkpoint")]
-            child([*arguments, *weights, "--save"], place / "unused")
+            list(child([*arguments, *weights, "--save"], place / "unused"))
             arguments += weights
-        lines = {name: child([*arguments, "--here"], place) for name in ("cold", "warm")}
+        for name in ("cold", "warm"):
+            lines[name] = {}
+            for part in child([*arguments, "--here"], place):
+                lines[name] |= part
+                click.echo(brief(name, part))
+                if out is not None:
+                    out.write_text(json.dumps(document | lines) + "\n", encoding="utf-8")
+            click.echo(table(lines))
+            for kernel, state in lines[name].get("kernels", {}).items():
+                click.echo(f"{name}: {kernel}: {state}")
     from benchmarks.document import publish  # imports torch, which a start that is measured does itself
 
-    click.echo(table(lines))
-    for name, line in lines.items():
-        click.echo(f"{name}: " + "; ".join(f"{kernel}: {state}" for kernel, state in line["kernels"].items()))
-    about = {"benchmark": "start", "shape": shape, "drafts": drafts, "rows": rows, "checkpoint": checkpoint}
-    publish(about | {"options": json.loads(options), **lines}, out)
+    publish(document | lines, out)
 
 
 if __name__ == "__main__":
