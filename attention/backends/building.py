@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Hashable
 from threading import Event, Lock, Thread
+from typing import Any
 
 from attention.errors import KernelBuildError
 
@@ -27,6 +28,7 @@ class Build:
         self._make = make
         self._done = Event()
         self._error: Exception | None = None
+        self._made: Any = None
         self._started = time.perf_counter()
         self._seconds = 0.0
         Thread(target=self._run, name=f"build {name}", daemon=True).start()
@@ -53,8 +55,8 @@ class Build:
             return f"failed after {self._seconds:.1f} s: {type(self._error).__name__}"
         return f"ready after {self._seconds:.1f} s"
 
-    def wait(self) -> None:
-        """Return when the kernel is ready.
+    def wait(self) -> Any:
+        """What `make` returned, when the kernel is ready.
 
         Raises:
             KernelBuildError: it could not be built.
@@ -66,10 +68,11 @@ class Build:
             raise KernelBuildError(f"the attention kernel {self.name} could not be built: {self._error}") from (
                 self._error
             )
+        return self._made
 
     def _run(self) -> None:
         try:
-            self._make()
+            self._made = self._make()
         except Exception as error:
             self._error = error
         self._seconds = time.perf_counter() - self._started

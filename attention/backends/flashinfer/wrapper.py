@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from attention.backends.building import Build, in_background
+from attention.backends.flashinfer.causal import causal_module
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
@@ -91,7 +92,7 @@ class Kernel:
         fixed: tuple[int, int] | None = None,
     ) -> None:
         """Waits for FlashInfer's kernel where it is being built; see `building`."""
-        building(group.format.dtype_for(dtype), key, dtype, route).wait()
+        module = building(group.format.dtype_for(dtype), key, dtype, route).wait()
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self.route = route
@@ -111,6 +112,8 @@ class Kernel:
         int_workspace = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
         self._wrapper.reset_workspace_buffer(workspace, int_workspace)
         window_left = -1 if key.window is None else key.window - 1
+        if not key.has_sinks:
+            self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
             *buffers[:2],
             buffers[2].to(workspace.device),
@@ -128,6 +131,8 @@ class Kernel:
             uniform_q_len=query_len if fixed else None,
             disable_split_kv=not self._splits,
         )
+        if not key.has_sinks:
+            self._wrapper._jit_module = None  # which would be called with other arguments
         self._tokens = rows * query_len if fixed else None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
@@ -196,23 +201,23 @@ class Kernel:
 def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> Build:
     """The build of the kernel for queries of `dtype` and a cache of dtype `cache`, begun at the first call.
 
-    It ends in the cache of modules that a wrapper asks when it is made or planned, under the same arguments. That cache
-    has no lock, so nobody may make a wrapper before the build is awaited.
+    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which a
+    wrapper asks under the same arguments when it is made. That cache has no lock, so nobody may make a wrapper before
+    the build is awaited.
     """
     features = (key.window is not None, key.softcap is not None, key.has_sinks)
     kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
 
-    def make() -> None:
-        from flashinfer.prefill import get_batch_prefill_module, get_customize_batch_prefill_module
-
+    def make() -> Any:
         if key.has_sinks:
+            from flashinfer.prefill import get_customize_batch_prefill_module
+
             variant = _sink_variant(cache, key, dtype)
-            get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
-            return
+            return get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
         dims, positions = (key.head_dim_k, key.head_dim_k), 0
         half_reduction = False
         dtypes = (dtype, cache, dtype, torch.int32)
-        get_batch_prefill_module(route, *dtypes, *dims, positions, *features[:2], half_reduction)
+        return causal_module(route, *dtypes, *dims, positions, *features[:2], half_reduction)
 
     return in_background(kind, kernel_name(cache, key, dtype, route), make)
 

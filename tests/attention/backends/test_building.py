@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from threading import Event
-from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
 
+import attention.backends.building
+import attention.backends.flashinfer.wrapper
 from attention.backends.building import Build, in_background
 from attention.backends.flashinfer.backend import start_building
 from attention.errors import KernelBuildError
@@ -60,14 +61,15 @@ def test_a_kernel_is_built_once_and_again_after_a_failure() -> None:
     assert again is not failed and in_background(key, "fa2", make) is again and len(made) == 2
 
 
-def test_the_wrapper_finds_the_module_in_its_own_cache(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The background asks FlashInfer for exactly what the wrapper asks for when it is planned."""
+def test_what_was_made_is_what_is_awaited() -> None:
+    build = Build("fa2", lambda: "module")
+    assert build.wait() == build.wait() == "module"
+
+
+def test_both_kernels_begin_to_be_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
-    package, prefill = ModuleType("flashinfer"), ModuleType("flashinfer.prefill")
-    prefill.get_batch_prefill_module = lambda *args: asked.append(args)  # type: ignore[attr-defined]
-    prefill.get_customize_batch_prefill_module = None  # type: ignore[attr-defined]
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer", package)
-    monkeypatch.setitem(__import__("sys").modules, "flashinfer.prefill", prefill)
+    monkeypatch.setattr(attention.backends.flashinfer.wrapper, "causal_module", lambda *args: asked.append(args))
+    monkeypatch.setattr(attention.backends.building, "_builds", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     key, half = AttentionSpec(32, 8, 128, 128, scale=128**-0.5), torch.bfloat16
     for build in start_building(key, half, half, torch.device("cuda")):
