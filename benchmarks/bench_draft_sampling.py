@@ -3,7 +3,7 @@
     SPECDEC_DATA=… python benchmarks/bench_draft_sampling.py --questions 60 --out draft_sampling.json
 
 The built-in EAGLE-3 pair on GSM8K test questions, at several temperatures, with and without top-p. Tau is tokens a
-verification, pooled over all requests; its interval is that of a bootstrap over questions.
+verification, pooled over all requests; its interval is the bootstrap's over questions (`evals.acceptance.bootstrap`).
 """
 
 from __future__ import annotations
@@ -18,24 +18,25 @@ import numpy as np
 from bench_builtin import questions
 from document import publish
 
+from evals.acceptance.bootstrap import Resampling
+from evals.acceptance.metrics import METRICS
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.config import DRAFT_SAMPLING
+from specdec.requests.stats import pool_requests
 
-_RESAMPLES = 2000
+_TAU = next(metric for metric in METRICS if metric.key == "tau")
 
 
 def tau(completions: Sequence[Completion]) -> dict[str, float]:
-    """Tokens a verification, and a 95 % interval over requests."""
-    tokens = np.array([sum(r.emitted for r in c.stats.rounds) for c in completions])
-    rounds = np.array([len(c.stats.rounds) for c in completions])
-    rng = np.random.default_rng(0)
-    picked = rng.integers(0, len(tokens), (_RESAMPLES, len(tokens)))
-    low, high = np.quantile(tokens[picked].sum(1) / rounds[picked].sum(1), (0.025, 0.975))
-    return {"tau": float(tokens.sum() / rounds.sum()), "low": float(low), "high": float(high)}
+    """Tokens a verification, pooled over all requests, and the interval."""
+    pooled = [pool_requests([completion.stats]) for completion in completions]
+    columns = {name: np.array([getattr(own, name) for own in pooled]) for name in (*_TAU.over, *_TAU.under)}
+    found = Resampling(len(pooled), seed=0).value(_TAU, columns)
+    return {"tau": found.estimate, "low": found.low, "high": found.high}
 
 
 @click.command(help=__doc__)
-@click.option("--questions", "count", type=int, default=120, show_default=True)
+@click.option("--questions", "count", type=click.IntRange(min=2), default=120, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True)
 @click.option("--temperatures", default="0.3,0.6,0.8,1.0,1.3", show_default=True)
 @click.option("--top-p", "top_ps", default="0.95,1.0", show_default=True)

@@ -30,6 +30,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.spec import AttentionSpec
 from benchmarks.document import provenance
 from benchmarks.gaps import replay_gaps
+from benchmarks.hold import wait_for
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import SAMPLED, DrawnAcceptance, Tokenizer, decide, sharpen
 from benchmarks.trace import traced
@@ -250,13 +251,6 @@ def measured(
         f"host exposed {exposed:.1%}"
     )
     return result
-
-
-def wait_for(file: Path) -> None:
-    """Several processes can build their graphs at once and measure one after the other."""
-    file.with_name(f"{file.name}.ready").touch()
-    while not file.exists():
-        time.sleep(0.1)
 
 
 @click.command(help=__doc__)

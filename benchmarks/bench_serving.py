@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from benchmarks.document import provenance
+from benchmarks.hold import wait_for
 from benchmarks.serving import interference, served, tokens_to_outlast
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, engine_of, sharpen
@@ -165,6 +166,7 @@ def interfered(
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
+@click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
 def main(
     shape: str,
@@ -187,6 +189,7 @@ def main(
     arriving: tuple[int, int],
     device: str,
     tree: Path | None,
+    hold: Path | None,
     out: Path | None,
 ) -> None:
     """Measure one workload and print one JSON line."""
@@ -203,6 +206,8 @@ def main(
     started = time.perf_counter()
     model = wrapped(pair, drafts, graphs, **sizes)
     start_s = time.perf_counter() - started
+    if hold is not None:
+        wait_for(hold)
     vocab = pair.target.config.vocab_size
     decide(model, DrawnAcceptance(acceptance, vocab, np.random.default_rng(seed), place))
     line: dict[str, Any] = {"benchmark": "interference" if interfere else "serving", "shape": shape, "drafts": drafts}

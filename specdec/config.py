@@ -56,6 +56,11 @@ class EngineConfig:
             )
 
     @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts of sampled rows are drawn from the head's distribution; else each is its arg max."""
+        return self.draft_sampling == "probabilistic"
+
+    @property
     def num_head_pages(self) -> int:
         """Pages of the head's pool: what fits the target's fits here, with K more tokens a row."""
         return self.num_pages + self.max_num_seqs * -(-self.num_speculative_tokens // self.page_size)

@@ -53,6 +53,7 @@ def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     if "graphs" not in graphs:
         return [*rows, ("CUDA graphs", graphs["state"])]
     made = f"{graphs['graphs']} for {', '.join(map(str, graphs['rows']))} rows"
+    made += f", {graphs['sampled_graphs']} more for sampled ones, {graphs['segment_graphs']} by segments"
     captured = ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")
     return [*rows, captured, ("matmul algorithms", graphs["products"])]
 

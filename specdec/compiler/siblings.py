@@ -147,6 +147,9 @@ def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
     layers: list[Any] = [root.get_submodule(name) for name in group]
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
+    for tensor in (weight, bias):
+        if tensor is not None:  # no parameter, whose sizes the compiler takes as constants by itself
+            torch._dynamo.mark_static(tensor)
     start = 0
     for layer in layers:
         SiblingLinear.join(layer, weight, bias, start)

@@ -49,6 +49,16 @@ class DraftGraphs:
     choose: torch.cuda.CUDAGraph | None
     steps: tuple[StepGraph, ...]
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that every round runs."""
+        return 1 + len(self.steps)
+
+    @property
+    def num_sampled(self) -> int:
+        """Graphs that rounds with sampled rows run beside them."""
+        return sum(choose is not None for choose in (self.choose, *(step.choose for step in self.steps)))
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -67,6 +77,16 @@ class Bucket:
     logits: torch.Tensor
     result: PackedResult
     draft: DraftGraphs | None
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that every round runs."""
+        return 1 if self.draft is None else 1 + self.draft.num_graphs
+
+    @property
+    def num_sampled(self) -> int:
+        """Graphs that rounds with sampled rows run beside them."""
+        return 1 if self.draft is None else 1 + self.draft.num_sampled
 
 
 @dataclass(frozen=True)

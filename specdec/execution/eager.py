@@ -24,23 +24,23 @@ class EagerExecutor:
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
         self.target = target
-        self._draws = config.draft_sampling == "probabilistic"
+        self._draws = config.draws_drafts
         self.drafter = drafter
         device = target.hf_model.device
-        self.transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
+        self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._vocab = self._draft_vocab()
 
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self.transfer.transfers
+        return self._transfer.transfers
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """Everything of a round in one host-to-device copy; sampling parameters where a sampled row is decided."""
         if sampling is not None and not sampling.decided.arrays.any_sampled:
             sampling = None
-        return Round(target, self.transfer.send(draft, target, sampling), None, sampling is not None)
+        return Round(target, self._transfer.send(draft, target, sampling), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""

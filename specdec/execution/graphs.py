@@ -19,6 +19,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
 from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
 from specdec.acceptance.packed import PackedResult
@@ -49,7 +50,7 @@ from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, FixedTarget
-from specdec.rounds.transfer import RoundTransfer
+from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.alterations import Alterations
 from specdec.target.selftest import invariance_test, matmul_test
@@ -63,11 +64,15 @@ class GraphReport:
     """What capturing cost.
 
     Attributes:
-        graphs: number of graphs; rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
+        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
+        beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
+        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
         fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
     """
 
     graphs: int
+    sampled_graphs: int
+    segment_graphs: int
     rows: tuple[int, ...]
     seconds: float
     bytes: int
@@ -116,9 +121,7 @@ class GraphExecutor:
             )
         model = compiled_model(target.hf_model)
         self._target = target
-        loop = None if drafter is None else drafter.loop
         device = target.hf_model.device
-        self._transfer = RoundTransfer(loop, config, device)
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._page_size = config.page_size
         self._query_len = config.num_speculative_tokens + 1
@@ -127,6 +130,7 @@ class GraphExecutor:
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
+        self._transfer = AheadTransfer(drafting, config, device)
         self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
@@ -142,7 +146,7 @@ class GraphExecutor:
             if drafter is not None and drafting:
                 self._loop = _static_form(target, drafter, config)
                 self._steps = {n: self._loop.steps(static_shape(config, step_rows(n))) for n in rows}
-                if config.draft_sampling == "probabilistic":
+                if config.draws_drafts:
                     self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
                 drafts = DraftCapture(self._loop, self._drawn, drafter.runner, self._pool)
                 self._prefill = RaggedPrefill(self._loop, drafter.runner, config, self._pool, self._compiling)
@@ -184,18 +188,29 @@ class GraphExecutor:
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
-        count = sum(1 if b.draft is None else 2 + len(b.draft.steps) for b in self._buckets.values())
-        self.report = GraphReport(count, tuple(self._fixed), seconds, taken, self._fused, products)
+        rows = tuple(self._fixed)
+        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, self._fused, products)
 
     def release(self) -> None:
         """Leave the model and the head as they were: rounds run another way."""
         self._alterations.undo()
 
+    def _num_graphs(self) -> tuple[int, int, int]:
+        """The first three numbers of a GraphReport."""
+        buckets = self._buckets.values()
+        segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
+        return sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets), segments
+
     @contextmanager
     def _compiling(self) -> Iterator[None]:
-        """The state in which model and head are compiled and captured."""
+        """The state in which model and head are compiled and captured.
+
+        The model's gate comes first and is held throughout: a forward of the user's own on another thread must not run
+        experts in the form of a capture, nor half of its layers fused.
+        """
+        model = self._target.hf_model
         settings = compiler_settings(self._target.runner.batch_invariant)
-        with torch.no_grad(), settings, using_capturable_experts(*self._modules):
+        with gate_of(model.config).held(), torch.no_grad(), settings, using_capturable_experts(*self._modules):
             yield
 
     @property
@@ -213,7 +228,7 @@ class GraphExecutor:
             self._send_verification(rows, target)
             return Round(target, None, rows, sampling is not None)
         ahead = None if self._prefill is None else ahead_inputs(target)
-        return Round(target, self._transfer.send(None, target, None, ahead), None, sampling is not None)
+        return Round(target, self._transfer.send(target, ahead), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""

@@ -78,15 +78,15 @@ class RaggedTarget:
         self._model = model
         self._most_tokens = config.max_num_batched_tokens
         self._most_indices = max(2, config.max_num_seqs * (config.num_speculative_tokens + 1))
+        self._few_indices = max(2, self._most_indices // _FEW)
         self._pool = pool
         self._graphs: dict[tuple[int, int], _TargetGraph] = {}
 
     def logits(self, token_ids: torch.Tensor, planned: PlannedBatch, logits_indices: torch.Tensor) -> torch.Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
-        few = max(2, self._most_indices // _FEW)
-        key = token_bucket(count, self._most_tokens), few if rows <= few else self._most_indices
-        graph = self._graphs.get(key) or self._graphs.setdefault(key, self._capture(*key))
+        indices = self._few_indices if rows <= self._few_indices else self._most_indices
+        graph = self._graph(token_bucket(count, self._most_tokens), indices)
         graph.token_ids[:count].copy_(token_ids)
         graph.positions[:count].copy_(planned.metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
@@ -96,10 +96,20 @@ class RaggedTarget:
 
     def capture_ends(self) -> None:
         """Capture the largest bucket and the smallest."""
-        few = max(2, self._most_indices // _FEW)
-        largest = token_bucket(self._most_tokens, self._most_tokens), self._most_indices
-        for key in dict.fromkeys((largest, (token_bucket(1, self._most_tokens), few))):
-            self._graphs[key] = self._capture(*key)
+        self._graph(token_bucket(self._most_tokens, self._most_tokens), self._most_indices)
+        self._graph(token_bucket(1, self._most_tokens), self._few_indices)
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return sum(each.graph.num_graphs for each in self._graphs.values())
+
+    def _graph(self, tokens: int, indices: int) -> _TargetGraph:
+        """The one for so many tokens and logits indices, captured when it is first needed."""
+        key = tokens, indices
+        if key not in self._graphs:
+            self._graphs[key] = self._capture(tokens, indices)
+        return self._graphs[key]
 
     def _capture(self, tokens: int, indices: int) -> _TargetGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
@@ -134,8 +144,7 @@ class RaggedPrefill:
             [B] int64 accepted drafts of each row, and what was chosen for as many rows as there can be.
         """
         count, rows = len(ahead.token_ids), len(ahead.last_row)
-        key = token_bucket(count, self._most_tokens)
-        graph = self._graphs.get(key) or self._graphs.setdefault(key, self._capture(key))
+        graph = self._graph(token_bucket(count, self._most_tokens))
         ids, last_row = graph.inputs.token_ids, graph.inputs.last_row
         ids[:count].copy_(ahead.token_ids)
         ids.index_copy_(0, logits_indices, result.tokens.reshape(-1).index_select(0, ahead.token_sources))
@@ -150,8 +159,19 @@ class RaggedPrefill:
 
     def capture_ends(self) -> None:
         """Capture the largest bucket and the smallest."""
-        for key in dict.fromkeys(token_bucket(tokens, self._most_tokens) for tokens in (self._most_tokens, 1)):
-            self._graphs[key] = self._capture(key)
+        for tokens in (self._most_tokens, 1):
+            self._graph(token_bucket(tokens, self._most_tokens))
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs captured so far."""
+        return sum(each.graph.num_graphs for each in self._graphs.values())
+
+    def _graph(self, tokens: int) -> _PrefillGraph:
+        """The one for so many tokens, captured when it is first needed."""
+        if tokens not in self._graphs:
+            self._graphs[tokens] = self._capture(tokens)
+        return self._graphs[tokens]
 
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for

@@ -40,6 +40,11 @@ class SegmentedGraph:
         self._graphs = graphs
         self._calls = calls
 
+    @property
+    def num_graphs(self) -> int:
+        """One more than there are attentions."""
+        return len(self._graphs)
+
     def replay(self, attend: LayerAttend, num_tokens: int) -> None:
         """Run the launch again on the first num_tokens tokens; what it gives for the others is noise."""
         for graph, call in zip(self._graphs, self._calls, strict=False):

@@ -11,13 +11,12 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.filters_kernel import launch_filters, load_logits, load_stats, probability
+from specdec.ops.filters_kernel import LOG2E, launch_filters, load_logits, load_stats, probability
 
 _PART = 2048
 _WARPS = 4
 _PICK_WARPS = 8
 _UNIT = tl.constexpr(2.0**52)  # of probabilities as integers: V of them stay below 2**63
-_LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -88,7 +87,7 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
         return
-    scale, floor = _LOG2E / temperature, tl.load(min_p_ptr + row)
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
     index_ptr += row * (N + 1)
     stats_ptr += row * (N + 1) * 4
@@ -163,7 +162,7 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
         return
-    scale, floor = _LOG2E / temperature, tl.load(min_p_ptr + row)
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
     at = tl.load(packed_ptr)
     rejected = at < tl.load(num_drafts_ptr + row)
@@ -197,6 +196,17 @@ def _uniform_of_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _draft_weights(  # type: ignore[no-untyped-def]
+    logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART: tl.constexpr
+):
+    """Weights [PART] int64 of one part of a row of the head's logits."""
+    column = part * PART + tl.arange(0, PART)
+    x = load_logits(logits_ptr + row * row_stride + column, column < vocab)
+    stats, floor = load_stats(stats_ptr + row * stats_stride), tl.load(min_p_ptr + row)
+    return tl.where(column < vocab, _weights(probability(x, column, stats, LOG2E / temperature, floor)), 0)
+
+
+@triton.jit
 def _draft_sums_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     temperature_ptr,  # [R] float32
@@ -214,10 +224,9 @@ def _draft_sums_kernel(  # type: ignore[no-untyped-def]
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
         return
-    column = part * PART + tl.arange(0, PART)
-    x = load_logits(logits_ptr + row * row_stride + column, column < vocab)
-    stats, floor = load_stats(stats_ptr + row * stats_stride), tl.load(min_p_ptr + row)
-    weights = tl.where(column < vocab, _weights(probability(x, column, stats, _LOG2E / temperature, floor)), 0)
+    weights = _draft_weights(
+        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
+    )
     tl.store(sums_ptr + row * tl.num_programs(1) + part, tl.sum(weights, 0))
 
 
@@ -252,10 +261,9 @@ def _draft_pick_kernel(  # type: ignore[no-untyped-def]
     uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
     part = tl.arange(0, PARTS)
     part, place = _pick_part(tl.load(sums_ptr + row * parts + part, mask=part < parts, other=0), uniform)
-    column = part * PART + tl.arange(0, PART)
-    x = load_logits(logits_ptr + row * row_stride + column, column < vocab)
-    stats, floor = load_stats(stats_ptr + row * stats_stride), tl.load(min_p_ptr + row)
-    weights = tl.where(column < vocab, _weights(probability(x, column, stats, _LOG2E / temperature, floor)), 0)
+    weights = _draft_weights(
+        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
+    )
     token = tl.minimum(part * PART + _pick_in_part(weights, place), vocab - 1)
     tl.store(ids_ptr + row * ids_stride, token.to(tl.int64))
 

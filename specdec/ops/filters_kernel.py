@@ -35,7 +35,7 @@ _ALL = tl.constexpr(15)
 _STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
 _REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-_LOG2E = tl.constexpr(1.4426950408889634)
+LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -101,6 +101,27 @@ def _mass_target(total, top_p):  # type: ignore[no-untyped-def]
 def _counts(top_k, vocab):  # type: ignore[no-untyped-def]
     """Whether a row has top-k, so that its tokens are counted, not weighed, in the launches that narrow it down."""
     return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def _parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner):  # type: ignore[no-untyped-def]
+    """Temperature, top-k and top-p of a request."""
+    return tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+
+
+@triton.jit
+def _source(logits_ptr, index_ptr, row, row_stride):  # type: ignore[no-untyped-def]
+    """Where the logits of a row begin: those of row index[row], or of the row itself where there is no index."""
+    source = row
+    if index_ptr is not None:
+        source = tl.load(index_ptr + row)
+    return logits_ptr + source * row_stride
+
+
+@triton.jit
+def _peak(logits_ptr, peaks_ptr, row, peak_stride):  # type: ignore[no-untyped-def]
+    """The largest logit of a row; logits_ptr: where its logits begin."""
+    return load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
 
 
 @triton.jit
@@ -176,16 +197,13 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
     owner = row // per
-    temperature, top_k, top_p = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+    temperature, top_k, top_p = _parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
     counting = _counts(top_k, vocab)
     if (temperature == 0) | ((LEVEL > 0) & (top_p >= 1) & (counting == 0)):
         return
-    source = row
-    if index_ptr is not None:
-        source = tl.load(index_ptr + row)
-    logits_ptr += source * row_stride
-    peak = load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
-    scale, floor = _LOG2E / temperature, tl.load(min_p_ptr + owner)
+    logits_ptr = _source(logits_ptr, index_ptr, row, row_stride)
+    peak = _peak(logits_ptr, peaks_ptr, row, peak_stride)
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + owner)
     column = tl.arange(0, _COLUMNS)
     if LEVEL == 0:
         # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
@@ -256,14 +274,11 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
     owner = row // per
-    temperature, top_k, top_p = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+    temperature, top_k, top_p = _parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
     counting = _counts(top_k, vocab)
     if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
         return
-    source = row
-    if index_ptr is not None:
-        source = tl.load(index_ptr + row)
-    logits_ptr += source * row_stride
+    logits_ptr = _source(logits_ptr, index_ptr, row, row_stride)
     at = rows + row
     low, high, below, target, total, above_floor = _narrowed(
         sums_ptr + at * parts * _COLUMNS,
@@ -279,7 +294,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
     if start == 0:
         _remember(state_ptr + row * _STATE, low, high, below, target, total, above_floor)
-    peak = load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
+    peak = _peak(logits_ptr, peaks_ptr, row, peak_stride)
     place = tl.arange(0, PART)
     for part in range(start, tl.minimum(start + repeat, parts)):
         column = part * PART + place
@@ -407,17 +422,14 @@ def _settle_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     owner = row // per
-    temperature, top_k, top_p = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+    temperature, top_k, top_p = _parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
     floor = tl.load(min_p_ptr + owner)
     if temperature == 0:
         return
-    source = row
-    if index_ptr is not None:
-        source = tl.load(index_ptr + row)
-    logits_ptr += source * row_stride
+    logits_ptr = _source(logits_ptr, index_ptr, row, row_stride)
     stats_ptr += row * stats_stride
-    peak = load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
-    scale = _LOG2E / temperature
+    peak = _peak(logits_ptr, peaks_ptr, row, peak_stride)
+    scale = LOG2E / temperature
     part = tl.arange(0, PARTS)
     least, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
     counting = _counts(top_k, vocab)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -38,14 +38,7 @@ class SamplingRound:
     def decided(self) -> SamplingRound:
         """The first J rows."""
         own = slice(0, self.num_decided)
-        return SamplingRound(
-            self.arrays.rows(own),
-            self.keys[own],
-            self.first[own],
-            self.num_decided,
-            self.num_drafting,
-            self.max_drafts,
-        )
+        return replace(self, arrays=self.arrays.rows(own), keys=self.keys[own], first=self.first[own])
 
     def draft_uniforms(self) -> np.ndarray:
         """[R, n] float32, of the drafts that this round verifies."""
@@ -72,11 +65,10 @@ class SamplingRound:
 
 def sampling_round(target: TargetArrays, rows: np.ndarray, table: RowTable) -> SamplingRound | None:
     """Of a verification of these RowTable rows [B]; None when all of them are greedy."""
-    arrays = table.sampling(rows)
-    if not arrays.any_sampled:
+    if not table.any_sampled(rows):
         return None
     return SamplingRound(
-        arrays=arrays,
+        arrays=table.sampling(rows),
         keys=table.key[rows],
         first=target.start + target.num_new,
         num_decided=len(target.decided),

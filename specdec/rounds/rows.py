@@ -96,6 +96,10 @@ class RowTable:
         """A copy of the row's committed tokens."""
         return self.tokens[row, : self.length[row]].copy()
 
+    def any_sampled(self, rows: np.ndarray) -> bool:
+        """Whether any of these rows is not greedy. Every round asks it, so only temperatures are read."""
+        return bool(np.count_nonzero(self._sampling.temperature[rows]))
+
     def sampling(self, rows: np.ndarray) -> SamplingArrays:
         """Sampling parameters of selected rows."""
         return self._sampling.rows(rows)

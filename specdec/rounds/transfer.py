@@ -1,4 +1,4 @@
-"""A round's arrays on their way to the device: one copy for the verification, its sampling and the draft loop."""
+"""A round's arrays on their way to the device in one copy, in an arena of the sections that such rounds send."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class SentRound:
 
 
 class RoundTransfer:
-    """Lays out rounds in one arena and sends each in one host-to-device copy."""
+    """Sends rounds that run operator by operator: the verification, its sampling and the draft loop."""
 
     def __init__(self, loop: DraftLoop[Any, Any] | None, config: EngineConfig, device: torch.device) -> None:
         """loop: of the head; None without one."""
@@ -45,19 +45,8 @@ class RoundTransfer:
         """Host-to-device copies so far."""
         return self._arena.generation
 
-    def send(
-        self,
-        draft: DraftInput | None,
-        target: TargetArrays,
-        sampling: SamplingRound | None,
-        ahead: AheadInputs | None = None,
-    ) -> SentRound:
-        """Send everything of a round.
-
-        Args:
-            draft: None when no draft loop starts from aux hidden states.
-            ahead: the draft prefill after the verification, where it is launched before the read.
-        """
+    def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> SentRound:
+        """Send everything of a round in one copy; `draft` is None when no draft loop starts from aux hidden states."""
         loop, inputs = self._loop, target.inputs
         values = VerificationSection.values(inputs)
         arrays = None if draft is None or loop is None else loop.arrays(draft)
@@ -65,32 +54,60 @@ class RoundTransfer:
             values |= loop.values(arrays)
         if sampling is not None:
             values |= SamplingSection.values(sampling)
-        if ahead is not None:
-            values |= AheadSection.values(ahead)
-        size = LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
         drafting = LoopSize() if arrays is None else arrays.size
-        staged = self._arena.send(_bucket(loop, rounded(size), rounded(drafting)), values)
+        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting)), values)
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
-        drafted = None if loop is None or arrays is None else loop.views(arrays, staged)
-        return SentRound(device, drafted, None if ahead is None else AheadSection.views(ahead, device.metadata, staged))
+        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged), None)
+
+
+class AheadTransfer:
+    """Sends rounds of any shape that run from graphs: the verification, and the draft prefill that follows it unread.
+
+    Their sampling and their draft steps stand in fixed places, see `static.py`.
+    """
+
+    def __init__(self, drafting: bool, config: EngineConfig, device: torch.device) -> None:
+        """drafting: whether draft prefills follow."""
+        fields = VerificationSection.fields + (AheadSection.fields if drafting else ())
+        self._arena = StagingArena(fields, bucket_of(**_sizes(rounded(loop_limits(config)))), device)
+
+    @property
+    def transfers(self) -> int:
+        """Host-to-device copies so far."""
+        return self._arena.generation
+
+    def send(self, target: TargetArrays, ahead: AheadInputs | None) -> SentRound:
+        """Send everything of a round in one copy; `ahead` is None when no draft prefill follows."""
+        values = VerificationSection.values(target.inputs)
+        if ahead is not None:
+            values |= AheadSection.values(ahead)
+        staged = self._arena.send(bucket_of(**_sizes(rounded(_size_of(target)))), values)
+        device = VerificationSection.views(target.inputs, staged)
+        return SentRound(device, None, None if ahead is None else AheadSection.views(ahead, device.metadata, staged))
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
-    """Bytes of one buffer that holds the largest round."""
+    """Bytes of one buffer that holds the largest round, run operator by operator: from graphs it sends less."""
     return layout_of(*_largest(loop, config)).nbytes
 
 
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
     limits = rounded(loop_limits(config))
-    fields = [*VerificationSection.fields, *SamplingSection.fields]
-    fields += [] if loop is None else [*AheadSection.fields, *loop.fields]
+    fields = [*VerificationSection.fields, *SamplingSection.fields, *(() if loop is None else loop.fields)]
     return fields, _bucket(loop, limits, limits)
 
 
+def _size_of(target: TargetArrays) -> LoopSize:
+    return LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
+
+
+def _sizes(target: LoopSize) -> dict[str, int]:
+    return VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+
+
 def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize) -> Bucket:
-    sizes = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
-    sizes |= SamplingSection.dimensions(target.drafts)
+    sizes = _sizes(target) | SamplingSection.dimensions(target.drafts)
     return bucket_of(**(sizes if loop is None else sizes | loop.dimensions(draft)))

@@ -1,1 +1,1 @@
-"""Operators of compiled models and their Triton kernels. What varies: number of tokens, dtype, order of summation."""
+"""Matmuls with a weight whose cuBLASLt algorithm is chosen by measurement, once for each shape and kept on disk."""

@@ -12,7 +12,7 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """x [T, I], weight [O, I] -> x · weightᵀ [T, O], queued on the current stream."""
 
 FINALISTS = 6
-LEAST_GAIN = 0.01
+LEAST_GAIN = 0.02
 """A choice that gains less than this share of the time is noise: the library's own stays."""
 
 
@@ -37,7 +37,7 @@ class Timer(Protocol):
     """Times launches of one shape against each other."""
 
     def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
-        """µs of one call of each launch: the median of `rounds` means over `calls`; inf for one that fails."""
+        """µs of one call of each launch: the least of `rounds` means over `calls`; inf for one that fails."""
         ...
 
 
@@ -46,9 +46,9 @@ def fastest(
 ) -> Choice:
     """All algorithms are timed briefly, the best of them at length and in turn with the usual call."""
     launches = [launcher(each) for each in algorithms]
-    brief = timer(launches, 2, 1)
+    brief = timer(launches, 2, 2)
     best = sorted((us, i) for i, us in enumerate(brief) if us < float("inf"))[:FINALISTS]
-    usual_us, *final = timer([usual, *(launches[i] for _, i in best)], 4, 4)
+    usual_us, *final = timer([usual, *(launches[i] for _, i in best)], 4, 6)
     us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
     if usual_us == float("inf") or us > (1 - LEAST_GAIN) * usual_us:
         return Choice(None, usual_us, usual_us)

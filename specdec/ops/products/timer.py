@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import cycle, islice
-from statistics import median
 
 import torch
 
@@ -34,7 +33,10 @@ class GpuTimer:
         self._long = torch.zeros(least // 4, device=first.device)
 
     def __call__(self, launches: Sequence[Launch], calls: int, rounds: int) -> list[float]:
-        """See `Timer`. Launches take turns in every round; the first call of each, which loads it, does not count."""
+        """See `Timer`. Launches take turns in every round; the first call of each, which loads it, does not count.
+
+        The least of the rounds counts: what else runs on the device can only lengthen them.
+        """
         works = [self._runs(launch) for launch in launches]
         torch.cuda.synchronize(self._x.device)
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in launches]
@@ -44,7 +46,7 @@ class GpuTimer:
                     own.append(self._span(launch, calls))
         torch.cuda.synchronize(self._x.device)
         each = [[1e3 * start.elapsed_time(end) / calls for start, end in own] for own in spans]
-        return [median(own) if own else float("inf") for own in each]
+        return [min(own, default=float("inf")) for own in each]
 
     def _runs(self, launch: Launch) -> bool:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -51,6 +53,19 @@ def test_fusing_twice_finds_nothing_more(block: Block) -> None:
     x = torch.randn(3, 16)
     fuse_siblings(block, lambda: block(x), Alterations(block))
     assert fuse_siblings(block, lambda: block(x), Alterations(block)) == 0
+
+
+def test_compiled_code_takes_the_sizes_of_fused_weights_as_constants(block: Block) -> None:
+    """Else every stride of what it reads is an argument, and its kernels load a number at a time."""
+    fuse_siblings(block, lambda: block(torch.randn(3, 16)), Alterations(block))
+    symbols: list[torch.fx.Node] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
+        symbols.extend(n for n in graph.graph.find_nodes(op="placeholder") if n.type is torch.SymInt)
+        return graph.forward
+
+    torch.compile(block, backend=backend, dynamic=True)(torch.randn(5, 16))
+    assert len(symbols) == 1  # the number of tokens
 
 
 def test_weights_share_one_tensor(block: Block) -> None:

@@ -115,8 +115,13 @@ class Replayed:
 class ReplayedSegments:
     """Runs a launch again with the attention that the round brings, on the tokens that are there."""
 
-    def __init__(self, launch: Callable[[Any], Any], result: Any) -> None:
-        self.launch, self.result = launch, result
+    def __init__(self, launch: Callable[[Any], Any]) -> None:
+        self.launch, self.num_graphs = launch, 1
+        self.result = launch(self.cut)
+
+    def cut(self, layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
+        self.num_graphs += 1
+        return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
     def replay(self, attend: Any, num_tokens: int) -> None:
         def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
@@ -129,6 +134,11 @@ class ReplayedSegments:
             leave(self.result, self.launch(served))
 
 
+def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+    recorded = ReplayedSegments(launch)
+    return recorded, recorded.result
+
+
 @pytest.fixture
 def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     recorded: list[Replayed] = []
@@ -136,13 +146,6 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
         recorded.append(Replayed(launch))
         return recorded[-1], recorded[-1].result
-
-    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
-        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
-            return query.new_zeros(len(query), query.shape[1], value.shape[2])
-
-        result = launch(nothing)
-        return ReplayedSegments(launch, result), result
 
     monkeypatch.setattr(specdec.execution.capture, "record", record)
     monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
@@ -298,7 +301,9 @@ def test_compiled_code_gives_the_same_tokens_and_drafts(recorded_on_cpu: list[Re
 def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In half precision, through the attention port. The first norm has no residual before it."""
+    """In half precision, through the attention port, and over the border between two layers: the regions before the
+    first attention (whose norm has no residual before it), between two and after the last one, each compiled once.
+    """
     graphs: list[Counter[str]] = []
     rewrite = Rewriting.__call__
 
@@ -309,9 +314,9 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     monkeypatch.setattr(Rewriting, "__call__", count)
     with inductor.patch(force_disable_caches=True):
         with_graphs(None, tiny_llama().to(torch.bfloat16), num_speculative_tokens=0, max_num_seqs=4)
-    layers = tiny_llama().config.num_hidden_layers
     names = ("rms_norm", "add_rms_norm", "rotated")
-    assert [graphs[0][f"specdec.{name}.default"] for name in names] == [1, 2 * layers, layers]
+    found = [[graph[f"specdec.{name}.default"] for name in names] for graph in graphs]
+    assert found == [[1, 0, 1], [0, 2, 1], [0, 2, 0]]
 
 
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,6 +332,30 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
     monkeypatch.setattr(FixedPlaceBuilder, "replan", stale)
     completions = graphed.generate(PROMPTS, SamplingParams(max_new_tokens=24))
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
+
+
+@pytest.mark.parametrize(
+    ("num_drafts", "drawn", "sampled"),
+    [(0, "greedy", 2), (1, "probabilistic", 6), (3, "probabilistic", 12), (3, "greedy", 3)],
+)
+def test_every_captured_graph_is_reported(
+    graphs_on_cpu: list[Replayed], num_drafts: int, drawn: str, sampled: int
+) -> None:
+    """Buckets of 4, 2 and 1 rows (4 and 2 where nothing is drafted): a verification, K passes of the head; for sampled
+    rows the decision and, where drafts are drawn, K draws. By segments: two sizes, cut at every attention.
+    """
+    graphed = with_graphs(
+        table_head(tiny_llama()) if num_drafts else None,
+        num_speculative_tokens=num_drafts,
+        max_num_seqs=4,
+        draft_sampling=drawn,
+        max_num_batched_tokens=256,
+    )
+    report = graphed.executor.report
+    assert (report.graphs, report.sampled_graphs) == ((1 + num_drafts) * len(report.rows), sampled)
+    assert report.graphs + report.sampled_graphs == len(graphs_on_cpu)
+    layers = tiny_llama().config.num_hidden_layers
+    assert report.segment_graphs == 2 * (layers + 1) + (2 * (1 + 1) if num_drafts else 0)
 
 
 def test_buckets() -> None:
@@ -398,15 +427,7 @@ def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], m
         launch()
         return plain(launch, pool)
 
-    def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
-        def nothing(layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
-            return query.new_zeros(len(query), query.shape[1], value.shape[2])
-
-        result = launch(nothing)
-        return ReplayedSegments(launch, result), result
-
     monkeypatch.setattr(specdec.execution.capture, "record", record)
-    monkeypatch.setattr(specdec.execution.ragged, "record_segments", record_segments)
     check_mla_mixture(2, rows=1)
     assert sum(g.replays for g in recorded_on_cpu) > 20
 

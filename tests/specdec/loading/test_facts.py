@@ -30,17 +30,12 @@ def test_attention_and_caches() -> None:
 
 def test_graphs() -> None:
     model = loaded()
-    model.engine.use(SimpleNamespace(report=GraphReport(12, (8, 4, 2, 1), 31.234, 3 << 29, 7, "9 of 12"), transfers=0))
+    report = GraphReport(12, 8, 20, (8, 4, 2, 1), 31.234, 3 << 29, 7, "9 of 12")
+    model.engine.use(SimpleNamespace(report=report, transfers=0))
     model.graphs = "on"
     facts = facts_of(model)
-    assert facts["graphs"] == {
-        "state": "on",
-        "graphs": 12,
-        "rows": (8, 4, 2, 1),
-        "seconds": 31.2,
-        "GiB": 1.5,
-        "fused_groups": 7,
-        "products": "9 of 12",
-    }
-    assert ("CUDA graphs", "12 for 8, 4, 2, 1 rows, captured in 31.2 s, 1.5 GiB") in route_rows(facts)
+    counts = {"state": "on", "graphs": 12, "sampled_graphs": 8, "segment_graphs": 20, "rows": (8, 4, 2, 1)}
+    assert facts["graphs"] == counts | {"seconds": 31.2, "GiB": 1.5, "fused_groups": 7, "products": "9 of 12"}
+    made = "12 for 8, 4, 2, 1 rows, 8 more for sampled ones, 20 by segments"
+    assert ("CUDA graphs", f"{made}, captured in 31.2 s, 1.5 GiB") in route_rows(facts)
     assert ("matmul algorithms", "9 of 12") in route_rows(facts)

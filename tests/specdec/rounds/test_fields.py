@@ -17,7 +17,7 @@ from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainSection
 from drafters.loops.modules.staged import ModuleSection
 from specdec.config import EngineConfig
-from specdec.rounds.fields import HeadPagesSection, SamplingSection, VerificationSection
+from specdec.rounds.fields import AheadSection, SamplingSection, VerificationSection
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.transfer import RoundTransfer
@@ -27,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent.parent
 HOMES = {
     "target.": "specdec/rounds/fields.py",
     "head.": "specdec/rounds/fields.py",
+    "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
     "prefill.": "drafters/loops/chain/staged.py",
     "step.": "drafters/loops/chain/staged.py",
@@ -59,7 +60,7 @@ def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
     modules = ModuleSection(3, 4)
     common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3)
-    shared = VerificationSection.fields + SamplingSection.fields + HeadPagesSection.fields
+    shared = VerificationSection.fields + SamplingSection.fields + AheadSection.fields
     for loop_fields, sizes in (
         (ChainSection.fields, ChainSection.dimensions(size)),
         (modules.fields, modules.dimensions(size)),

@@ -38,3 +38,13 @@ def test_a_row_used_again_keeps_nothing() -> None:
     table.close(1)
     assert table.open(np.arange(4), 20, 0, 2, SamplingParams()) == 1
     assert table.prefilling(ROWS).tolist() == [True, True] and table.pending(ROWS).tolist() == [7, 4]
+
+
+def test_rows_are_sampled_by_their_own_temperature_alone() -> None:
+    table = RowTable(3, 32)
+    for temperature in (0.0, 0.7, 0.0):
+        table.open(np.arange(7), 20, 3, 1, SamplingParams(temperature=temperature, top_k=5))
+    assert [table.any_sampled(np.array(rows)) for rows in ([0, 2], [1], [2, 1])] == [False, True, True]
+    table.close(1)
+    table.open(np.arange(4), 20, 0, 2, SamplingParams())
+    assert not table.any_sampled(np.arange(3))

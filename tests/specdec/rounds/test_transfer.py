@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -9,20 +10,24 @@ import pytest
 import torch
 from fakes import table_head, tiny_llama
 
-from drafters.loops.base import DraftInput
+import specdec.rounds.transfer
+from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of, layout_of
+from drafters.loops.base import DraftInput, LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.staged import ChainInputs
 from specdec.config import EngineConfig
 from specdec.requests.sampling import SamplingParams
+from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.drafting import draft_input
 from specdec.rounds.fields import DeviceRound
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
-from specdec.rounds.transfer import RoundTransfer, SentRound
+from specdec.rounds.transfer import AheadTransfer, RoundTransfer, SentRound, staging_bytes
 from specdec.rounds.verification import TargetArrays, Verified, target_arrays
 
 CPU, PAGE, K, ROWS = torch.device("cpu"), 4, 3, np.array([1, 0])
+CONFIG = EngineConfig(K, 32, 2, 16, PAGE, 20)
 BLOCK_TABLE = np.arange(1, 17, dtype=np.int32).reshape(2, 8)
 
 
@@ -36,13 +41,13 @@ def arrays(temperature: float = 0.0) -> tuple[DraftInput | None, TargetArrays, S
     verified = Verified(np.array([0, 4, 8]), ROWS, np.full(2, K), np.array([2, 0]))
     schedule = Schedule(ROWS, np.ones(2, np.int64), np.full(2, K))
     draft = draft_input(verified, schedule, table, BLOCK_TABLE, PAGE)
-    target = target_arrays(schedule, table, BLOCK_TABLE, PAGE)
+    target = target_arrays(schedule, table, BLOCK_TABLE, PAGE, BLOCK_TABLE)
     return draft, target, sampling_round(target, schedule.rows, table)
 
 
 def sent(temperature: float = 0.0, with_draft: bool = True) -> tuple[SentRound, RoundTransfer]:
     draft, target, sampling = arrays(temperature)
-    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), EngineConfig(K, 32, 2, 16, PAGE, 20), CPU)
+    transfer = RoundTransfer(ChainLoop(table_head(tiny_llama())), CONFIG, CPU)
     return transfer.send(draft if with_draft else None, target, sampling), transfer
 
 
@@ -106,6 +111,11 @@ def test_sampling_parameters_and_uniforms_arrive_as_they_are() -> None:
     assert np.array_equal(round_.sampling.next_uniform.numpy(), sampling.next_uniforms(drafts + 1))
 
 
+def test_a_greedy_round_reads_temperatures_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RowTable, "sampling", lambda self, rows: pytest.fail("parameters were read"))
+    assert arrays()[2] is None
+
+
 def test_drafts_after_a_round_take_the_uniforms_that_the_next_round_knows_for_them() -> None:
     """Whatever is accepted: the uniform depends on the position alone, so that eager and graph rounds draw the same."""
     _, target, sampling = arrays(0.7)
@@ -114,3 +124,54 @@ def test_drafts_after_a_round_take_the_uniforms_that_the_next_round_knows_for_th
     for accepted in range(4):
         following = replace(sampling, first=sampling.first + accepted + 1)
         assert np.array_equal(ahead[:, accepted : accepted + 3][: len(target.decided)], following.draft_uniforms())
+
+
+class Noted(StagingArena):
+    """Notes of every transfer the names of its arrays and the fields that it copies, with their bytes."""
+
+    made: list[Noted]
+
+    def __init__(self, fields: Sequence[Field], max_bucket: Bucket, device: torch.device) -> None:
+        super().__init__(fields, max_bucket, device)
+        self.fields, self.most = fields, layout_of(fields, max_bucket).nbytes
+        self.sent: list[tuple[set[str], dict[str, int]]] = []
+        Noted.made.append(self)
+
+    def send(self, bucket: Bucket, arrays: Mapping[str, np.ndarray]) -> Staged:
+        self.sent.append((set(arrays), {field.name: layout_of([field], bucket).nbytes for field in self.fields}))
+        return super().send(bucket, arrays)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> list[Noted]:
+    monkeypatch.setattr(specdec.rounds.transfer, "StagingArena", Noted)
+    monkeypatch.setattr(Noted, "made", [], raising=False)
+    return Noted.made
+
+
+def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: list[Noted]) -> None:
+    """Sampled rows, drafts in other rows: every array that there can be. With 2 rows each fills its 64 bytes at most.
+
+    A verification has 8 arrays of its batch and 7 of its own; a draft prefill before the read has slots, pages and 4
+    more; sampling has 7. The draft loop reads 4 tokens of 2 rows.
+    """
+    draft, target, sampling = arrays(0.7)
+    target = replace(target, sources=ROWS)
+    loop = ChainLoop(table_head(tiny_llama()))
+    RoundTransfer(loop, CONFIG, CPU).send(draft, target, sampling)
+    AheadTransfer(True, CONFIG, CPU).send(target, ahead_inputs(target))
+    AheadTransfer(False, CONFIG, CPU).send(target, None)
+    for arena in noted:
+        ((names, fields),) = arena.sent
+        assert set(fields) == names
+    eager, ahead, alone = (sum(arena.sent[0][1].values()) for arena in noted)
+    assert alone == (8 + 7) * 64 and ahead - alone == (2 + 4) * 64
+    drafting = layout_of(loop.fields, bucket_of(**loop.dimensions(LoopSize(2, 4, 8, K)))).nbytes
+    assert eager - alone == 7 * 64 + drafting
+
+
+def test_no_round_from_graphs_needs_a_larger_buffer_than_what_is_checked_at_loading(noted: list[Noted]) -> None:
+    loop = ChainLoop(table_head(tiny_llama()))
+    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(True, CONFIG, CPU)
+    eager, ahead = noted
+    assert ahead.most < eager.most == staging_bytes(loop, CONFIG)
