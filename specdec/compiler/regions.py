@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch._inductor.compile_fx import compile_fx
@@ -26,6 +26,8 @@ _LEAST_ATTENTIONS = 3
 """The fewest attentions of which one region is between two others, and may come again."""
 _ATTENTIONS = (torch.ops.specdec.attend, torch.ops.specdec.attend.default)
 _SIZES = (int, torch.SymInt)
+_GIVEN = ("placeholder", "get_attr")
+"""Nodes that compute nothing: a graph's inputs and its constants."""
 
 
 @dataclass(frozen=True)
@@ -47,16 +49,19 @@ def compile_regions(module: GraphModule, example_inputs: Sequence[Any]) -> Calla
     """
     regions = cut(module.graph)
     if regions is None:
-        return compile_fx(module, list(example_inputs))  # type: ignore[no-any-return]
+        return _compiled(module, example_inputs)
     compiled: dict[str, Callable[..., Any]] = {}
-    graph, made = Graph(), {}
+    graph, made = Graph(), dict[Node, Node]()
+    for node in module.graph.nodes:
+        if node.op in _GIVEN:
+            made[node] = graph.node_copy(node)
     starts = {region.nodes[0]: region for region in regions}
-    inside = {node for region in regions for node in region.nodes}
+    inside = {node for region in regions for node in region.nodes}.union(made)
     for node in module.graph.nodes:
         if region := starts.get(node):
             form = form_of(region)
             if form not in compiled:
-                own = compile_fx(_module_of(module, region), [value_of(i) for i in region.inputs])
+                own = _compiled(_module_of(module, region), [value_of(i) for i in region.inputs])
                 compiled[form] = _named(own, f"region_{len(compiled)}")
             called = graph.call_function(compiled[form], tuple(made[i] for i in region.inputs))
             for place, output in enumerate(region.outputs):
@@ -72,7 +77,7 @@ def cut(graph: Graph) -> tuple[_Region, ...] | None:
     for node in graph.nodes:
         if node.target in _ATTENTIONS:
             parts.append([])
-        elif node.op not in ("placeholder", "get_attr", "output"):
+        elif node.op not in (*_GIVEN, "output"):
             parts[-1].append(node)
     if len(parts) <= _LEAST_ATTENTIONS:
         return None
@@ -116,6 +121,11 @@ def value_of(node: Node) -> Any:
     return node.meta.get("example_value")
 
 
+def _compiled(module: GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A graph as the compiler's default backend makes it."""
+    return cast(Callable[..., Any], compile_fx(module, list(inputs)))
+
+
 def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """The function under a name of its own, by which a graph's code finds it."""
 
@@ -128,7 +138,7 @@ def _named(function: Callable[..., Any], name: str) -> Callable[..., Any]:
 
 def _module_of(module: GraphModule, region: _Region) -> GraphModule:
     """The region as a graph of its own: its inputs -> tuple of its outputs."""
-    graph, made = Graph(), {}
+    graph, made = Graph(), dict[Node, Node]()
     for place, node in enumerate(region.inputs):
         made[node] = graph.placeholder(f"input_{place}")
         made[node].meta = node.meta.copy()

@@ -31,7 +31,7 @@ from specdec.values import short
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
 """Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
-weights are read."""
+weights are read; for a loaded model, before it is run."""
 
 
 def load_target(
@@ -152,5 +152,7 @@ def open_target(
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
     check_loaded_target(target)
+    if on_config is not None:
+        on_config(target.config, target.dtype, target.device)
     name = target.name_or_path
     return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code) if name else None

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.fx import GraphModule
+from torch._guards import detect_fake_mode
+from torch.fx import GraphModule, Node
 
 import specdec.compiler.regions
 from attention.hf.custom_op import Channel
@@ -70,10 +71,10 @@ class Shaped(Layers):
             return super().forward(x)
 
 
-def run(model: Layers, tokens: int = 5) -> None:
+def run(model: Layers, tokens: int = 5, backend: Any = compile_regions) -> None:
     """Compiled and plain, with two numbers of tokens."""
     x = torch.linspace(-1, 1, tokens * WIDTH).view(tokens, WIDTH)
-    function = torch.compile(model, backend=compile_regions, fullgraph=True, dynamic=True)
+    function = torch.compile(model, backend=backend, fullgraph=True, dynamic=True)
     with torch.no_grad(), compiler_settings(), CHANNEL.carrying(attend):
         for count in (tokens, tokens - 2):
             model.seen.zero_()
@@ -109,3 +110,22 @@ def test_regions_that_pass_on_other_things_are_compiled_as_one(compiled: list[Gr
     """The compiler takes tensors and sizes; an autocast around all layers is neither."""
     run(Shaped((1.0,) * 5))
     assert len(compiled) == 1
+
+
+def test_a_constant_amid_a_region_is_one_of_its_inputs(compiled: list[GraphModule]) -> None:
+    def with_constant(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        """The factor of the result as a constant of the graph, in the middle of its last region."""
+        last = module.graph.output_node().args[0][0]  # type: ignore[index, union-attr]
+        assert isinstance(last, Node) and last.args[1] == 2
+        module.register_buffer("factor", torch.tensor(2.0))
+        with module.graph.inserting_before(last):
+            constant = module.graph.get_attr("factor")
+        mode = detect_fake_mode(inputs)
+        assert mode is not None
+        constant.meta["example_value"] = mode.from_tensor(module.factor)
+        last.args = last.args[0], constant
+        return compile_regions(module, inputs)
+
+    run(Layers((1.0,) * 7), backend=with_constant)
+    assert len(compiled) == 4
+    assert not any(node.op == "get_attr" for module in compiled for node in module.graph.nodes)
