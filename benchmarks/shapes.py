@@ -16,6 +16,7 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
+from drafters.mtp.stack import MtpStack
 from drafters.vocab import offsets_of
 
 COPY_BYTES_PER_S = 4.25e12
@@ -82,6 +83,10 @@ SHAPES = {
     "tiny": lambda: _llama(256, 512, 8, 16, 64, False),
     "tiny-deepseek": lambda: _deepseek_v2(256, 512, 4, 4, 16, 128),
 }
+MODULES = {"deepseek-v2-lite": 1, "tiny-deepseek": 1}
+"""Shapes whose head is that many multi-token-prediction modules; the others have an EAGLE-3 head."""
+for _shape in ("llama-3.1-8b", "deepseek-v2-lite", "tiny", "tiny-deepseek"):
+    SHAPES[f"{_shape}-2-modules"], MODULES[f"{_shape}-2-modules"] = SHAPES[_shape], 2
 
 
 @dataclass(frozen=True)
@@ -89,17 +94,22 @@ class Pair:
     """A target, its head, and their sizes."""
 
     target: PreTrainedModel
-    head: Eagle3Head | MtpHead
+    head: Eagle3Head | MtpHead | MtpStack
+
+    @property
+    def num_modules(self) -> int:
+        """M multi-token-prediction modules that take turns; 1 of any other head."""
+        return self.head.num_modules if isinstance(self.head, MtpStack) else 1
 
     @cached_property
     def cache_bytes(self) -> tuple[int, int]:
-        """Cache bytes a token of the target's layers, and of the head's."""
+        """Cache bytes a token of the target's layers, and of those that a pass of the head reads."""
         calls = probe(self.target).calls
-        keys = tuple(call.attention_spec for call in calls), self.head.attention_specs
+        keys = tuple(call.attention_spec for call in calls), _module(self.head).attention_specs
         return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
 
     def experts(self, sequences: list[list[int]], drafts: int, new_tokens: int) -> tuple[ExpertWork, ...]:
-        """Experts at work in a round: in the verification, in the draft prefill, and in a further step.
+        """Experts at work in a round: in the verification, in a pass of the draft prefill, and in a further step.
 
         Counted on the last `new_tokens` of every sequence, see `expert_work`. The head's router was not asked:
         its layer is taken to choose as the target's layers do on average.
@@ -111,14 +121,16 @@ class Pair:
     def floor_ms(self, rows: int, drafts: int, context: int, experts: tuple[ExpertWork, ...]) -> float:
         """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate.
 
-        Of experts, only the weights of those that were chosen count.
+        Of experts, only the weights of those that were chosen count. Every draft is a pass of the head, and each later
+        one of several modules has a pass more, in the draft prefill; of that only memory counts.
         """
         verify, first, step = experts
-        steps = max(drafts - 1, 0)
+        steps, others = max(drafts - 1, 0), max(min(self.num_modules, drafts) - 1, 0)
         dense, head = _matmul_weights(self.target), _head_weights(self.head)
         of_target, of_head = self.cache_bytes
-        chosen = verify.weights + (first.weights + steps * step.weights if drafts else 0)
-        memory = 2 * (dense + head * drafts + chosen) + rows * context * (of_target + of_head * drafts)
+        chosen = verify.weights + ((1 + others) * first.weights + steps * step.weights if drafts else 0)
+        read = dense + head * drafts + _matmul_weights(_module(self.head)) * others + chosen
+        memory = 2 * read + rows * context * (of_target + of_head * (drafts + others))
         tokens = rows * (drafts + 1)
         routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
         compute = 2 * (dense * tokens + head * rows * drafts + routed)
@@ -129,20 +141,27 @@ def _matmul_weights(module: torch.nn.Module) -> int:
     return sum(m.in_features * m.out_features for m in module.modules() if isinstance(m, torch.nn.Linear))
 
 
-def _head_weights(head: Eagle3Head | MtpHead) -> int:
-    """Weights that one pass reads; an MTP module reads the target's lm_head."""
-    return _matmul_weights(head) + (head.target_lm_head.numel() if isinstance(head, MtpHead) else 0)
+def _module(head: Eagle3Head | MtpHead | MtpStack) -> Eagle3Head | MtpHead:
+    """What runs in one pass of the head."""
+    return head.module(0) if isinstance(head, MtpStack) else head
+
+
+def _head_weights(head: Eagle3Head | MtpHead | MtpStack) -> int:
+    """Weights that one draft reads; an MTP module reads the target's lm_head."""
+    own = _module(head)
+    return _matmul_weights(own) + (own.target_lm_head.numel() if isinstance(own, MtpHead) else 0)
 
 
 def random_pair(shape: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Build a pair of the shape with random weights on the device: an MTP module for DeepSeek, else an EAGLE-3 head."""
-    config = SHAPES[shape]()
+    """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3."""
+    config, modules = SHAPES[shape](), MODULES.get(shape, 0)
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         if isinstance(config, DeepseekV2Config):
             _spread_tokens(target)
-        head = _mtp_head(target) if isinstance(config, DeepseekV2Config) else _eagle_head(target, config)
+        heads = [_mtp_head(target) for _ in range(modules)]
+        head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     return Pair(target, head.eval().requires_grad_(False))
 
 

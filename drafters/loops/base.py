@@ -61,6 +61,18 @@ def paged_attend(runner: GroupRunner, planned: PlannedBatch, first_layer: int = 
     return attend
 
 
+def passes_attend(runner: GroupRunner, planned: Sequence[PlannedBatch]) -> Attend:
+    """The same for a draft prefill of several passes, by the layers of the group: layer m is that of pass m.
+
+    A single pass serves every layer.
+    """
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return runner.attend(planned[layer % len(planned)], layer, query, key, value)
+
+    return attend
+
+
 @dataclass(frozen=True)
 class DraftingRows:
     """The R rows that draft, after the draft prefill: all that the steps after it need.
@@ -200,15 +212,28 @@ class StaticShape:
 
 
 @dataclass(frozen=True)
+class CarriedRows:
+    """How the static draft prefill of M > 1 modules finds what each request's last one left, all on the device.
+
+    request_rows: [rows] int64, see `DraftInput`, -1 for an added row; sources: [T] int64, where the row before each
+    token row stands in [rows vectors of the requests, T outputs of the module before].
+    """
+
+    request_rows: torch.Tensor
+    sources: torch.Tensor
+
+
+@dataclass(frozen=True)
 class StaticPrefill:
     """What the static draft prefill reads right after a verification, all on the device.
 
     token_ids: [T] int64, the verification's own tokens, at p the one for p+1; last_row: [rows] int64, token rows of the
-    last accepted ones.
+    last accepted ones. carried: None for a loop of one head, which keeps nothing of a request.
     """
 
     token_ids: torch.Tensor
     last_row: torch.Tensor
+    carried: CarriedRows | None = None
 
 
 @dataclass(frozen=True)
@@ -243,11 +268,18 @@ class StaticLoop(Protocol):
     def steps(self, shape: StaticShape) -> StaticSteps:
         """The host arrays of the steps for so many rows."""
 
-    def prefill(self, inputs: StaticPrefill, positions: torch.Tensor, attend: Attend, compiled: bool = True) -> Chosen:
-        """The draft prefill over a verification's token rows: writes draft 1, and what step 0 starts from.
+    def prefill(
+        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+    ) -> Chosen:
+        """The draft prefill over a verification's token rows: writes draft 1, and what the steps start from.
 
-        positions: [T] int64. attend: over the head's paged cache.
+        Args:
+            positions: [T] int64 of each of the loop's M passes; those of pass m stand m further back.
+            attend: over the head's paged cache, by the layers of its group; see `passes_attend`.
         """
+
+    def step_width(self, index: int) -> int:
+        """Tokens of a row in step `index` (from 0)."""
 
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None

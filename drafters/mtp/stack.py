@@ -14,7 +14,9 @@ from torch import nn
 from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
-from drafters.loops.base import LoopSize
+from drafters.loops.base import Greedy, LoopSize
+from drafters.loops.chain.run import ChainLoop
+from drafters.loops.modules.passes import ModulePasses
 from drafters.loops.modules.run import ModuleLoop
 from drafters.mtp.convention_check import check_convention
 from drafters.mtp.head import MtpHead
@@ -47,6 +49,11 @@ class MtpStack(nn.Module):
         """The module that makes draft step+1."""
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
 
+    def passes(self, num_modules: int, greedy: Greedy) -> tuple[ModulePasses, ...]:
+        """See `drafters.loops.modules.run.ModuleStack`."""
+        taking_turns = self.mtp_modules[:num_modules]
+        return tuple(ModulePasses(own, taking_turns[m - 1], greedy) for m, own in enumerate(taking_turns))
+
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
         return aux_hidden_states
@@ -74,9 +81,9 @@ class MtpStack(nn.Module):
         """Modules 0 … M-1."""
         return tuple(self.heads)  # type: ignore[arg-type]
 
-    def draft_loop(self, limits: LoopSize) -> ModuleLoop:
-        """All modules in turn."""
-        return ModuleLoop(self, limits)
+    def draft_loop(self, limits: LoopSize) -> ModuleLoop | ChainLoop:
+        """The modules in turn, as many as there are drafts; of one draft, the chain of the first."""
+        return ModuleLoop(self, limits) if limits.drafts > 1 else self.module(0).draft_loop(limits)
 
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         """See `drafters.base.HasInputConvention`."""

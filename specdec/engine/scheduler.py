@@ -108,12 +108,15 @@ class Scheduler:
 
         Returns:
             False, and nothing is changed, where the rows after it may be others, or no verifications: a row is gone or
-            may come to its limit, reads its prompt, somebody could join, or pages are missing.
+            may come to its limit, reads its prompt, is too short for M modules to make all drafts that its limits
+            allow (`_drafts_at`), somebody could join, or pages are missing.
         """
         rows, table = schedule.rows, self._table
         if (self.waiting and table.num_free) or [r.row for r in self.running] != rows.tolist():
             return False
         if table.prefilling(rows).any():
+            return False
+        if self._num_modules > 1 and table.computed[rows].min() + 1 < self._num_modules:
             return False
         most = schedule.num_new + schedule.num_drafts
         left = table.limit[rows] - table.length[rows] - most

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -11,7 +11,7 @@ import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
-from drafters.loops.base import Chosen, Draft, StaticLoop, StaticPrefill, paged_attend
+from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
 from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One draft step after the draft prefill. x [rows, H] is its output, which the next step's graph reads.
+    """One draft step after the draft prefill. x [rows·w, H] is its output, which the next step's graph reads.
 
     choose: draws its draft of sampled rows again; None where those are greedy, too.
     """
@@ -39,12 +39,12 @@ class StepGraph:
 
 @dataclass(frozen=True)
 class DraftGraphs:
-    """The head's graphs: the draft prefill after the verification, planned by prefill_planner, and the steps.
+    """The head's graphs: the draft prefill after the verification, with a planner of each pass, and the steps.
 
     choose: draws draft 1 of sampled rows again; None where those are greedy, too.
     """
 
-    prefill_planner: FixedPlanner
+    prefill_planners: tuple[FixedPlanner, ...]
     prefill: torch.cuda.CUDAGraph
     choose: torch.cuda.CUDAGraph | None
     steps: tuple[StepGraph, ...]
@@ -93,12 +93,14 @@ class Bucket:
 class EmptyRound:
     """A round without rows in a bucket's shape, at the addresses that its graphs will read.
 
-    prefill: the head's attention after the verification; steps: that of the draft steps. None and () without a head.
+    prefill: the head's attention in each pass after the verification; steps: that of the draft steps; () without a
+    head. carried: see `StaticPrefill`.
     """
 
     target: DeviceRound
-    prefill: CommonAttentionMetadata | None
-    steps: tuple[CommonAttentionMetadata, ...]
+    prefill: tuple[CommonAttentionMetadata, ...] = ()
+    steps: tuple[CommonAttentionMetadata, ...] = ()
+    carried: CarriedRows | None = None
 
 
 def step_rows(rows: int) -> int:
@@ -120,16 +122,15 @@ class DraftCapture:
         self._runner = runner
         self._pool = pool
 
-    def run_plainly(self, result: PackedResult, metadata: CommonAttentionMetadata) -> None:
+    def run_plainly(self, result: PackedResult, round_: EmptyRound) -> None:
         """The draft prefill without its attention, not compiled and not captured."""
-        self._prefill(result, self._runner.blank(metadata), compiled=False)
+        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill], compiled=False)
 
     def compile(self, result: PackedResult, round_: EmptyRound) -> None:
         """Run the draft prefill and the steps once without their attention, so that they are compiled."""
-        assert round_.prefill is not None
-        self._prefill(result, self._runner.blank(round_.prefill))
+        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill])
         before = None
-        for index, metadata in enumerate(round_.steps[:2]):  # all after the first are called alike
+        for index, metadata in enumerate(round_.steps):
             before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
 
     def capture(self, result: PackedResult, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
@@ -137,13 +138,14 @@ class DraftCapture:
 
         target: the verification's planner.
         """
-        assert round_.prefill is not None
         rows, query_len = result.tokens.shape
-        planner = self._runner.fixed_planner(rows, query_len, target)
-        planned = planner.plan(round_.prefill)
-        prefill, chosen = record(lambda: self._prefill(result, planned), self._pool)
+        planners, planned = [], []
+        for m, metadata in enumerate(round_.prefill):  # only the first has the verification's lengths
+            planners.append(self._runner.fixed_planner(rows, query_len, None if m else target))
+            planned.append(planners[-1].plan(metadata))
+        prefill, chosen = record(lambda: self._prefill(result, round_, planned), self._pool)
         choose = self._choosing(partial(self._choose_first, result, chosen))
-        return DraftGraphs(planner, prefill, choose, self._capture_steps(rows, round_))
+        return DraftGraphs(tuple(planners), prefill, choose, self._capture_steps(rows, round_))
 
     def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
         """What sampled rows are drafted from; sources: [rows] int64, their rows among the drafts."""
@@ -157,17 +159,20 @@ class DraftCapture:
         self.sampled.begin(result.num_accepted)
         self.sampled.choose(0, chosen)
 
-    def _prefill(self, result: PackedResult, planned: PlannedBatch, compiled: bool = True) -> Chosen:
+    def _prefill(
+        self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
+    ) -> Chosen:
         """Over every token row of the verification, which stand query_len apart, up to the last accepted one."""
         rows, query_len = result.tokens.shape
         first = torch.arange(0, rows * query_len, query_len, device=result.packed.device)
-        inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted)
-        return self.loop.prefill(inputs, planned.metadata.positions, paged_attend(self._runner, planned), compiled)
+        inputs = StaticPrefill(result.tokens.reshape(-1), first + result.num_accepted, round_.carried)
+        positions = [metadata.positions for metadata in round_.prefill]
+        return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
-            planner = self._runner.fixed_planner(step_rows(rows), 1)
+            planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
             before = steps[-1].x if steps else None
             launch = partial(self.loop.step, index, step_rows(rows), planner.plan(metadata), before)
             graph, (x, chosen) = record(launch, self._pool)

@@ -1,9 +1,9 @@
 """Rounds from CUDA graphs in fixed shapes: the verification, the draft prefill, and each further draft step.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
-`drafters/loops/chain/static.py`). So while the host reads the verification result and lays out the draft steps, the
-device is at work; each step is planned while the one before runs; commit, schedule and the next verification follow
-while the steps run. That makes two transfers per round instead of one.
+`drafters/loops/chain/static.py`, and `static.py` of `modules` beside it). So while the host reads the verification
+result and lays out the draft steps, the device is at work; each step is planned while the one before runs; commit,
+schedule and the next verification follow while the steps run. That makes two transfers per round instead of one.
 """
 
 from __future__ import annotations
@@ -130,8 +130,9 @@ class GraphExecutor:
         self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
-        self._transfer = AheadTransfer(drafting, config, device)
-        self._fixed = {n: FixedTarget(static_shape(config, n), drafting, device) for n in rows}
+        self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
+        self._transfer = AheadTransfer(self._num_modules, config, device)
+        self._fixed = {n: FixedTarget(static_shape(config, n), self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -149,7 +150,9 @@ class GraphExecutor:
                 if config.draws_drafts:
                     self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
                 drafts = DraftCapture(self._loop, self._drawn, drafter.runner, self._pool)
-                self._prefill = RaggedPrefill(self._loop, drafter.runner, config, self._pool, self._compiling)
+                self._prefill = RaggedPrefill(
+                    self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling
+                )
             self._drafts = drafts
             self._fused = self._fuse(rows[-1], drafter, drafts)
             store_cos_sin(target.hf_model, self._alterations)
@@ -174,7 +177,7 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(self._model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
-            parts = [(target.hf_model, tokens), (self._head, tokens.union(self._fixed))]
+            parts = [(target.hf_model, tokens), (self._head, tokens | self._step_tokens())]
             products = choose_products(parts, invariant)
             for n in self._fixed:
                 log.info("capturing for %d rows", n)
@@ -200,6 +203,11 @@ class GraphExecutor:
         buckets = self._buckets.values()
         segments = self._ragged.num_graphs + (0 if self._prefill is None else self._prefill.num_graphs)
         return sum(b.num_graphs for b in buckets), sum(b.num_sampled for b in buckets), segments
+
+    def _step_tokens(self) -> set[int]:
+        """Tokens of the draft steps of each bucket; also rows whose logits a draft is chosen from."""
+        widths = {1} if self._loop is None else {1, *map(self._loop.step_width, range(self._query_len - 2))}
+        return {rows * width for rows in self._sizes for width in widths}
 
     @contextmanager
     def _compiling(self) -> Iterator[None]:
@@ -227,7 +235,7 @@ class GraphExecutor:
         if rows is not None:
             self._send_verification(rows, target)
             return Round(target, None, rows, sampling is not None)
-        ahead = None if self._prefill is None else ahead_inputs(target)
+        ahead = None if self._prefill is None else ahead_inputs(target, self._num_modules, self._sizes[-1])
         return Round(target, self._transfer.send(target, ahead), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
@@ -326,15 +334,21 @@ class GraphExecutor:
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the draft prefill after it."""
         bucket = self._buckets[rows]
-        batch, head, _ = self._fixed[rows].send(target)
+        batch, passes, _ = self._fixed[rows].send(target)
         self._sent += 1
         bucket.planner.replan(batch)
-        if bucket.draft is not None and head is not None:
-            bucket.draft.prefill_planner.replan(head)
+        if bucket.draft is not None:
+            for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
+                planner.replan(own)
 
     def _bucket_of(self, target: TargetArrays) -> int | None:
-        """The smallest bucket that holds a round of verifications only; None for any other round."""
-        return self._fitting(len(target.start)) if target.only_bonus_tokens else None
+        """The smallest bucket that holds a round of verifications only; None for any other round.
+
+        Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
+        """
+        if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
+            return None
+        return self._fitting(len(target.start))
 
     def _fitting(self, rows: int) -> int:
         """The smallest bucket that holds so many rows."""
@@ -343,14 +357,15 @@ class GraphExecutor:
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
         target = empty_target(self._page_size)
-        batch, head, staged = self._fixed[rows].send(target)
+        batch, passes, staged = self._fixed[rows].send(target)
         device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
-        if head is None:
-            return EmptyRound(device, None, ())
+        if not passes:
+            return EmptyRound(device)
         steps = self._steps[rows]
         batches, step_staged = steps.send(rows_after(target, target.start))
-        prefill = HeadPagesSection.metadata(device.metadata, staged, head)
-        return EmptyRound(device, prefill, steps.views(batches, step_staged))
+        first, later = HeadPagesSection.metadata(device.metadata, staged, passes[0]), self._fixed[rows].later
+        prefill = (first, *later.metadata(passes[1:], staged))
+        return EmptyRound(device, prefill, steps.views(batches, step_staged), later.carried(staged))
 
     def _fuse(self, rows: int, drafter: Drafter | None, drafts: DraftCapture | None) -> int:
         log.info("fusing sibling projections")
@@ -361,10 +376,10 @@ class GraphExecutor:
             lambda: target.forward(token_ids, target.runner.blank(metadata), round_.target.logits_indices),
             self._alterations,
         )
-        if drafts is None or drafter is None or round_.prefill is None or not isinstance(drafter.head, torch.nn.Module):
+        if drafts is None or drafter is None or not isinstance(drafter.head, torch.nn.Module):
             return count
         result = PackedResult.zeros(rows, self._query_len - 1, target.hf_model.device)
-        run = partial(drafts.run_plainly, result, round_.prefill)
+        run = partial(drafts.run_plainly, result, round_)
         return count + fuse_siblings(drafter.head, run, self._alterations)
 
 

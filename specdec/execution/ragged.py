@@ -8,7 +8,7 @@ that takes some tens of milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
 from attention.runner import GroupRunner, PlannedBatch
-from drafters.loops.base import Chosen, StaticLoop, StaticPrefill, paged_attend
+from drafters.loops.base import CarriedRows, Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import SegmentedGraph, record_segments, unowned
@@ -58,10 +59,10 @@ class _TargetGraph:
 
 @dataclass(frozen=True)
 class _PrefillGraph:
-    """inputs and positions [T] are read, the loop's own buffers and `chosen` written."""
+    """inputs and positions [T] of each pass are read, the loop's own buffers and `chosen` written."""
 
     inputs: StaticPrefill
-    positions: torch.Tensor
+    positions: tuple[torch.Tensor, ...]
     graph: SegmentedGraph
     chosen: Chosen
 
@@ -120,15 +121,42 @@ class RaggedTarget:
         return _TargetGraph(ids, positions, rows, graph, unowned(logits))
 
 
+class _PassesAttend:
+    """The attention of a draft prefill, see `drafters.loops.base.passes_attend`.
+
+    A pass is planned when its turn comes: plans that wait for their launch would be overwritten by later ones.
+    """
+
+    def __init__(self, runner: GroupRunner, passes: Sequence[CommonAttentionMetadata]) -> None:
+        self._runner = runner
+        self._passes = passes
+        self._planned: list[PlannedBatch] = []
+
+    def __call__(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
+        m = layer % len(self._passes)
+        if m == len(self._planned):
+            self._planned.append(self._runner.plan(self._passes[m]))
+        return self._runner.attend(self._planned[m], layer, query, key, value)
+
+
 class RaggedPrefill:
     """The draft prefill after any verification, before that is read."""
 
     def __init__(
-        self, loop: StaticLoop, runner: GroupRunner, config: EngineConfig, pool: Any, compiling: Compiling
+        self,
+        loop: StaticLoop,
+        num_passes: int,
+        runner: GroupRunner,
+        config: EngineConfig,
+        pool: Any,
+        compiling: Compiling,
     ) -> None:
-        """compiling: the state in which the loop's passes were compiled."""
+        """num_passes: M of the loop; compiling: the state in which its passes were compiled."""
         self._compiling = compiling
         self._loop = loop
+        self._num_passes = num_passes
         self._runner = runner
         self._most_tokens = config.max_num_batched_tokens
         self._device = loop.drafts.device
@@ -152,9 +180,13 @@ class RaggedPrefill:
         accepted = accepted.index_select(0, ahead.decided_place)
         torch.add(ahead.last_row, accepted, out=last_row[:rows])
         last_row[rows:].zero_()
-        graph.positions[:count].copy_(ahead.metadata.positions)
-        attend = paged_attend(self._runner, self._runner.plan(ahead.metadata))
-        graph.graph.replay(lambda layer, query, key, value, sinks: attend(layer, query, key, value), count)
+        for positions, each in zip(graph.positions, ahead.passes, strict=True):
+            positions[:count].copy_(each.positions)
+        if graph.inputs.carried is not None and ahead.carried is not None:
+            graph.inputs.carried.sources[:count].copy_(ahead.carried.sources)
+            graph.inputs.carried.request_rows[:rows].copy_(ahead.carried.request_rows)
+            graph.inputs.carried.request_rows[rows:].fill_(-1)
+        graph.graph.replay(_PassesAttend(self._runner, ahead.passes), count)
         return accepted, graph.chosen
 
     def capture_ends(self) -> None:
@@ -175,8 +207,11 @@ class RaggedPrefill:
 
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
-            new = partial(torch.zeros, dtype=torch.int64, device=self._device)
-            inputs, positions = StaticPrefill(new(tokens), new(len(self._loop.drafts))), _integers(tokens, self._device)
+            new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), len(self._loop.drafts)
+            nobody = new(rows).fill_(-1)  # a launch for nobody writes to no request's place
+            carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
+            inputs = StaticPrefill(new(tokens), new(rows), carried)
+            positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 
             def launch(attend: LayerAttend) -> tuple[torch.Tensor, torch.Tensor]:
                 def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

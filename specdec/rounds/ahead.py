@@ -12,6 +12,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
 from drafters.loops.chain.index import rows_batch
+from drafters.loops.modules.index import rows_before, shifted_batch
 from specdec.rounds.verification import TargetArrays
 
 
@@ -20,28 +21,35 @@ class AheadInputs:
     """Host arrays of a draft prefill that is launched before its verification is read.
 
     Attributes:
-        batch: its attention on the head's pages: rows and tokens of the verification.
+        batches: its attention on the head's pages in each pass: rows and tokens of the verification; pass m, of module
+            m, stands m positions further back.
         token_ids: [T] int64, the token at p+1 of every token row, 0 where the verification decides it.
         token_sources: [R'] int64, for every logits index the place of its token in the result's tokens [J·(n+1)].
         last_row: [B] int64, token row of each row's last committed token.
         decided_place: [B] int64, each row's place among the J decided ones; J where it is none of them.
+        request_rows: [B] RowTable rows. sources: [T] int64, see `drafters.loops.base.CarriedRows`; None of one pass.
     """
 
-    batch: HostBatch
+    batches: tuple[HostBatch, ...]
     token_ids: np.ndarray
     token_sources: np.ndarray
     last_row: np.ndarray
     decided_place: np.ndarray
+    request_rows: np.ndarray
+    sources: np.ndarray | None
 
 
-def ahead_inputs(target: TargetArrays) -> AheadInputs:
+def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 0) -> AheadInputs:
     """The draft prefill after `target`.
+
+    Args:
+        num_modules: M, its passes. num_carried: of M > 1 modules, the rows that it has vectors of, at least B.
 
     A prompt row that reads 2 of its 4 tokens 7, 8, 9, 5 and a row that verifies 1 draft:
 
     >>> one, table = np.array([0, 1]), np.array([[3], [4]], np.int32)
     >>> target = TargetArrays(np.array([0, 6]), np.array([2, 1]), np.array([0, 1]), 1, np.array([[7, 8], [1, 0]]),
-    ...                       np.array([1]), table, table, one, one, np.array([9, 0]), 16)
+    ...                       np.array([1]), table, table, one, one, np.array([9, 0]), 16, one)
     >>> ahead = ahead_inputs(target)
     >>> ahead.token_ids.tolist(), ahead.token_sources.tolist(), ahead.last_row.tolist(), ahead.decided_place.tolist()
     ([8, 9, 0, 0], [0, 1], [1, 2], [1, 0])
@@ -59,10 +67,13 @@ def ahead_inputs(target: TargetArrays) -> AheadInputs:
     counts = target.num_drafts + 1
     decided_place = np.full(len(rows), len(target.decided))
     decided_place[target.decided] = np.arange(len(target.decided))
+    place = starts, target.start, target.head_table, target.page_size
     return AheadInputs(
-        batch=rows_batch(starts, target.start, target.head_table, target.page_size),
+        batches=(rows_batch(*place), *(shifted_batch(m, *place) for m in range(1, num_modules))),
         token_ids=token_ids,
         token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
         last_row=starts[:-1] + num_new - 1,
         decided_place=decided_place,
+        request_rows=target.request_rows,
+        sources=None if num_modules < 2 else rows_before(starts, num_carried),
     )

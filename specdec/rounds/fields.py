@@ -21,8 +21,10 @@ from attention.batch.metadata import (
     from_staged,
 )
 from attention.batch.staging import Field, Staged
+from drafters.loops.base import CarriedRows
 from specdec.requests.sampling import SamplingTensors
 from specdec.rounds.ahead import AheadInputs
+from specdec.rounds.passes import LaterPassesSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetInputs
 
@@ -176,13 +178,14 @@ class HeadPagesSection:
 
 @dataclass(frozen=True)
 class DeviceAhead:
-    """AheadInputs on the device; metadata: the attention on the head's pages."""
+    """AheadInputs on the device; passes: the attention on the head's pages in each. carried: None of one pass."""
 
-    metadata: CommonAttentionMetadata
+    passes: tuple[CommonAttentionMetadata, ...]
     token_ids: torch.Tensor
     token_sources: torch.Tensor
     last_row: torch.Tensor
     decided_place: torch.Tensor
+    carried: CarriedRows | None
 
 
 class AheadSection:
@@ -195,19 +198,31 @@ class AheadSection:
         Field("ahead.decided_place", np.int64, ("target.rows",)),
     )
     _names = ("token_ids", "token_sources", "last_row", "decided_place")
-    fields = (*HeadPagesSection.fields, *_own)
 
-    @classmethod
-    def values(cls, ahead: AheadInputs) -> dict[str, np.ndarray]:
+    def __init__(self, num_passes: int) -> None:
+        """num_passes: M of the head's loop; 0 without one."""
+        self._later = LaterPassesSection(num_passes)
+        self.fields = (*HeadPagesSection.fields, *self._own, *self._later.fields) if num_passes else ()
+
+    def dimensions(self, rows: int, tokens: int, pages: int) -> dict[str, int]:
+        """Sizes beside those of the verification, for at most so many rows, tokens and pages a row."""
+        return self._later.dimensions(rows, tokens, pages)
+
+    def values(self, ahead: AheadInputs) -> dict[str, np.ndarray]:
         """What is sent."""
-        pages = {"head.slot_mapping": ahead.batch.slot_mapping, "head.page_indices": ahead.batch.page_indices}
-        return pages | {f"ahead.{name}": getattr(ahead, name) for name in cls._names}
+        first = ahead.batches[0]
+        pages = {"head.slot_mapping": first.slot_mapping, "head.page_indices": first.page_indices}
+        own = {f"ahead.{name}": getattr(ahead, name) for name in self._names}
+        return pages | own | self._later.values(ahead)
 
-    @classmethod
-    def views(cls, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
+    def views(self, ahead: AheadInputs, target: CommonAttentionMetadata, staged: Staged) -> DeviceAhead:
         """What arrived; target: the attention of the verification."""
-        metadata = HeadPagesSection.metadata(target, staged, ahead.batch)
-        return DeviceAhead(metadata, **{name: staged[f"ahead.{name}"] for name in cls._names})
+        first, *later = ahead.batches
+        return DeviceAhead(
+            passes=(HeadPagesSection.metadata(target, staged, first), *self._later.metadata(later, staged)),
+            carried=self._later.carried(staged),
+            **{name: staged[f"ahead.{name}"] for name in self._names},
+        )
 
 
 _PARAMS = tuple(

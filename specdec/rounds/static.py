@@ -24,7 +24,9 @@ from attention.batch.metadata import BatchBuffers
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from drafters.loops.base import StaticShape
+from drafters.loops.modules.index import rows_before
 from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
+from specdec.rounds.passes import LaterPassesSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
 
@@ -47,21 +49,58 @@ class _Pages:
         )
 
 
+class _LaterPass:
+    """The draft prefill of module m > 0: the verification, m positions further back, on the head's pages."""
+
+    def __init__(self, buffers: BatchBuffers, m: int, shape: StaticShape) -> None:
+        self._m = m
+        self._start = np.zeros(shape.rows, np.int64)
+        self._buffers = buffers
+        self.positions = buffers.positions.reshape(shape.rows, shape.query_len)
+        self.pages = _Pages(buffers, self._start, shape)
+        buffers.query_start_loc[:] = np.arange(0, shape.rows * shape.query_len + 1, shape.query_len)
+
+    def write(self, start: np.ndarray, shape: StaticShape) -> np.ndarray:
+        """Lengths and the positions of all tokens for verifications from `start` [rows] on; returns the page counts."""
+        np.subtract(start, self._m, out=self._start)
+        np.maximum(self._start, 0, out=self._start)  # rows that are added
+        np.add(self._start[:, None], np.arange(shape.query_len), out=self.positions)
+        return _write_lengths(self._buffers, self._start, shape)
+
+
+def _write_lengths(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape) -> np.ndarray:
+    """Lengths as the kernels see them, padding tokens included; returns the page counts [rows]."""
+    last = start + (shape.query_len - 1)
+    counts, within = np.divmod(last, shape.page_size)
+    counts += 1
+    np.add(last, 1, out=buffers.seq_lens, casting="unsafe")
+    np.add(within, 1, out=buffers.last_page_len, casting="unsafe")
+    np.cumsum(counts, out=buffers.page_indptr[1:], dtype=np.int32)
+    return counts
+
+
 class _TargetPlace:
     """One host buffer of a verification, as views in the shapes in which they are computed."""
 
-    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape, with_head: bool) -> None:
+    def __init__(
+        self, host: Mapping[str, np.ndarray], shape: StaticShape, passes: int, later: LaterPassesSection
+    ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = VerificationSection.buffers(host)
         self.start = np.zeros(rows, np.int64)
         self.positions = batch.positions.reshape(rows, query_len)
         self.token_ids = own.token_ids.reshape(rows, query_len)
         self.num_drafts, self.sources = own.num_drafts, own.sources
-        self.seq_lens, self.last_page_len, self.page_indptr = batch.seq_lens, batch.last_page_len, batch.page_indptr
-        buffers = [batch, HeadPagesSection.buffers(host, batch)] if with_head else [batch]
+        self.batch = batch
+        buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
         self.groups = [_Pages(each, self.start, shape) for each in buffers]
         places = np.arange(rows * query_len).reshape(rows, query_len)
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
+        self.later: list[_LaterPass] = []
+        if passes > 1:
+            batches, self.request_rows, sources = later.buffers(host)
+            self.later = [_LaterPass(each, m, shape) for m, each in enumerate(batches, 1)]
+            sources[:] = rows_before(batch.query_start_loc, rows)
         own.logits_indices[:] = places.reshape(-1)
         own.logit_index[:] = places
         own.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
@@ -71,27 +110,31 @@ class _TargetPlace:
 class FixedTarget:
     """Verifications of bonus tokens in a fixed shape, and the draft prefill after them."""
 
-    def __init__(self, shape: StaticShape, with_head: bool, device: torch.device) -> None:
+    def __init__(self, shape: StaticShape, passes: int, device: torch.device) -> None:
+        """passes: of the draft prefill, the M of M modules; 0 without a head."""
         self._shape = shape
-        self._with_head = with_head
+        self.later = LaterPassesSection(passes)
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
-        fields = VerificationSection.static_fields + (HeadPagesSection.fields if with_head else ())
-        sizes = VerificationSection.static_dimensions(shape.rows, shape.query_len, shape.page_entries)
+        head = HeadPagesSection.fields if passes else ()
+        fields = (*VerificationSection.static_fields, *head, *self.later.fields)
+        place = shape.rows, shape.query_len, shape.page_entries
+        sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
         self._bucket = bucket_of(**sizes)
         self._arena = StagingArena(fields, self._bucket, device)
-        self._places = [_TargetPlace(host, shape, with_head) for host in self._arena.hosts(self._bucket)]
+        hosts = self._arena.hosts(self._bucket)
+        self._places = [_TargetPlace(host, shape, passes, self.later) for host in hosts]
 
-    def send(self, target: TargetArrays) -> tuple[HostBatch, HostBatch | None, Staged]:
-        """Lay out and send; the attention on the target's pages and on the head's.
+    def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
+        """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
 
-        Both batches are the arena's memory: they are good until the round after the next.
+        The batches are the arena's memory: they are good until the round after the next.
         """
         place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
-        counts = self._write_lengths(place)
+        counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())
         batches: list[HostBatch] = []
         for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
@@ -102,7 +145,27 @@ class FixedTarget:
                 group.slots *= own
             write_pages(group.indices, table, counts)
             batches.append(group.batch.over(table))
-        return batches[0], batches[1] if self._with_head else None, self._arena.end(self._bucket)
+        if place.later:
+            batches += self._write_later(place, target, table, own)
+        return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
+
+    def _write_later(
+        self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
+    ) -> list[HostBatch]:
+        """The passes of later modules over the head's pages; table: [rows, P]; own: see `_write_tokens`."""
+        place.request_rows[: len(target.request_rows)] = target.request_rows
+        place.request_rows[len(target.request_rows) :] = -1
+        batches: list[HostBatch] = []
+        for each in place.later:
+            counts = each.write(place.start, self._shape)
+            pages, within = np.divmod(each.positions, self._shape.page_size)
+            slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=each.pages.slots)
+            if own is not None:
+                each.positions *= own
+                each.pages.slots *= own
+            write_pages(each.pages.indices, table, counts)
+            batches.append(each.pages.batch.over(table))
+        return batches
 
     def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
@@ -122,16 +185,6 @@ class FixedTarget:
         if target.sources is not None:
             place.sources[: len(target.sources)] = target.sources
         return own
-
-    def _write_lengths(self, place: _TargetPlace) -> np.ndarray:
-        """Lengths as the kernels see them, padding tokens included; returns the page counts [rows]."""
-        last = place.start + (self._shape.query_len - 1)
-        counts, within = np.divmod(last, self._shape.page_size)
-        counts += 1
-        np.add(last, 1, out=place.seq_lens, casting="unsafe")
-        np.add(within, 1, out=place.last_page_len, casting="unsafe")
-        np.cumsum(counts, out=place.page_indptr[1:], dtype=np.int32)
-        return counts
 
 
 class FixedSampling:

@@ -68,10 +68,10 @@ class AheadTransfer:
     Their sampling and their draft steps stand in fixed places, see `static.py`.
     """
 
-    def __init__(self, drafting: bool, config: EngineConfig, device: torch.device) -> None:
-        """drafting: whether draft prefills follow."""
-        fields = VerificationSection.fields + (AheadSection.fields if drafting else ())
-        self._arena = StagingArena(fields, bucket_of(**_sizes(rounded(loop_limits(config)))), device)
+    def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:
+        """num_modules: M of the loop whose draft prefills follow; 0 where none do."""
+        self._ahead = AheadSection(num_modules)
+        self._arena = StagingArena(*_largest_ahead(num_modules, config), device)
 
     @property
     def transfers(self) -> int:
@@ -82,15 +82,17 @@ class AheadTransfer:
         """Send everything of a round in one copy; `ahead` is None when no draft prefill follows."""
         values = VerificationSection.values(target.inputs)
         if ahead is not None:
-            values |= AheadSection.values(ahead)
-        staged = self._arena.send(bucket_of(**_sizes(rounded(_size_of(target)))), values)
+            values |= self._ahead.values(ahead)
+        size = rounded(_size_of(target))
+        staged = self._arena.send(_ahead_bucket(self._ahead, size, LoopSize() if ahead is None else size), values)
         device = VerificationSection.views(target.inputs, staged)
-        return SentRound(device, None, None if ahead is None else AheadSection.views(ahead, device.metadata, staged))
+        return SentRound(device, None, None if ahead is None else self._ahead.views(ahead, device.metadata, staged))
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
-    """Bytes of one buffer that holds the largest round, run operator by operator: from graphs it sends less."""
-    return layout_of(*_largest(loop, config)).nbytes
+    """Bytes of one buffer that holds the largest round, run operator by operator or from graphs."""
+    ahead = _largest_ahead(0 if loop is None else loop.num_modules, config)
+    return max(layout_of(*_largest(loop, config)).nbytes, layout_of(*ahead).nbytes)
 
 
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
@@ -98,6 +100,16 @@ def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[li
     limits = rounded(loop_limits(config))
     fields = [*VerificationSection.fields, *SamplingSection.fields, *(() if loop is None else loop.fields)]
     return fields, _bucket(loop, limits, limits)
+
+
+def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
+    """The same of a round from graphs of any shape."""
+    limits, ahead = rounded(loop_limits(config)), AheadSection(num_modules)
+    return [*VerificationSection.fields, *ahead.fields], _ahead_bucket(ahead, limits, limits)
+
+
+def _ahead_bucket(section: AheadSection, target: LoopSize, ahead: LoopSize) -> Bucket:
+    return bucket_of(**_sizes(target), **section.dimensions(ahead.rows, ahead.tokens, ahead.pages))
 
 
 def _size_of(target: TargetArrays) -> LoopSize:

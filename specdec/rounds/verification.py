@@ -67,6 +67,7 @@ class TargetArrays:
             drafts that its limits would leave room for after this round if none of its drafts were accepted, see
             `drafters.loops.lengths.draft_room`.
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
+        request_rows: [B] RowTable rows.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
     """
 
@@ -82,6 +83,7 @@ class TargetArrays:
     room: np.ndarray
     following: np.ndarray
     page_size: int
+    request_rows: np.ndarray
     sources: np.ndarray | None = None
 
     @cached_property
@@ -177,6 +179,7 @@ def target_arrays(
         room=draft_room(table.max_model_len, bonus, table.limit[rows] - bonus - 1),
         following=np.where(decided, 0, table.tokens[rows, bonus]),
         page_size=page_size,
+        request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
     )
 
@@ -210,6 +213,7 @@ def target_after(
         room=target.room - read,
         following=target.following,
         page_size=target.page_size,
+        request_rows=target.request_rows,
     )
 
 
@@ -217,4 +221,4 @@ def empty_target(page_size: int) -> TargetArrays:
     """A verification without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, none, page_size)
+    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none)

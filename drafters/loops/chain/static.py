@@ -50,13 +50,19 @@ class StaticChain:
         """See `StaticLoop.steps`."""
         return FixedSteps(shape, self._aux.device)
 
-    def prefill(self, inputs: StaticPrefill, positions: torch.Tensor, attend: Attend, compiled: bool = True) -> Chosen:
-        """See `StaticLoop.prefill`."""
-        run, last_row = self._prefill if compiled else self._plain.prefill, inputs.last_row
+    def step_width(self, index: int) -> int:
+        """One token."""
+        return 1
+
+    def prefill(
+        self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
+    ) -> Chosen:
+        """See `StaticLoop.prefill`: of one pass."""
+        run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
         if len(last_row) == 1:
             last_row = last_row.repeat(2)  # a single row would be compiled once more
         with self._plain.carrying(attend):
-            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, positions, last_row)
+            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, last_row)
         self.hidden[: len(x)].copy_(x)
         self.drafts[: len(ids), 0].copy_(ids)
         return Chosen(*chosen)

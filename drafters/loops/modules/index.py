@@ -84,6 +84,54 @@ def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> H
     return rows_batch(query_start_loc, rows.first_positions[some], block_table[some], page_size)
 
 
+def shifted_batch(
+    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, block_table: np.ndarray, page_size: int
+) -> HostBatch:
+    """Module m's attention over all token rows of a verification, in their places: they stand m positions further back.
+
+    Of a request that starts before position m the first rows do not exist: they are a row of their own on the null
+    page.
+
+    Args:
+        query_start_loc: [B+1]; first_positions: [B] of the verification; block_table: [B, P] of the head's pages.
+
+    Three requests, at 5 with three tokens, at 0 with two, and at 0 with one:
+
+    >>> batch = shifted_batch(1, np.array([0, 3, 5, 6]), np.array([5, 0, 0]), np.array([[7], [8], [9]]), 16)
+    >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
+    ([0, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0], [7, 0, 8, 0])
+    """
+    lens = np.diff(query_start_loc)
+    missing = np.clip(module - first_positions, 0, lens)
+    first = np.maximum(first_positions - module, 0)
+    if not missing.any():
+        return rows_batch(query_start_loc, first, block_table, page_size)
+    split = np.stack([missing, lens - missing], 1).reshape(-1)
+    exists = np.tile([False, True], len(lens))
+    some = split > 0
+    return rows_batch(
+        np.concatenate([[0], np.cumsum(split[some])]),
+        np.where(exists, np.repeat(first, 2), 0)[some],
+        np.where(exists[:, None], np.repeat(block_table, 2, axis=0), 0)[some],
+        page_size,
+    )
+
+
+def rows_before(query_start_loc: np.ndarray, num_carried: int) -> np.ndarray:
+    """[T] int64, where the row before each token row stands in [carried vectors, T rows]: a request's first one has its
+    carried vector there.
+
+    Args:
+        query_start_loc: [B+1], no request without tokens; num_carried: of the vectors, at least B.
+
+    >>> rows_before(np.array([0, 3, 5]), 4).tolist()
+    [0, 4, 5, 1, 7]
+    """
+    sources = np.arange(num_carried - 1, num_carried - 1 + query_start_loc[-1])
+    sources[query_start_loc[:-1]] = np.arange(len(query_start_loc) - 1)
+    return sources
+
+
 def step_width(step: int, num_modules: int) -> int:
     """Rows a request runs for draft step+1 (step 1, 2, …): min(step, M)."""
     return min(step, num_modules)

@@ -16,9 +16,11 @@ from attention.batch.metadata import CommonAttentionMetadata
 from attention.batch.staging import Staged
 from attention.runner import GroupRunner
 from drafters.base import Head
-from drafters.loops.base import Choose, Draft, DraftInput, LoopSize, paged_attend
+from drafters.loops.base import Choose, Compile, Draft, DraftInput, Greedy, LoopSize, paged_attend
 from drafters.loops.modules.arrays import ModuleArrays, module_arrays
+from drafters.loops.modules.passes import ModulePasses
 from drafters.loops.modules.staged import ModuleInputs, ModulePass, ModuleSection
+from drafters.loops.modules.static import StaticModules
 
 
 class ModuleStack(Protocol):
@@ -33,17 +35,20 @@ class ModuleStack(Protocol):
     def module(self, step: int) -> Head:
         """The module that makes draft step+1."""
 
+    def passes(self, num_modules: int, greedy: Greedy) -> Sequence[ModulePasses]:
+        """The passes of the first `num_modules` modules, which take turns, as functions of tensors."""
+
 
 class ModuleLoop:
-    """The loop of a stack of modules; a `drafters.loops.base.DraftLoop`. It has no static form."""
+    """The loop of a stack of modules; a `drafters.loops.base.GraphLoop`."""
 
     name = "several multi-token-prediction modules"
 
     def __init__(self, stack: ModuleStack, limits: LoopSize) -> None:
-        """limits: requests and drafts at most."""
+        """limits: requests and drafts at most, two or more drafts. Modules that no draft comes from are not run."""
         self._stack = stack
-        self.num_modules = stack.num_modules
-        self._section = ModuleSection(stack.num_modules, limits.drafts)
+        self.num_modules = min(stack.num_modules, limits.drafts)
+        self._section = ModuleSection(self.num_modules, limits.drafts)
         self.fields = self._section.fields
         self._max_requests = limits.rows
         self._carried: torch.Tensor | None = None
@@ -54,7 +59,7 @@ class ModuleLoop:
 
     def arrays(self, draft: DraftInput) -> ModuleArrays:
         """See `DraftLoop.arrays`."""
-        return module_arrays(draft, self._stack.num_modules)
+        return module_arrays(draft, self.num_modules)
 
     def values(self, arrays: ModuleArrays) -> dict[str, np.ndarray]:
         """See `DraftLoop.values`."""
@@ -73,10 +78,16 @@ class ModuleLoop:
             return Draft(inputs.request_rows.new_empty(0, 0), None)
         return draft_modules(self._stack, runner, last[:, : inputs.num_drafting], inputs.steps, choose)
 
+    def static_form(
+        self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
+    ) -> StaticModules:
+        """See `GraphLoop.static_form`. It keeps vectors of its own: an engine runs one form or the other."""
+        return StaticModules(self._stack.passes(self.num_modules, greedy), runner, aux, limits, compiler)
+
     def carried(self, like: torch.Tensor) -> torch.Tensor:
         """[M, requests, H] what each request's last draft prefill gave; made when the first aux states are here."""
         if self._carried is None:
-            self._carried = like.new_zeros(self._stack.num_modules, self._max_requests, self._stack.hidden_size)
+            self._carried = like.new_zeros(self.num_modules, self._max_requests, self._stack.hidden_size)
         return self._carried
 
 

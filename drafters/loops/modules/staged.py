@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 
+from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, batch_arrays, batch_fields, batch_sizes, from_staged
 from attention.batch.staging import Field, Staged
+from attention.checking import checking
 from drafters.loops.base import LoopSize
 from drafters.loops.modules.arrays import ModuleArrays, ModulePassArrays
 from drafters.loops.modules.index import step_width
@@ -110,3 +113,82 @@ def _pass_views(prefix: str, arrays: ModulePassArrays, staged: Staged) -> Module
         last_row=staged[f"{prefix}.last_row"],
         metadata=from_staged(prefix, arrays.batch, staged),
     )
+
+
+@dataclass(frozen=True)
+class FixedStepBuffers:
+    """One host buffer of the steps in a fixed shape, whole: [K-1, …], the last two [tokens of all steps]."""
+
+    query_start_loc: np.ndarray
+    page_indices: np.ndarray
+    page_indptr: np.ndarray
+    last_page_len: np.ndarray
+    seq_lens: np.ndarray
+    slot_mapping: np.ndarray
+    positions: np.ndarray
+
+
+class FixedStepSection:
+    """All steps of M modules in an arena of their own, for rounds of one fixed shape."""
+
+    fields = (
+        Field("modules.steps.query_start_loc", np.int32, ("modules.steps", "modules.steps.rows_plus_1")),
+        Field("modules.steps.page_indices", np.int32, ("modules.steps", "modules.steps.page_entries")),
+        Field("modules.steps.page_indptr", np.int32, ("modules.steps", "modules.steps.rows_plus_1")),
+        Field("modules.steps.last_page_len", np.int32, ("modules.steps", "modules.steps.rows")),
+        Field("modules.steps.seq_lens", np.int32, ("modules.steps", "modules.steps.rows")),
+        Field("modules.steps.slot_mapping", np.int64, ("modules.steps.tokens",)),
+        Field("modules.steps.positions", np.int64, ("modules.steps.tokens",)),
+    )
+
+    def __init__(self, rows: int, widths: Sequence[int]) -> None:
+        """widths: tokens a row of every step."""
+        self._rows = rows
+        self._tokens = self.token_slices(rows, widths)
+
+    @staticmethod
+    def token_slices(rows: int, widths: Sequence[int]) -> tuple[slice, ...]:
+        """Where each step's tokens stand among those of all steps.
+
+        >>> FixedStepSection.token_slices(4, [1, 2])
+        (slice(0, 4, None), slice(4, 12, None))
+        """
+        stops = [rows * sum(widths[: i + 1]) for i in range(len(widths))]
+        return tuple(slice(stop - rows * width, stop) for stop, width in zip(stops, widths, strict=True))
+
+    def dimensions(self, page_entries: int) -> dict[str, int]:
+        """Sizes of `fields`."""
+        return {
+            "modules.steps": len(self._tokens),
+            "modules.steps.rows": self._rows,
+            "modules.steps.rows_plus_1": self._rows + 1,
+            "modules.steps.page_entries": page_entries,
+            "modules.steps.tokens": self._tokens[-1].stop if self._tokens else 0,
+        }
+
+    @staticmethod
+    def buffers(host: Mapping[str, np.ndarray]) -> FixedStepBuffers:
+        """The fields in one of the arena's host buffers."""
+        names = [field.name for field in fields(FixedStepBuffers)]
+        return FixedStepBuffers(**{name: host[f"modules.steps.{name}"] for name in names})
+
+    def views(self, batches: Sequence[HostBatch], staged: Staged) -> tuple[CommonAttentionMetadata, ...]:
+        """Metadata of every step."""
+        return tuple(self._view(step, host, staged) for step, host in enumerate(batches))
+
+    def _view(self, step: int, host: HostBatch, staged: Staged) -> CommonAttentionMetadata:
+        if checking():
+            host.validate()
+        tokens = self._tokens[step]
+        return CommonAttentionMetadata(
+            host=host,
+            query_start_loc=staged["modules.steps.query_start_loc"][step],
+            seq_lens=staged["modules.steps.seq_lens"][step],
+            block_table=None,
+            slot_mapping=staged["modules.steps.slot_mapping"][tokens],
+            positions=staged["modules.steps.positions"][tokens],
+            page_indices=staged["modules.steps.page_indices"][step],
+            page_indptr=staged["modules.steps.page_indptr"][step],
+            last_page_len=staged["modules.steps.last_page_len"][step],
+            staged=staged,
+        )

@@ -29,6 +29,7 @@ HOMES = {
     "head.": "specdec/rounds/fields.py",
     "ahead.": "specdec/rounds/fields.py",
     "sampling.": "specdec/rounds/fields.py",
+    "passes.": "specdec/rounds/passes.py",
     "prefill.": "drafters/loops/chain/staged.py",
     "step.": "drafters/loops/chain/staged.py",
     "modules.": "drafters/loops/modules/staged.py",
@@ -58,9 +59,9 @@ def test_a_planted_name_is_seen() -> None:
 
 def test_no_two_sections_share_a_name_and_every_dimension_has_a_size() -> None:
     size = LoopSize(4, 16, 8, 3)
-    modules = ModuleSection(3, 4)
-    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3)
-    shared = VerificationSection.fields + SamplingSection.fields + AheadSection.fields
+    modules, ahead = ModuleSection(3, 4), AheadSection(3)
+    common = VerificationSection.dimensions(4, 16, 8, 3) | SamplingSection.dimensions(3) | ahead.dimensions(4, 16, 8)
+    shared = VerificationSection.fields + SamplingSection.fields + ahead.fields
     for loop_fields, sizes in (
         (ChainSection.fields, ChainSection.dimensions(size)),
         (modules.fields, modules.dimensions(size)),

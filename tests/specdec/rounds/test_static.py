@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.batch.host import HostBatch, slots_of
+from drafters.loops.modules.index import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
 from specdec.rounds.buckets import static_shape
 from specdec.rounds.static import FixedTarget
@@ -45,6 +46,7 @@ def target_of(rows: Rows, page_size: int, sources: list[int] | None = None) -> T
         room=ones * DRAFTS,
         following=ones * 0,
         page_size=page_size,
+        request_rows=np.arange(len(rows)) + 7,
         sources=None if sources is None else np.array(sources),
     )
 
@@ -67,11 +69,11 @@ rows_lists = st.lists(st.tuples(st.integers(0, 36), st.integers(0, DRAFTS)), min
 @given(st.lists(rows_lists, min_size=1, max_size=4), st.sampled_from([1, 3, 16]))
 def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page_size: int) -> None:
     """Nothing of an earlier and larger round is left in a later one."""
-    fixed = FixedTarget(static_shape(config(page_size), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(page_size), ROWS), 1, CPU)
     for rows in rounds:
         target = target_of(rows, page_size)
-        batch, head, staged = fixed.send(target)
-        assert head is not None and target.head_table is not None
+        batch, (head,), staged = fixed.send(target)
+        assert target.head_table is not None
         check_rows(batch, rows, target.block_table, page_size)
         check_rows(head, rows, target.head_table, page_size)
         for name, host in (("target", batch), ("head", head)):
@@ -85,19 +87,62 @@ def test_verifications_of_one_shape_one_after_the_other(rounds: list[Rows], page
         assert bonus.tolist() == [first + 100 for first, _ in rows]
 
 
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(3, 36), st.integers(0, DRAFTS)), min_size=1, max_size=ROWS),
+        min_size=1,
+        max_size=3,
+    ),
+    st.sampled_from([1, 3, 16]),
+    st.integers(2, 4),
+    st.integers(0, DRAFTS),
+)
+def test_passes_of_later_modules_hold_the_rows_of_a_ragged_round(
+    rounds: list[Rows], page_size: int, modules: int, accepted: int
+) -> None:
+    """The first accepted+1 rows of pass m are those of `module_rows`; all others are past its end or nowhere."""
+    fixed = FixedTarget(static_shape(config(page_size), ROWS), modules, CPU)
+    for rows in rounds:
+        target = target_of(rows, page_size)
+        _, passes, staged = fixed.send(target)
+        assert target.head_table is not None and len(passes) == modules
+        added = [-1] * (ROWS - len(rows))
+        assert staged["passes.request_rows"].tolist() == target.request_rows.tolist() + added
+        assert staged["passes.sources"].tolist() == rows_before(passes[0].query_start_loc, ROWS).tolist()
+        first = target.start
+        lens = np.array([min(accepted, drafts) + 1 for _, drafts in rows])
+        for m, right in enumerate(module_rows(first, lens, modules), 1):
+            passes[m].validate()
+            ragged = module_batch(right, target.head_table, page_size)
+            slots, positions = (a.reshape(ROWS, DRAFTS + 1) for a in (passes[m].slot_mapping, passes[m].positions))
+            kept = np.arange(DRAFTS + 1) < lens[:, None]
+            assert positions[: len(rows)][kept].tolist() == ragged.positions.tolist()
+            assert slots[: len(rows)][kept].tolist() == ragged.slot_mapping.tolist()
+            assert right.last_row.tolist() == (np.cumsum(lens) - 1).tolist()  # the last accepted one, as of module 0
+            for i, (start, drafts) in enumerate(rows):
+                written = positions[i, lens[i] : drafts + 1]
+                assert (written >= start + lens[i] - m).all() and not slots[i, drafts + 1 :].any()
+            assert not slots[len(rows) :].any()
+            plain = HostBatch(*(getattr(passes[m], name) for name in HostBatch.__dataclass_fields__))
+            views = fixed.later.metadata(passes[1:], staged)[m - 1]
+            for name in ("positions", "seq_lens", "slot_mapping", "page_indptr", "last_page_len"):
+                assert getattr(views, name).tolist() == getattr(plain, name).tolist(), name
+            assert views.page_indices[: len(plain.page_indices)].tolist() == plain.page_indices.tolist()
+
+
 def test_worked_example() -> None:
     """A row at position 20 with 1 of 3 drafts: its two slots, then the null page; seq_len 24."""
     shape = static_shape(EngineConfig(DRAFTS, LONGEST, 1, 4, 16, 100), 1)
     target = target_of([(20, 1)], 16)
     target.block_table[0, :2] = [7, 9]
-    batch, _, _ = FixedTarget(shape, False, CPU).send(target)
+    batch, _, _ = FixedTarget(shape, 0, CPU).send(target)
     assert batch.slot_mapping.tolist() == [148, 149, 0, 0]
     assert batch.seq_lens.tolist() == [24] and batch.page_counts.tolist() == [2]
 
 
 def test_drafts_may_stand_in_other_rows() -> None:
     """Rows that were rows 2 and 0 of the batch that drafted; what is added keeps to itself."""
-    fixed = FixedTarget(static_shape(config(16), ROWS), True, CPU)
+    fixed = FixedTarget(static_shape(config(16), ROWS), 1, CPU)
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16, [2, 0]))
     assert staged["target.sources"].tolist() == [2, 0, 2, 3]
     _, _, staged = fixed.send(target_of([(5, 1), (9, 2)], 16))
@@ -110,5 +155,5 @@ def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     shape = static_shape(small, ROWS)
     assert shape.page_entries < 40
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
-    batch, head, _ = FixedTarget(shape, True, CPU).send(target_of(rows, 4))
+    batch, (head,), _ = FixedTarget(shape, 1, CPU).send(target_of(rows, 4))
     assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None

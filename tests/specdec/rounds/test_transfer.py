@@ -159,8 +159,8 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     target = replace(target, sources=ROWS)
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(draft, target, sampling)
-    AheadTransfer(True, CONFIG, CPU).send(target, ahead_inputs(target))
-    AheadTransfer(False, CONFIG, CPU).send(target, None)
+    AheadTransfer(1, CONFIG, CPU).send(target, ahead_inputs(target))
+    AheadTransfer(0, CONFIG, CPU).send(target, None)
     for arena in noted:
         ((names, fields),) = arena.sent
         assert set(fields) == names
@@ -172,6 +172,6 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
 
 def test_no_round_from_graphs_needs_a_larger_buffer_than_what_is_checked_at_loading(noted: list[Noted]) -> None:
     loop = ChainLoop(table_head(tiny_llama()))
-    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(True, CONFIG, CPU)
+    RoundTransfer(loop, CONFIG, CPU), AheadTransfer(1, CONFIG, CPU)
     eager, ahead = noted
     assert ahead.most < eager.most == staging_bytes(loop, CONFIG)

@@ -10,12 +10,8 @@ import pytest
 import torch
 from fakes import engine_of, free_everywhere, random_prompts, wrap
 
-from attention.backends.invariant import InvariantBackend
-from attention.backends.reference import TorchBackend
 from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_module_drafts
-from specdec.errors import InvalidInputError
-from specdec.loading.backends import check_graphs
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -123,6 +119,27 @@ def test_a_request_must_not_carry_anothers_vector(
     assert any(ours != oracle for ours, oracle in rounds(wrapped, PROMPTS[1], completion))
 
 
+@torch.inference_mode()
+def test_modules_that_no_draft_comes_from_are_not_run(make: Callable[..., SpeculativeModel]) -> None:
+    """Of one draft: only the first of three modules. It drafts as it did."""
+    wrapped = make("deepseek_v3", 3, num_speculative_tokens=1)
+    calls = [0, 0, 0]
+    for m, module in enumerate(wrapped.head.mtp_modules):  # type: ignore[union-attr]
+        plain = module.run_block
+
+        def counted(*args: Any, m: int = m, plain: Any = plain) -> Any:
+            calls[m] += 1
+            return plain(*args)
+
+        module.run_block = counted
+    completions = wrapped.generate(PROMPTS[:3], GREEDY)
+    assert calls[0] > 0 and calls[1:] == [0, 0]
+    for module in wrapped.head.mtp_modules:  # type: ignore[union-attr]
+        del module.run_block
+    compared = [r for p, c in zip(PROMPTS, completions, strict=False) for r in rounds(wrapped, p, c)]
+    assert compared and all(ours == oracle for ours, oracle in compared)
+
+
 @pytest.mark.slow
 def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) -> None:
     wrapped = make("deepseek_v3", 2, num_speculative_tokens=3)
@@ -150,12 +167,3 @@ def test_neighbours_and_preemption_change_no_round(
     ]
     first = [min(drafts, len(p) + 1) if len(p) < modules else drafts for p in prompts]
     assert [len(c.drafts[0]) for c in alone] == first  # type: ignore[index]
-
-
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_cuda_graphs_are_refused(make: Callable[..., SpeculativeModel], cuda_graphs: bool) -> None:
-    wrapped = make("deepseek_v3", 2, num_speculative_tokens=2)
-    loop = wrapped.executor.drafter.loop
-    with pytest.raises(InvalidInputError, match="without CUDA graphs, and so not with backend='batch_invariant'"):
-        check_graphs(InvariantBackend(), loop, cuda_graphs)
-    check_graphs(TorchBackend(torch.device("cpu")), loop, False)

@@ -1,0 +1,82 @@
+"""The draft prefill before its verification is read: each pass has the rows that it would have after the read."""
+
+from __future__ import annotations
+
+import doctest
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+import specdec.rounds.ahead
+from drafters.loops.modules.index import module_batch, module_rows
+from specdec.rounds.ahead import ahead_inputs
+from specdec.rounds.verification import TargetArrays
+
+MOST = 6
+Row = tuple[int, int, int]
+"""(first position, committed tokens, drafts)"""
+
+verifications = st.tuples(st.integers(0, 20), st.just(1), st.integers(0, 4))
+prompts = st.tuples(st.integers(0, 9), st.integers(1, 12), st.just(0))
+rounds = st.lists(st.one_of(verifications, prompts), min_size=1, max_size=MOST)
+
+
+def target_of(rows: list[Row], page_size: int) -> TargetArrays:
+    start, num_new, drafts = (np.array([row[i] for row in rows], np.int64) for i in range(3))
+    width = -(-40 // page_size)
+    pages = np.arange(1, 1 + len(rows) * width, dtype=np.int32).reshape(len(rows), width)
+    tokens = np.arange(len(rows) * int(num_new.max())).reshape(len(rows), -1)
+    none = np.zeros(len(rows), np.int64)
+    decided, place = np.arange(len(rows)), np.arange(len(rows)) + 10
+    return TargetArrays(
+        start, num_new, drafts, 0, tokens, decided, pages, pages + 500, none, none, none, page_size, place
+    )
+
+
+@given(rounds, st.sampled_from([1, 3, 16]), st.integers(2, 4), st.integers(0, 4))
+def test_rows_of_later_modules_are_those_after_the_read(
+    rows: list[Row], page_size: int, modules: int, accepted: int
+) -> None:
+    """The true rows of each pass, and what they read, are those of `module_rows`; all others are past the end or on the
+    null page."""
+    target = target_of(rows, page_size)
+    ahead = ahead_inputs(target, modules, MOST)
+    assert target.head_table is not None and ahead.sources is not None and len(ahead.batches) == modules
+    assert ahead.request_rows.tolist() == target.request_rows.tolist()
+    lens = target.num_new + np.minimum(accepted, target.drafts)
+    starts, own = target.query_start_loc, np.arange(target.num_tokens)
+    owner = np.repeat(np.arange(len(rows)), target.lens)
+    position = target.start[owner] + own - starts[owner]
+    true = position < (target.start + lens)[owner]
+    place_of = {int(t): i for i, t in enumerate(np.flatnonzero(true))}  # of the tokens that are read after the read
+    before = true
+    for m, right in enumerate(module_rows(target.start, lens, modules), 1):
+        batch = ahead.batches[m]
+        batch.validate()
+        exists = true & (position >= m)
+        ragged = module_batch(right, target.head_table, page_size)
+        assert batch.positions[exists].tolist() == ragged.positions.tolist()
+        assert batch.slot_mapping[exists].tolist() == ragged.slot_mapping.tolist()
+        assert [place_of[int(t)] for t in np.flatnonzero(exists)] == right.tokens.tolist()
+        earlier = {int(t): i for i, t in enumerate(np.flatnonzero(before))}
+        sources = ahead.sources[exists].tolist()
+        assert right.sources.tolist() == [s if s < MOST else len(rows) + earlier[s - MOST] for s in sources]
+        some = right.lens > 0
+        last = (starts[:-1] + lens - 1)[some]
+        assert [int(np.flatnonzero(np.flatnonzero(exists) == t)[0]) for t in last] == right.last_row[some].tolist()
+        missing = position < m
+        assert (batch.slot_mapping[missing] < modules * page_size).all() and (batch.slot_mapping[missing] < 500).all()
+        rejected = ~true & ~missing
+        assert (batch.positions[rejected] >= (target.start + lens)[owner][rejected] - m).all()
+        before = exists
+
+
+def test_one_pass_carries_nothing() -> None:
+    ahead = ahead_inputs(target_of([(5, 1, 2), (0, 4, 0)], 16))
+    assert len(ahead.batches) == 1 and ahead.sources is None
+
+
+def test_the_example_in_the_docstring() -> None:
+    outcome = doctest.testmod(specdec.rounds.ahead)
+    assert outcome.failed == 0 and outcome.attempted == 4
