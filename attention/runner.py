@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionBackend, FixedMetadataBuilder, GraphBackend
+from attention.backends.base import AttentionBackend, Building, FixedMetadataBuilder, GraphBackend
+from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
@@ -18,10 +19,13 @@ from attention.spec import AttentionSpec
 
 @dataclass(frozen=True)
 class PlannedBatch:
-    """One batch planned for every distinct AttentionSpec of a group."""
+    """One batch planned for every distinct AttentionSpec of a group.
+
+    plans: None for a batch that nothing attends to, see `GroupRunner.blank`.
+    """
 
     metadata: CommonAttentionMetadata
-    plans: dict[AttentionSpec, Any]
+    plans: dict[AttentionSpec, Any] | None
 
 
 class FixedPlanner:
@@ -69,6 +73,17 @@ class GroupRunner:
         """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
         return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
 
+    @staticmethod
+    def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
+        """A batch whose attention is zeros and leaves the cache alone: to run a model before its kernels are there."""
+        return PlannedBatch(metadata, None)
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """The group's kernels that are built in the background."""
+        found = (builder.builds for builder in self._builders.values() if isinstance(builder, Building))
+        return tuple(dict.fromkeys(build for builds in found for build in builds))
+
     def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
 
@@ -103,6 +118,8 @@ class GroupRunner:
         Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
         """
         spec = self.group.attention_specs[layer]
+        if planned.plans is None:
+            return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
         given = out
         out = self._backend.run(
             planned.plans[spec], spec, query, key, value, self.layers[layer], planned.metadata, sinks, out

@@ -260,7 +260,7 @@ class StaticSteps(Protocol):
 class StaticLoop(Protocol):
     """The static form of a greedy draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
 
-    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R the most rows there can be.
+    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows there can be.
     """
 
     drafts: torch.Tensor
@@ -284,7 +284,7 @@ class StaticLoop(Protocol):
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """Step `index` (from 0) of the first `rows` rows: writes draft index+2, reads draft index+1.
+        """Step `index` (from 0) of the first `rows` >= 2 rows: writes draft index+2, reads draft index+1.
 
         Args:
             before: what the step before returned first, always at the same address; None for step 0.

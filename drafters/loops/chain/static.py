@@ -42,8 +42,9 @@ class StaticChain:
         self._runner = runner
         self._aux = aux
         hidden = passes.head.fuse(aux[:2])
-        self.hidden = hidden.new_zeros(limits.rows, hidden.shape[1])
-        self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
+        rows = max(limits.rows, 2) + 1  # of no bucket: compiled code keeps it apart that all rows are asked for
+        self.hidden = hidden.new_zeros(rows, hidden.shape[1])
+        self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: StaticShape) -> FixedSteps:
         """See `StaticLoop.steps`."""
@@ -57,11 +58,13 @@ class StaticChain:
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `StaticLoop.prefill`: of one pass."""
-        rows, run, (own,) = len(inputs.last_row), self._prefill if compiled else self._plain.prefill, positions
+        run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
+        if len(last_row) == 1:
+            last_row = last_row.repeat(2)  # a single row would be compiled once more
         with self._plain.carrying(attend):
-            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, inputs.last_row)
-        self.hidden[:rows].copy_(x)
-        self.drafts[:rows, 0].copy_(ids)
+            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, last_row)
+        self.hidden[: len(x)].copy_(x)
+        self.drafts[: len(ids), 0].copy_(ids)
         return Chosen(*chosen)
 
     def step(

@@ -58,8 +58,9 @@ class StaticModules:
         self._aux = aux
         hidden_size = passes[0].head.hidden_size
         self.carried = aux.new_zeros(len(passes) - 1, limits.rows + 1, hidden_size)
-        self.hidden = aux.new_zeros(len(passes), limits.rows, hidden_size)
-        self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
+        rows = max(limits.rows, 2)  # a single row drafts beside a padding row
+        self.hidden = aux.new_zeros(len(passes), rows, hidden_size)
+        self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: StaticShape) -> FixedModuleSteps:
         """See `StaticLoop.steps`."""
