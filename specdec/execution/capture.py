@@ -12,7 +12,7 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from drafters.loops.base import Chosen, Draft, StaticLoop, StaticPrefill, paged_attend
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
@@ -178,10 +178,10 @@ def capture_bucket(
     all_drafts = None if drafts is None else Draft(drafts.loop.drafts, None)
 
     def verify() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        drafted = in_order(all_drafts, device)
-        logits = target.forward(fill_drafts(device, drafted), planned, device.logits_indices, model).logits
+        token_ids = fill_from_loop(device, all_drafts)
+        logits = target.forward(token_ids, planned, device.logits_indices, model).logits
         greedy = greedy_ids(logits)
-        return logits, greedy, judge_greedy(greedy, device, drafted).packed
+        return logits, greedy, judge_from_loop(greedy, device, all_drafts).packed
 
     graph, (logits, greedy, packed) = record(verify, pool)
     result = PackedResult(packed)

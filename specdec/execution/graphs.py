@@ -21,7 +21,7 @@ import torch
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.products import choose_products
 from specdec.compiler.settings import (
@@ -226,9 +226,8 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device, ahead = round_.sent.verification, round_.sent.ahead
-        draft = in_order(draft, device)
         planned = self._target.runner.plan(device.metadata)
-        logits = self._ragged.logits(fill_drafts(device, draft), planned, device.logits_indices)
+        logits = self._ragged.logits(fill_from_loop(device, draft), planned, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
@@ -244,7 +243,7 @@ class GraphExecutor:
         self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sampled: bool
     ) -> PackedResult:
         greedy = greedy_ids(logits)
-        result = judge_greedy(greedy, device, draft)
+        result = judge_from_loop(greedy, device, draft)
         rows = result.num_rows
         if sampled and rows:
             sampling, proposal = self._sampling.device.first(rows), None
