@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +13,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fakes import table_head, tiny_llama
+from fakes import Operators, table_head, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import specdec.acceptance.judge
 from drafters.loops.base import Draft
@@ -134,22 +132,6 @@ def test_a_round_without_decided_rows(by_kernels: None) -> None:
     empty = torch.zeros(0, dtype=torch.int64)
     round_ = DeviceRound(**{**vars(case), "logit_index": empty.view(0, 1), "num_drafts": empty})
     assert judge_from_loop(empty, round_, None).packed.shape == (0, 2)
-
-
-class Operators(TorchDispatchMode):
-    """Counts the operators that are launches on a GPU: all but views and memory."""
-
-    FREE = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "empty", "alias", "expand", "detach", "t")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.overloadpacket.__name__
-        if name not in self.FREE:
-            self.counts[name] += 1
-        return function(*args, **(kwargs or {}))
 
 
 def launches(case: Verified, monkeypatch: pytest.MonkeyPatch) -> tuple[int, int]:
