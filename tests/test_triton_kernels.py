@@ -34,7 +34,7 @@ from specdec.ops.invariant_linear_kernel import launch_invariant_linear
 from specdec.ops.linear_kernel import fits, launch_linear
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.norm_kernel import launch_norm
-from specdec.ops.rotary import rotated, token_major
+from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 
 CPU = torch.device("cpu")
@@ -202,6 +202,18 @@ def test_rotation(heads: tuple[int, int], dim: int) -> None:
     for ours, right in zip(outs, rotated(q, k, cos, sin), strict=True):
         torch.testing.assert_close(ours, right, rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert ours.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 16), ((3, 1), 24)])
+def test_rotation_of_a_draft_head(heads: tuple[int, int], dim: int) -> None:
+    """Both into one tensor, with cos and sin in float32 for both halves."""
+    fused = torch.randn(5, sum(heads) + 2, dim, dtype=torch.float16)
+    q, k, _ = fused.split((*heads, 2), 1)
+    cos, sin = torch.randn(2, 5, 1, dim // 2)
+    out = torch.full((5, sum(heads), dim), 7.0, dtype=torch.float16)
+    outs = tuple(x.transpose(0, 1)[None] for x in out.split(heads, 1))
+    launch_rotation(*(x.transpose(0, 1)[None] for x in (q, k, cos, sin)), outs)
+    assert torch.equal(out, rotated_together(q, k, cos, sin))
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 16])
