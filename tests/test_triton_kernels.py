@@ -27,6 +27,7 @@ from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
+from specdec.ops.argmax import greedy_drafts
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.ops.experts import expert_matmul
 from specdec.ops.experts_kernel import launch_expert_matmul
@@ -228,6 +229,19 @@ def test_greedy(vocab: int) -> None:
     """Few distinct values: the first of equal ones counts."""
     logits = torch.randint(0, 50, (3, vocab + 7)).half()[:, :vocab]
     assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_greedy_drafts(mapped: bool) -> None:
+    """The target's ids go into one column of the drafts, by the launch that finds them."""
+    logits, drafts = torch.randint(0, 50, (3, 9000)).half(), torch.full((5, 4), -7)
+    target_ids = torch.randperm(20_000)[:9000].sort().values if mapped else None
+    ids = launch_greedy(logits, target_ids, drafts[:3, 2])
+    right = logits.float().argmax(-1)
+    assert torch.equal(ids, right) and torch.equal(drafts[:3, 2], right if target_ids is None else target_ids[right])
+    assert int((drafts == -7).sum()) == 17
+    again = torch.full((3,), -7)
+    assert torch.equal(greedy_drafts(logits, target_ids, again), right) and torch.equal(again, drafts[:3, 2])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

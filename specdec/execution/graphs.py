@@ -42,7 +42,7 @@ from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
-from specdec.ops.argmax import greedy_ids
+from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import loop_limits, static_shape
@@ -346,4 +346,4 @@ def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> Stat
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
     aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
-    return loop.static_form(drafter.runner, aux, limits, greedy_ids, compiled)
+    return loop.static_form(drafter.runner, aux, limits, greedy_drafts, compiled)

@@ -40,14 +40,13 @@ def rotated_together(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, 
     """
     (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
     out = query.new_empty(tokens, query_heads + key_heads, dim)
-    batched = [x.transpose(0, 1)[None] for x in (query, key, cos, sin)]
-    outs = tuple(x.transpose(0, 1)[None] for x in out.split((query_heads, key_heads), 1))
+    query, key, cos, sin = (x.transpose(0, 1)[None] for x in (query, key, cos, sin))
+    outs = out[:, :query_heads].transpose(0, 1)[None], out[:, query_heads:].transpose(0, 1)[None]
     if query.is_cuda:
         from specdec.ops.rotary_kernel import launch_rotation
 
-        launch_rotation(*batched, outs)
+        launch_rotation(query, key, cos, sin, outs)
     else:
-        query, key, cos, sin = batched
         cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
         for rotated_part, part in zip(outs, (query, key), strict=True):
             rotated_part.copy_(_plain(part, cos, sin))

@@ -21,7 +21,17 @@ from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.attend import Attend
-from drafters.loops.base import Chosen, Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
+from drafters.base import Head
+from drafters.loops.base import (
+    Chosen,
+    Compile,
+    DraftingRows,
+    Greedy,
+    LoopSize,
+    StaticPrefill,
+    StaticShape,
+    paged_attend,
+)
 from drafters.loops.chain.passes import HeadPasses
 from drafters.loops.chain.staged import StepSection
 
@@ -33,7 +43,13 @@ class StaticChain:
     """
 
     def __init__(
-        self, passes: HeadPasses, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, compiler: Compile
+        self,
+        passes: HeadPasses,
+        runner: GroupRunner,
+        aux: torch.Tensor,
+        limits: LoopSize,
+        greedy: Greedy,
+        compiler: Compile,
     ) -> None:
         """See `GraphLoop.static_form`."""
         self._plain = passes
@@ -41,6 +57,8 @@ class StaticChain:
         self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
         self._runner = runner
         self._aux = aux
+        self._greedy = greedy
+        self._target_ids = _map_of(passes.head, aux.device)
         hidden = passes.head.fuse(aux[:2])
         self.hidden = hidden.new_zeros(limits.rows, hidden.shape[1])
         self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
@@ -53,10 +71,9 @@ class StaticChain:
         """See `StaticLoop.prefill`."""
         rows, run = len(inputs.last_row), self._prefill if compiled else self._plain.prefill
         with self._plain.carrying(attend):
-            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, positions, inputs.last_row)
+            x, logits = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, positions, inputs.last_row)
         self.hidden[:rows].copy_(x)
-        self.drafts[:rows, 0].copy_(ids)
-        return Chosen(*chosen)
+        return self._choose(logits, 0)
 
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
@@ -67,9 +84,19 @@ class StaticChain:
         """
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(paged_attend(self._runner, planned)):
-            x, ids, *chosen = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
-        self.drafts[:rows, index + 1].copy_(ids)
-        return x, Chosen(*chosen)
+            x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
+        return x, self._choose(logits, index + 1)
+
+    def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
+        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
+
+
+def _map_of(head: Head, device: torch.device) -> torch.Tensor | None:
+    """The target ids of all draft ids [Vd] int64; None where they are the same."""
+    ids = torch.arange(head.draft_vocab_size, device=device)
+    target_ids = head.to_target_ids(ids)
+    return None if torch.equal(ids, target_ids) else target_ids.contiguous()
 
 
 class _StepsPlace:

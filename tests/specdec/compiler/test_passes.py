@@ -20,7 +20,6 @@ from drafters.loops.chain.passes import EaglePasses
 from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
-from specdec.ops.argmax import greedy_ids
 from specdec.target.alterations import Alterations
 from tests.drafters.eagle3.test_head import make_head
 from tests.specdec.compiler.test_settings import Block
@@ -425,7 +424,7 @@ def test_other_rotations_of_both_stay(name: str) -> None:
 def test_every_layer_of_a_draft_head_rotates_by_one_operator(layers: int) -> None:
     """Queries and keys reach the attention as the views that eager code has: the compiler adds no copies."""
     head = make_head(eagle3_spec(head_dim=16, num_layers=layers)).to(HALF)
-    passes, strides = EaglePasses(head, greedy_ids), []
+    passes, strides = EaglePasses(head), []
 
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         strides.append((query.stride(), key.stride(), key.data_ptr() - query.data_ptr()))
