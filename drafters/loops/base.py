@@ -26,8 +26,9 @@ Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or
 None for a one-hot q). How to choose is the caller's business: acceptance must know q."""
 
-Greedy = Callable[[torch.Tensor], torch.Tensor]
-"""Arg max: draft logits [R, Vd] -> draft ids [R] int64; compiled code may call it."""
+Greedy = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Arg max: (draft logits [R, Vd], target ids [Vd] int64 of all draft ids or None where they are the same, out [R] int64
+of any stride, which gets the target ids) -> draft ids [R] int64."""
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of tensors -> the same, compiled for any number of rows."""

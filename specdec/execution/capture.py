@@ -12,7 +12,7 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
@@ -200,10 +200,10 @@ def _verify(
     planned: PlannedBatch,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
-    drafted = in_order(None if drafts is None else Draft(drafts.loop.drafts, None), device)
-    logits = target.forward(fill_drafts(device, drafted), planned, device.logits_indices, model).logits
+    drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
+    logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
     greedy = greedy_ids(logits)
-    return logits, greedy, judge_greedy(greedy, device, drafted).packed
+    return logits, greedy, judge_from_loop(greedy, device, drafted).packed
 
 
 def capture_bucket(

@@ -21,7 +21,7 @@ import torch
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.products import choose_products
 from specdec.compiler.settings import (
@@ -42,7 +42,7 @@ from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
-from specdec.ops.argmax import greedy_ids
+from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import loop_limits, static_shape
@@ -264,8 +264,7 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device, ahead = round_.sent.verification, round_.sent.ahead
-        draft = in_order(draft, device)
-        logits = self._ragged.logits(fill_drafts(device, draft), device.metadata, device.logits_indices)
+        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
@@ -281,7 +280,7 @@ class GraphExecutor:
         self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sampled: bool
     ) -> PackedResult:
         greedy = greedy_ids(logits)
-        result = judge_greedy(greedy, device, draft)
+        result = judge_from_loop(greedy, device, draft)
         rows = result.num_rows
         if sampled and rows:
             sampling, proposal = self._sampling.device.first(rows), None
@@ -391,4 +390,4 @@ def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> Stat
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
     aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
-    return loop.static_form(drafter.runner, aux, limits, greedy_ids, compiled)
+    return loop.static_form(drafter.runner, aux, limits, greedy_drafts, compiled)
