@@ -63,7 +63,8 @@ class ScriptedModel:
         torch.nn.init.ones_(self.hf_model.weight)
 
     def describe(self) -> dict[str, Any]:
-        return {"target": "scripted", "device": "cpu", "dtype": "float32", "backend": "torch"}
+        graphs = {"state": "off: no GPU"}
+        return {"target": "scripted", "device": "cpu", "dtype": "float32", "backend": "torch", "graphs": graphs}
 
     def generate(self, prompts: Any, params: Any) -> list[Completion]:
         return [completion for _, completion in sorted(self.generate_iter(prompts, params), key=lambda pair: pair[0])]
