@@ -341,7 +341,7 @@ class PagedLayer:
         self.rows = [
             [torch.randn(n, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)] for n in seqs
         ]
-        self.starts = computed
+        self.starts, self.seed = computed, seed
         group = CacheGroup("g", (self.SPEC,), rows * width + 1, page_size)
         self._runner = GroupRunner(TorchBackend(CPU), group, torch.float64, CPU)
         layer = self._runner.layers[0]
