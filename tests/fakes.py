@@ -139,7 +139,7 @@ def table_head(
     """A TableHead for `model`, on the draft vocabulary `known` (default: the whole)."""
     table = bigram_logits(model)
     ids = torch.tensor(sorted(known) or range(table.shape[0]))
-    return TableHead(table, aux_layers, model.config.hidden_size, disturbance, ids)
+    return TableHead(table, aux_layers, model.config.get_text_config().hidden_size, disturbance, ids)
 
 
 def eagle3_spec(**changes: Any) -> Any:

@@ -12,6 +12,7 @@ import torch
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, KVFormat
+from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
@@ -34,15 +35,26 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
-def check_graphs(backend: AttentionBackend, loop: DraftLoop[Any, Any] | None, cuda_graphs: bool) -> None:
+def check_graphs(
+    backend: AttentionBackend,
+    loop: DraftLoop[Any, Any] | None,
+    attention_specs: Sequence[AttentionSpec],
+    cuda_graphs: bool,
+) -> None:
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
     Args:
         loop: the head's draft loop; None without a head.
+        attention_specs: what the target's layers need.
 
     Raises:
-        InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
+        InvalidInputError: a backend, a draft loop or a target that has no graphs, or a backend that needs them.
     """
+    if any(s.chunk_size or s.temperature for s in attention_specs) and (cuda_graphs or backend.batch_invariant):
+        raise InvalidInputError(
+            "attention in chunks and temperature tuning (Llama 4) run without CUDA graphs, and so not with "
+            "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
+        )
     if cuda_graphs and not isinstance(backend, GraphBackend):
         raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
     if loop is not None and not isinstance(loop, GraphLoop) and (cuda_graphs or backend.batch_invariant):
