@@ -98,7 +98,7 @@ class GroupRunner:
         """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
         if not self._chunk_sizes and not self._tunings:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
-        in_chunks = {size: with_rows(metadata, local_attention(metadata.host, size)) for size in self._chunk_sizes}
+        in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
         temperatures = {tuning: _factors(tuning, metadata.positions) for tuning in self._tunings}
         planned = PlannedBatch(metadata, {}, in_chunks, temperatures)
         planned.plans.update({key: builder.build(planned.rows_of(key)) for key, builder in self._builders.items()})
@@ -154,6 +154,13 @@ class GroupRunner:
             require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out
+
+
+def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAttentionMetadata:
+    """The batch in virtual rows; itself when every row lies in its first chunk."""
+    if int(metadata.host.seq_lens.max(initial=0)) <= chunk_size:
+        return metadata
+    return with_rows(metadata, local_attention(metadata.host, chunk_size))
 
 
 def _factors(tuning: TemperatureTuning, positions: torch.Tensor) -> torch.Tensor:

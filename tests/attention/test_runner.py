@@ -108,6 +108,14 @@ def test_a_backend_is_given_the_rows_that_a_layer_attends(monkeypatch: pytest.Mo
     assert [metadata.seq_lens.tolist() for metadata in given] == [[6], [4, 2]]
 
 
+def test_rows_within_their_first_chunk_are_not_sent_again() -> None:
+    runner = GroupRunner(TorchBackend(CPU), group(LOCAL, replace(LOCAL, chunk_size=8)), torch.float32, CPU)
+    batch = rows_batch(np.array([0, 5, 7]), np.array([0, 0]), np.array([[1, 2], [3, 0]], np.int32), 4)
+    sent = stage(batch, *single_batch_arena(2, 7, 2, CPU))
+    planned = runner.plan(sent)
+    assert planned.in_chunks[8] is sent and planned.in_chunks[4].seq_lens.tolist() == [4, 1, 2]
+
+
 def test_the_factors_of_queries_are_those_of_transformers() -> None:
     tuning = TemperatureTuning(scale=0.1, floor=8192.0)
     runner = GroupRunner(TorchBackend(CPU), group(replace(PLAIN, temperature=tuning)), torch.float32, CPU)
