@@ -19,6 +19,10 @@ class UnsupportedAttentionError(SpecdecError):
     """A backend does not have an attention variant that a layer needs."""
 
 
+class KernelBuildError(SpecdecError):
+    """A kernel that is compiled at the first start could not be built; the message has what the compiler said."""
+
+
 class StaleMetadataError(SpecdecError):
     """Metadata of an earlier round was used after its arena slot was overwritten (only under SPECDEC_CHECK=1)."""
 

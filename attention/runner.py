@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from attention.backends.base import AttentionBackend, FixedMetadataBuilder, GraphBackend
+from attention.backends.base import AttentionBackend, Building, FixedMetadataBuilder, GraphBackend
+from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
 from attention.batch.transforms.local_attention import check_chunk_size, local_attention
@@ -23,19 +24,20 @@ class PlannedBatch:
     """One batch planned for every distinct AttentionSpec of a group.
 
     Attributes:
-        metadata: the batch. plans: what a backend runs.
-        in_chunks: chunk size -> the same tokens in virtual rows, for layers with local attention.
+        metadata: the batch.
+        plans: what a backend runs; None for a batch that nothing attends to, see `GroupRunner.blank`.
+        rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
         temperatures: [T, 1, 1] float32 factors of the queries, for layers with temperature tuning.
     """
 
     metadata: CommonAttentionMetadata
-    plans: dict[AttentionSpec, Any]
-    in_chunks: Mapping[int, CommonAttentionMetadata] = field(default_factory=dict)
+    plans: dict[AttentionSpec, Any] | None
+    rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
     temperatures: Mapping[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
 
     def rows_of(self, spec: AttentionSpec) -> CommonAttentionMetadata:
         """The batch in the rows that a layer attends."""
-        return self.metadata if spec.chunk_size is None else self.in_chunks[spec.chunk_size]
+        return self.metadata if spec.chunk_size is None else self.rows[spec]
 
 
 class FixedPlanner:
@@ -99,10 +101,22 @@ class GroupRunner:
         if not self._chunk_sizes and not self._tunings:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
         in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
-        temperatures = {tuning: _factors(tuning, metadata.positions) for tuning in self._tunings}
-        planned = PlannedBatch(metadata, {}, in_chunks, temperatures)
-        planned.plans.update({key: builder.build(planned.rows_of(key)) for key, builder in self._builders.items()})
-        return planned
+        rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
+        plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
+        return PlannedBatch(
+            metadata, plans, rows, {tuning: _factors(tuning, metadata.positions) for tuning in self._tunings}
+        )
+
+    @staticmethod
+    def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
+        """A batch whose attention is zeros and leaves the cache alone: to run a model before its kernels are there."""
+        return PlannedBatch(metadata, None)
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """The group's kernels that are built in the background."""
+        found = (builder.builds for builder in self._builders.values() if isinstance(builder, Building))
+        return tuple(dict.fromkeys(build for builds in found for build in builds))
 
     def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
@@ -144,6 +158,8 @@ class GroupRunner:
         Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
         """
         spec = self.group.attention_specs[layer]
+        if planned.plans is None:
+            return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
         given = out
         if spec.temperature is not None:
             query = (query * planned.temperatures[spec.temperature]).to(query.dtype)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from specdec import SpeculativeModel
-from specdec.acceptance.judge import judge_greedy
+from specdec.acceptance.judge import judge_from_loop
 from specdec.acceptance.packed import Outcome, PackedResult
 from specdec.engine.launcher import LaunchedRound, VerifyingRound
 from specdec.engine.lookahead import Lookahead
@@ -33,7 +33,7 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     engine, executor, reads = model.engine, model.executor, model.executor.reads
     found: Logits = {}
     recorded: dict[str, torch.Tensor] = {}
-    judge, ragged, plain = EagerExecutor.judge, RaggedTarget.logits, judge_greedy
+    judge, ragged, plain = EagerExecutor.judge, RaggedTarget.logits, judge_from_loop
 
     def judging(self: Any, logits: torch.Tensor, round_: Any, draft: Any) -> PackedResult:
         recorded["logits"] = logits[round_.logit_index]  # [J, n+1, V]
@@ -65,7 +65,7 @@ def recorded_logits(model: SpeculativeModel) -> Iterator[Logits]:
     with (
         patch.object(EagerExecutor, "judge", judging),
         patch.object(RaggedTarget, "logits", of_any_shape),
-        patch("specdec.execution.graphs.judge_greedy", judging_greedy),
+        patch("specdec.execution.graphs.judge_from_loop", judging_greedy),
         patch.object(Lookahead, "before_read", _not_chained),
         patch.object(reads, "after_read", record),
     ):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from attention.errors import (
     InvalidInputError,
     InvariantError,
+    KernelBuildError,
     OutOfPagesError,
     SpecdecError,
     StaleMetadataError,
@@ -78,6 +79,7 @@ __all__ = [
     "HeadMismatchError",
     "InvalidInputError",
     "InvariantError",
+    "KernelBuildError",
     "ModelChangedError",
     "ModelLoadError",
     "NotCopyableError",

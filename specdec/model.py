@@ -6,12 +6,13 @@ import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 import torch
 from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
+from attention.backends.building import Build
 from attention.cache.kv_cache import CacheGroup, KVFormat
 from attention.runner import GroupRunner
 from drafters.base import Head
@@ -24,9 +25,10 @@ from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.loading.backends import check_graphs, kv_format, make_backend
+from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, kv_format, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
+from specdec.loading.graphs import Graphs, warm_compiler
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
@@ -45,6 +47,7 @@ from specdec.rounds.transfer import staging_bytes
 from specdec.target.live import LiveModel
 from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target, TargetProbe, probe_target
+from specdec.target.twin import twin_test
 
 MODEL_FORMAT = KVFormat()
 _FREED = ("target", "head", "runners", "engine", "_live")
@@ -75,6 +78,7 @@ class SpeculativeModel:
         self_test_error: relative logit error of the load-time self-test.
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target and, with a head, of the head.
+        graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
             call on another one.
@@ -87,7 +91,7 @@ class SpeculativeModel:
         head: Head | None,
         backend: AttentionBackend,
         config: EngineConfig,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
         format: KVFormat = MODEL_FORMAT,
         generation_config: Use = "model",
         checkpoint: Checkpoint | None = None,
@@ -95,7 +99,8 @@ class SpeculativeModel:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
         Args:
-            cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs.
+            cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs; "auto": where
+                the backend, the head and the model allow it.
             format: how the target's keys and values are stored.
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`.
@@ -108,7 +113,7 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         attention_specs = tuple(c.attention_spec for c in probed.calls)
-        check_graphs(backend, loop, attention_specs, cuda_graphs)
+        choice = choose_graphs(backend, loop, attention_specs, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -122,19 +127,34 @@ class SpeculativeModel:
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
         self._alterations = self.target.alterations
-        with self._alterations.undone_on_error():
-            log.info("self-test")
-            self.self_test_error, self.twin = check_target(self.target, probed, config.max_model_len)
+        with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
             if head is not None and loop is not None:
                 group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
                 drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
             self.runners = (runner,) if drafter is None else (runner, drafter.runner)
             eos = eos_ids(probed.model.generation_config)
-            executor = _executor(self.target, drafter, config, cuda_graphs)
+            executor = self._checked(probed, Graphs(self.target, drafter, config, choice))
             self.engine = Engine(self.target, drafter, tokenizer, config, eos, executor)
             self._shared = SharedEngine(self.engine, device)
-            self._live = LiveModel.of(self.hf_model, captured=cuda_graphs)
+            self._live = LiveModel.of(self.hf_model, captured=not isinstance(executor, EagerExecutor))
+            for build in self.builds:
+                build.wait()
+
+    def _checked(self, probed: TargetProbe, graphs: Graphs) -> Executor:
+        """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
+
+        Raises:
+            UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
+        """
+        log.info("testing a small copy of the model")
+        self.twin = twin_test(probed, self.config.max_model_len)
+        graphs.compile()
+        log.info("self-test")
+        self.self_test_error = check_target(self.target, probed, self.config.max_model_len, self.twin)
+        executor = graphs.executor()
+        self.graphs = graphs.state
+        return executor
 
     @classmethod
     @startup_progress()
@@ -157,7 +177,7 @@ class SpeculativeModel:
         kv_cache_dtype: str = "auto",
         kv_cache_scales: Sequence[tuple[float, float]] | None = None,
         gpu_memory_utilization: float = 0.9,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
         generation_config: Use = "model",
@@ -175,7 +195,7 @@ class SpeculativeModel:
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
             backend: "auto", "torch", "flashinfer", or "batch_invariant": kernels by which a token's result has the same
                 bits whatever else is in the batch, so that half precision says the same with and without speculation.
-                Needs cuda_graphs=True; slower, see the README.
+                Not with cuda_graphs=False; slower, see the README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
@@ -194,9 +214,11 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
-            cuda_graphs: compile the model and decode from CUDA graphs (on a GPU): many times faster for small batches,
-                after a start of one to two minutes. In half precision, rounds of different sizes then run through
-                different kernels, and more answers differ from those without drafts, but with "batch_invariant".
+            cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
+                longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
+                captured, which a SpecdecWarning says; True: that is an error; False: never. In half precision, rounds
+                of different sizes then run through different kernels, and more answers differ from those without
+                drafts, but with "batch_invariant".
             mtp_concat: what a multi-token-prediction module's projection reads first, "embedding_first" or
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
@@ -224,7 +246,15 @@ class SpeculativeModel:
         if draft is not None:
             check_head_type(draft)
         log.info("loading the target")
-        model, checkpoint = open_target(target, dtype, device, options.revision, options.trust_remote_code)
+
+        def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
+            kind = kind if isinstance(kind, torch.dtype) else config.dtype
+            begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
+            if place.type == "cuda" and options.cuda_graphs:
+                warm_compiler()
+
+        code = options.trust_remote_code
+        model, checkpoint = open_target(target, dtype, device, options.revision, code, begin)
         return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod
@@ -238,7 +268,12 @@ class SpeculativeModel:
     ) -> SpeculativeModel:
         """The engine around a loaded target: see `from_pretrained`."""
         backend = make_backend(options.backend, model.device)
+        log.info("reading the model's layers")
         probed = probe_target(model)
+        keys = [call.attention_spec for call in probed.calls]
+        begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
+        if model.device.type == "cuda" and options.cuda_graphs:
+            warm_compiler()
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
         convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
@@ -326,6 +361,16 @@ class SpeculativeModel:
     def executor(self) -> Executor:
         """How rounds run on the device."""
         return self.engine.executor
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """Attention kernels that were built or loaded in the background."""
+        return tuple(dict.fromkeys(build for runner in self.runners for build in runner.builds))
+
+    @property
+    def start_seconds(self) -> dict[str, float]:
+        """Where the seconds of the start went, by step."""
+        return dict(self._steps)
 
     @property
     def device(self) -> torch.device:
@@ -423,11 +468,3 @@ class SpeculativeModel:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         self._shared.check_open()
         return facts_of(self)
-
-
-def _executor(target: Target, drafter: Drafter | None, config: EngineConfig, cuda_graphs: bool) -> Executor:
-    if not cuda_graphs:
-        return EagerExecutor(target, drafter, config)
-    from specdec.execution.graphs import GraphExecutor
-
-    return GraphExecutor(target, drafter, config)

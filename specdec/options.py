@@ -72,6 +72,22 @@ class Flag(Kind):
 
 
 @dataclass(frozen=True)
+class Switch(Kind):
+    """True, False or "auto"; as a word yes, no or auto."""
+
+    def read(self, name: str, value: Any) -> bool | Literal["auto"]:
+        if isinstance(value, str) and value == "auto":
+            return "auto"
+        try:
+            return flag(name, value)
+        except InvalidInputError:
+            raise InvalidInputError(f"{name}={short(value)}: allowed are 'auto', True and False") from None
+
+    def from_word(self, name: str, word: Any) -> Any:
+        return {"yes": True, "no": False}.get(word, word) if isinstance(word, str) else word
+
+
+@dataclass(frozen=True)
 class Choice(Kind):
     """One of some words. `hint`: added to the message about another one."""
 
@@ -201,8 +217,11 @@ class LoadOptions:
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),
     )
-    cuda_graphs: bool = field(
-        default=False, metadata=_about(Flag(), "Compile, and run rounds from CUDA graphs (on a GPU).", _NO_TRAINING)
+    cuda_graphs: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(), "Compile, and run rounds from CUDA graphs; auto: on a GPU, where the model allows.", _NO_TRAINING
+        ),
     )
     mtp_concat: Concat = field(
         default="auto",

@@ -38,9 +38,9 @@ _load_fakes()
 
 from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
 
-from specdec.target import selftest  # noqa: E402 - after the path is set
+import specdec.model  # noqa: E402 - after the path is set
 
-twin_test = selftest.twin_test
+twin_test = specdec.model.twin_test
 _right_twins: dict[Any, Any] = {}
 
 
@@ -66,14 +66,14 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def right_twins_once() -> Iterator[None]:
     """Hundreds of tests load the same few tiny models: see `_twin_test_once`."""
-    with patch.object(selftest, "twin_test", _twin_test_once):
+    with patch.object(specdec.model, "twin_test", _twin_test_once):
         yield
 
 
 @pytest.fixture(scope="module")
 def every_twin(right_twins_once: None) -> Iterator[None]:
     """For tests of what loading does: every model's twin is built and read, as it is for a user."""
-    with patch.object(selftest, "twin_test", twin_test):
+    with patch.object(specdec.model, "twin_test", twin_test):
         yield
 
 

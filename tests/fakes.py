@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import string
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,6 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from attention.backends.flashinfer import mla_plan
@@ -370,3 +372,19 @@ class PagedLayer:
             q, k, v = (x.transpose(0, 1)[None] for x in (queries[n:], keys, values))
             outputs.append(attend(q, k, v, mask, self.SPEC)[0].transpose(0, 1))
         return torch.cat(outputs)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are launches on a GPU: all but views and memory."""
+
+    FREE = ("view", "_unsafe_view", "slice", "select", "unsqueeze", "empty", "alias", "expand", "detach", "t")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = function.overloadpacket.__name__
+        if name not in self.FREE:
+            self.counts[name] += 1
+        return function(*args, **(kwargs or {}))

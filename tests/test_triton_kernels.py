@@ -27,6 +27,7 @@ from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
+from specdec.ops.argmax import greedy_drafts
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.ops.experts import expert_matmul
 from specdec.ops.experts_kernel import launch_expert_matmul
@@ -34,7 +35,7 @@ from specdec.ops.invariant_linear_kernel import launch_invariant_linear
 from specdec.ops.linear_kernel import fits, launch_linear
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.norm_kernel import launch_norm
-from specdec.ops.rotary import rotated, token_major
+from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 
 CPU = torch.device("cpu")
@@ -207,6 +208,18 @@ def test_rotation(heads: tuple[int, int], dim: int) -> None:
         assert ours.transpose(1, 2).is_contiguous()
 
 
+@pytest.mark.parametrize(("heads", "dim"), [((32, 8), 16), ((3, 1), 24)])
+def test_rotation_of_a_draft_head(heads: tuple[int, int], dim: int) -> None:
+    """Both into one tensor, with cos and sin in float32 for both halves."""
+    fused = torch.randn(5, sum(heads) + 2, dim, dtype=torch.float16)
+    q, k, _ = fused.split((*heads, 2), 1)
+    cos, sin = torch.randn(2, 5, 1, dim // 2)
+    out = torch.full((5, sum(heads), dim), 7.0, dtype=torch.float16)
+    outs = tuple(x.transpose(0, 1)[None] for x in out.split(heads, 1))
+    launch_rotation(*(x.transpose(0, 1)[None] for x in (q, k, cos, sin)), outs)
+    assert torch.equal(out, rotated_together(q, k, cos, sin))
+
+
 @pytest.mark.parametrize("tokens", [1, 6, 16])
 def test_linear(tokens: int) -> None:
     x, weight = torch.randn(tokens, 256, dtype=torch.float16), torch.randn(100, 256, dtype=torch.float16)
@@ -219,6 +232,19 @@ def test_greedy(vocab: int) -> None:
     """Few distinct values: the first of equal ones counts."""
     logits = torch.randint(0, 50, (3, vocab + 7)).half()[:, :vocab]
     assert torch.equal(launch_greedy(logits), logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_greedy_drafts(mapped: bool) -> None:
+    """The target's ids go into one column of the drafts, by the launch that finds them."""
+    logits, drafts = torch.randint(0, 50, (3, 9000)).half(), torch.full((5, 4), -7)
+    target_ids = torch.randperm(20_000)[:9000].sort().values if mapped else None
+    ids = launch_greedy(logits, target_ids, drafts[:3, 2])
+    right = logits.float().argmax(-1)
+    assert torch.equal(ids, right) and torch.equal(drafts[:3, 2], right if target_ids is None else target_ids[right])
+    assert int((drafts == -7).sum()) == 17
+    again = torch.full((3,), -7)
+    assert torch.equal(greedy_drafts(logits, target_ids, again), right) and torch.equal(again, drafts[:3, 2])
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -9,6 +9,7 @@ from attention.spec import AttentionSpec
 if TYPE_CHECKING:
     import torch
 
+    from attention.backends.building import Build
     from attention.batch.host import HostBatch
     from attention.batch.metadata import CommonAttentionMetadata
     from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -19,6 +20,15 @@ class AttentionMetadataBuilder(Protocol):
 
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         """Return the plan that `AttentionBackend.run` takes. Never synchronises with the device."""
+
+
+@runtime_checkable
+class Building(Protocol):
+    """A builder whose kernels are built in the background, from the moment it is made."""
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """What is being built, or was."""
 
 
 class AttentionBackend(Protocol):

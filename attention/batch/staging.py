@@ -210,7 +210,8 @@ class _Buffers:
         if self.remote is None:
             return host, torch.from_numpy(host)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        return host, self.remote[start:stop].view(torch_dtype).view(shape)
+        with torch.no_grad():  # such views do not name the buffer, by which the compiler would tell them from others
+            return host, self.remote[start:stop].view(torch_dtype).view(shape)
 
 
 def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:

@@ -26,8 +26,9 @@ Choose = Callable[[int, torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 """(step j from 0, draft logits [R, Vd]) -> (draft ids [R] int64 on the draft vocabulary, probabilities q [R, Vd] or
 None for a one-hot q). How to choose is the caller's business: acceptance must know q."""
 
-Greedy = Callable[[torch.Tensor], torch.Tensor]
-"""Arg max: draft logits [R, Vd] -> draft ids [R] int64; compiled code may call it."""
+Greedy = Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
+"""Arg max: (draft logits [R, Vd], target ids [Vd] int64 of all draft ids or None where they are the same, out [R] int64
+of any stride, which gets the target ids) -> draft ids [R] int64."""
 
 Compile = Callable[[Callable[..., Any]], Callable[..., Any]]
 """A function of tensors -> the same, compiled for any number of rows."""
@@ -260,7 +261,7 @@ class StaticSteps(Protocol):
 class StaticLoop(Protocol):
     """The static form of a greedy draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
 
-    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R the most rows there can be.
+    drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows there can be.
     """
 
     drafts: torch.Tensor
@@ -284,7 +285,7 @@ class StaticLoop(Protocol):
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
     ) -> tuple[torch.Tensor, Chosen]:
-        """Step `index` (from 0) of the first `rows` rows: writes draft index+2, reads draft index+1.
+        """Step `index` (from 0) of the first `rows` >= 2 rows: writes draft index+2, reads draft index+1.
 
         Args:
             before: what the step before returned first, always at the same address; None for step 0.

@@ -14,7 +14,7 @@ from torch import nn
 from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
 from drafters.errors import HeadLoadError
-from drafters.loops.base import Greedy, LoopSize
+from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.modules.passes import ModulePasses
 from drafters.loops.modules.run import ModuleLoop
@@ -49,10 +49,10 @@ class MtpStack(nn.Module):
         """The module that makes draft step+1."""
         return self.heads[step % len(self.heads)]  # type: ignore[return-value]
 
-    def passes(self, num_modules: int, greedy: Greedy) -> tuple[ModulePasses, ...]:
+    def passes(self, num_modules: int) -> tuple[ModulePasses, ...]:
         """See `drafters.loops.modules.run.ModuleStack`."""
         taking_turns = self.mtp_modules[:num_modules]
-        return tuple(ModulePasses(own, taking_turns[m - 1], greedy) for m, own in enumerate(taking_turns))
+        return tuple(ModulePasses(own, taking_turns[m - 1]) for m, own in enumerate(taking_turns))
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""

@@ -74,9 +74,15 @@ def _endless(params: SamplingParams) -> SamplingParams:
     )
 
 
+_OF_ONE_START = ("start", "kernels")
+"""Facts that differ from start to start of the same model; so do the sizes and seconds of its graphs."""
+
+
 def _facts(model: Any) -> dict[str, Any]:
+    described = {name: value for name, value in model.describe().items() if name not in _OF_ONE_START}
     return {
-        **model.describe(),
+        **described,
+        "graphs": described["graphs"]["state"],
         "target_sha256": weights_sha256(model.hf_model),
         "head_sha256": None if model.head is None else weights_sha256(model.head),
         "chat_template_sha256": _text_sha256(getattr(model.tokenizer, "chat_template", None)),

@@ -11,6 +11,7 @@ from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, VerificationResult, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.argmax import greedy_ids
+from specdec.ops.drafts import accept_greedily, place_drafts
 from specdec.requests.sampling import draw, target_probs
 from specdec.rounds.fields import DeviceRound, DeviceSampling
 
@@ -80,6 +81,40 @@ def judge_greedy(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None)
     drafts = _every_row(draft, num_rows, width - 1, greedy.device)
     result = accept_greedy(drafts, round_.num_drafts, greedy[round_.logit_index])
     return PackedResult.pack(result.num_accepted, result.next_token, drafts)
+
+
+def fill_from_loop(round_: DeviceRound, draft: Draft | None) -> torch.Tensor:
+    """`fill_drafts` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
+    if draft is None or not draft.token_ids.numel() or not _has_kernels(round_.token_ids):
+        return fill_drafts(round_, in_order(draft, round_))
+    drafts, sources = _by_source(draft, round_)
+    width = round_.logit_index.shape[1] - 1
+    place_drafts(round_.token_ids, round_.draft_places, round_.draft_sources, width, drafts, sources)
+    return round_.token_ids
+
+
+def judge_from_loop(greedy: torch.Tensor, round_: DeviceRound, draft: Draft | None) -> PackedResult:
+    """`judge_greedy` with drafts in the order of the round before, as a loop keeps them; on a GPU by one kernel."""
+    if not _has_kernels(greedy):
+        return judge_greedy(greedy, round_, in_order(draft, round_))
+    index = round_.logit_index
+    result = PackedResult.empty(len(index), index.shape[1] - 1, greedy.device)
+    out = (result.num_accepted, result.tokens, result.drafts)
+    accept_greedily(greedy, index, round_.num_drafts, *_by_source(draft, round_), out)
+    return result
+
+
+def _has_kernels(x: torch.Tensor) -> bool:
+    return x.is_cuda
+
+
+def _by_source(draft: Draft | None, round_: DeviceRound) -> tuple[torch.Tensor, torch.Tensor]:
+    """Drafts [S, n or more] and the rows of them [R] that belong to the first R rows of the round."""
+    if draft is None:
+        return round_.logit_index, round_.num_drafts[:0]  # no row has drafts, so none are read
+    if round_.sources is None:
+        return draft.token_ids, torch.arange(len(draft.token_ids), device=draft.token_ids.device)
+    return draft.token_ids, round_.sources
 
 
 def _every_row(draft: Draft | None, num_rows: int, width: int, device: torch.device) -> torch.Tensor:

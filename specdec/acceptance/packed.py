@@ -30,6 +30,11 @@ class PackedResult:
         return cls(torch.cat([num_accepted[:, None], tokens, drafts], 1))
 
     @classmethod
+    def empty(cls, rows: int, num_drafts: int, device: torch.device) -> PackedResult:
+        """A result that is still to be written, through the accessors."""
+        return cls(torch.empty(rows, _columns(num_drafts), dtype=torch.int64, device=device))
+
+    @classmethod
     def zeros(cls, rows: int, num_drafts: int, device: torch.device) -> PackedResult:
         """A result in which nothing is accepted."""
         return cls(torch.zeros(rows, _columns(num_drafts), dtype=torch.int64, device=device))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specdec.options import Choice, Flag, Kind, LoadOptions, Share, Whole, option_of
+from specdec.options import Choice, Flag, Kind, LoadOptions, Share, Switch, Whole, option_of
 from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
@@ -75,6 +75,9 @@ def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
     settings["show_default"] = option.default not in (None, False)
     if isinstance(about.kind, Flag):
         settings["is_flag"] = True
+    elif isinstance(about.kind, Switch):
+        # Without a word it means yes, as it did when it was a flag.
+        settings |= {"type": click.Choice(["auto", "yes", "no"]), "is_flag": False, "flag_value": "yes"}
     else:
         settings["type"] = _click_type(about.kind)
     return click.option(*words, option.name, **(settings | changes))

@@ -50,8 +50,8 @@ def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What served the attention, and whether rounds ran from graphs."""
     rows = [(f"attention of the {group}", route) for group, route in facts["attention"].items()]
     graphs = facts["graphs"]
-    if graphs is None:
-        return [*rows, ("CUDA graphs", "none")]
+    if "graphs" not in graphs:
+        return [*rows, ("CUDA graphs", graphs["state"])]
     made = f"{graphs['graphs']} for {', '.join(map(str, graphs['rows']))} rows"
     made += f", {graphs['sampled_graphs']} more for sampled ones, {graphs['segment_graphs']} by segments"
     captured = ("CUDA graphs", f"{made}, captured in {graphs['seconds']} s, {graphs['GiB']} GiB")

@@ -144,7 +144,7 @@ def _run(options: dict[str, Any], make_plan: MakePlan) -> None:
     asked = [read_questions(path) for path in options["data"]]
     output, console = options["output"], Console()
     check_writable(output)
-    load = load_options_of({name: options[name] for name in offered("train")})
+    load = load_options_of({name: options[name] for name in offered("train")}, cuda_graphs=False)
     model = SpeculativeModel.from_pretrained(options["model"], **load.as_arguments())
     questions = [prepare_questions(model, each, limits) for each in asked]
     try:

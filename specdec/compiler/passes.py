@@ -19,7 +19,7 @@ from attention.backends.limits import HALF
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
-from specdec.ops.rotary import rotated  # noqa: F401
+from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
@@ -40,10 +40,11 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
         (sum_alike if self._batch_invariant else read_weights_once)(graph)
         norm_at_once(graph)
         rotate_at_once(graph)
+        rotate_joined_at_once(graph)
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return f"specdec-rewriting-2{'-batch-invariant' if self._batch_invariant else ''}"
+        return f"specdec-rewriting-3{'-batch-invariant' if self._batch_invariant else ''}"
 
 
 def leave_one_matmul(graph: Graph) -> None:
@@ -103,7 +104,16 @@ def _replace(graph: Graph, node: Node, packet: Any, args: tuple[Any, ...]) -> No
         new = _call(graph, packet, args)
     new.meta.update(node.meta)  # shapes and dtypes, which the later rewritings read
     node.replace_all_uses_with(new)
-    graph.erase_node(node)
+    _erase(graph, node)
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """Erase a node without users and what only it has read; the compiler would compute concatenations all the same."""
+    if not node.users and node.op == "call_function":
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for each in inputs:
+            _erase(graph, each)
 
 
 def norm_at_once(graph: Graph) -> None:
@@ -181,6 +191,58 @@ def rotate_at_once(graph: Graph) -> None:
         for rotation, result in zip((query, key), results, strict=True):
             rotation.out.replace_all_uses_with(result)
     stable_topological_sort(graph)  # a reader of the rotated query may come before the key in the old order
+
+
+def rotate_joined_at_once(graph: Graph) -> None:
+    """The rotary embedding of cat(query, key) [T, heads, D] in float32, as draft heads write it: one operator."""
+    for node in list(graph.nodes):
+        args = _joined_rotation_at(node)
+        if args is not None:
+            _replace(graph, node, torch.ops.specdec.rotated_together, args)
+
+
+def _joined_rotation_at(out: Any) -> tuple[Any, Any, Any, Any] | None:
+    """Query, key [T, heads, D], cos and sin [T, 1, D/2] float32, when `out` rotates both in one tensor.
+
+    half(cat(x₁ · cos - x₂ · sin, x₂ · cos + x₁ · sin)) of the halves x₁, x₂ of x = float(cat(query, key)).
+    """
+    if not _is(out, convert) or _dtype(out) not in HALF or not _is_cat(out.args[0], -1):
+        return None
+    low, high = out.args[0].args[0]
+    if not _is(low, aten.sub.Tensor) or not _is(high, aten.add.Tensor) or low.kwargs or high.kwargs:
+        return None
+    if not all(_is(arg, aten.mul.Tensor) for arg in (*low.args, *high.args)):
+        return None
+    (first, cos), (second, sin) = (arg.args for arg in low.args)
+    if [arg.args for arg in high.args] != [(second, cos), (first, sin)]:
+        return None
+    joined = _halved(first, second)
+    if not _is_cat(joined, 1) or len(shape := _shape(joined)) != 3:
+        return None
+    query, key = joined.args[0]
+    if any(_dtype(node) != _dtype(out) for node in (query, key)):
+        return None
+    wanted = (shape[0], 1, shape[2] // 2)
+    fits = all(_shape(node) == wanted and _dtype(node) == torch.float32 for node in (cos, sin))
+    return (query, key, cos, sin) if fits else None
+
+
+def _halved(first: Any, second: Any) -> Any:
+    """x, when the two are the halves of float(x) [T, heads, D] along its last dimension."""
+    if not all(_is(part, operator.getitem) for part in (first, second)):
+        return None
+    (parts, zero), (other, one) = first.args, second.args
+    if parts is not other or (zero, one) != (0, 1) or not _is(parts, aten.split.Tensor) or parts.args[2:] != (-1,):
+        return None
+    wide, size = parts.args[:2]
+    if not _is(wide, convert) or wide.args[1] != torch.float32 or 2 * size != _shape(wide)[-1]:
+        return None
+    return wide.args[0]
+
+
+def _is_cat(node: Any, dim: int) -> bool:
+    """Whether `node` is two tensors side by side."""
+    return _is(node, aten.cat.default) and node.args[1:] == (dim,) and len(node.args[0]) == 2
 
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:

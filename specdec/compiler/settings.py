@@ -11,6 +11,7 @@ from torch import nn
 from torch.fx.experimental import _config as size_config
 
 from specdec.compiler.passes import Rewriting
+from specdec.compiler.regions import compile_regions
 from specdec.errors import SpecdecError
 from specdec.target.alterations import Alterations
 
@@ -106,4 +107,4 @@ def compiled_model(model: nn.Module) -> Callable[..., Any]:
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of tensors as one compiled graph for any number of rows. Call it first inside `compiler_settings`."""
-    return torch.compile(function, fullgraph=True, dynamic=True)
+    return torch.compile(function, backend=compile_regions, fullgraph=True, dynamic=True)

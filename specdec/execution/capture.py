@@ -12,7 +12,7 @@ import torch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
 from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
@@ -103,6 +103,15 @@ class EmptyRound:
     carried: CarriedRows | None = None
 
 
+def step_rows(rows: int) -> int:
+    """Rows of the draft steps in a bucket: a single one would be compiled once more, so a padding row stands beside it.
+
+    >>> step_rows(1), step_rows(8)
+    (2, 8)
+    """
+    return max(rows, 2)
+
+
 class DraftCapture:
     """Captures the static form of a draft loop."""
 
@@ -114,9 +123,15 @@ class DraftCapture:
         self._pool = pool
 
     def run_plainly(self, result: PackedResult, round_: EmptyRound) -> None:
-        """The draft prefill, not compiled and not captured. Its passes have the same lengths: one plan serves all."""
-        planned = self._runner.plan(round_.prefill[0])
-        self._prefill(result, round_, [planned] * len(round_.prefill), compiled=False)
+        """The draft prefill without its attention, not compiled and not captured."""
+        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill], compiled=False)
+
+    def compile(self, result: PackedResult, round_: EmptyRound) -> None:
+        """Run the draft prefill and the steps once without their attention, so that they are compiled."""
+        self._prefill(result, round_, [self._runner.blank(each) for each in round_.prefill])
+        before = None
+        for index, metadata in enumerate(round_.steps):
+            before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
 
     def capture(self, result: PackedResult, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
         """Capture the draft prefill after the verification that writes `result`, and the steps.
@@ -157,13 +172,38 @@ class DraftCapture:
     def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
-            planner = self._runner.fixed_planner(rows, self.loop.step_width(index))
+            planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
             before = steps[-1].x if steps else None
-            launch = partial(self.loop.step, index, rows, planner.plan(metadata), before)
+            launch = partial(self.loop.step, index, step_rows(rows), planner.plan(metadata), before)
             graph, (x, chosen) = record(launch, self._pool)
             choose = None if self.sampled is None else self._choosing(partial(self.sampled.choose, index + 1, chosen))
             steps.append(StepGraph(planner, graph, x, choose))
         return tuple(steps)
+
+
+def compile_bucket(target: Target, model: Callable[..., Any], drafts: DraftCapture | None, round_: EmptyRound) -> None:
+    """Run everything of one bucket once without attention: what is captured is compiled then, whatever the bucket.
+
+    It needs no kernel of the attention backend's, so it can run while these are being built.
+    """
+    planned = target.runner.blank(round_.target.metadata)
+    _, _, packed = _verify(target, model, drafts, round_.target, planned)
+    if drafts is not None:
+        drafts.compile(PackedResult(packed), round_)
+
+
+def _verify(
+    target: Target,
+    model: Callable[..., Any],
+    drafts: DraftCapture | None,
+    device: DeviceRound,
+    planned: PlannedBatch,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
+    drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
+    logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
+    greedy = greedy_ids(logits)
+    return logits, greedy, judge_from_loop(greedy, device, drafted).packed
 
 
 def capture_bucket(
@@ -182,15 +222,7 @@ def capture_bucket(
     rows, query_len = device.logit_index.shape
     planner = target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(device.metadata)
-    all_drafts = None if drafts is None else Draft(drafts.loop.drafts, None)
-
-    def verify() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        drafted = in_order(all_drafts, device)
-        logits = target.forward(fill_drafts(device, drafted), planned, device.logits_indices, model).logits
-        greedy = greedy_ids(logits)
-        return logits, greedy, judge_greedy(greedy, device, drafted).packed
-
-    graph, (logits, greedy, packed) = record(verify, pool)
+    graph, (logits, greedy, packed) = record(partial(_verify, target, model, drafts, device, planned), pool)
     result = PackedResult(packed)
     with compiler_settings():  # the head's: what it says decides no token
         draft = None if drafts is None else drafts.capture(result, round_, planner)

@@ -21,7 +21,7 @@ import torch
 
 from attention.hf.gate import gate_of
 from drafters.loops.base import Draft, DraftInput, GraphLoop, StaticLoop, StaticSteps
-from specdec.acceptance.judge import fill_drafts, in_order, judge_greedy
+from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
 from specdec.compiler.products import choose_products
 from specdec.compiler.settings import (
@@ -36,13 +36,13 @@ from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter
-from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket
+from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket, compile_bucket, step_rows
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
-from specdec.ops.argmax import greedy_ids
+from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.ahead import ahead_inputs
 from specdec.rounds.buckets import loop_limits, static_shape
@@ -52,6 +52,7 @@ from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.static import FixedSampling, FixedTarget
 from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
+from specdec.target.alterations import Alterations
 from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
@@ -96,19 +97,22 @@ def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
 class GraphExecutor:
     """Runs all rounds from CUDA graphs: verifications in one fixed shape for each bucket of rows, others by segments.
 
+    Made, then captured.
+
     Whether rows are greedy or sampled, with a head the draft prefill is launched after the verification, before that is
     read, and the draft steps run from the graphs of a bucket.
     """
 
     def __init__(self, target: Target, drafter: Drafter | None, config: EngineConfig) -> None:
-        """Fuse, compile and capture; takes tens of seconds for a large model.
+        """Fuse and compile; takes tens of seconds for a large model. Needs no attention kernel. Then call `capture`.
+
+        What raises leaves the model and the head as they were.
 
         Raises:
-            UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
-            UnsupportedModelError: the backend is batch-invariant and the model is not.
+            UnsupportedModelError: the backend is batch-invariant and the model is a mixture of experts.
             InvalidInputError: the head's draft loop has no static form.
         """
-        started, before = time.perf_counter(), torch.cuda.memory_reserved()
+        started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
         invariant = target.runner.batch_invariant
         if invariant and mixtures(target.hf_model):
             raise UnsupportedModelError(
@@ -123,7 +127,7 @@ class GraphExecutor:
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._sizes, self._sent = rows[::-1], 0
-        self._sampling = FixedSampling(rows[0], config.num_speculative_tokens, device)
+        self._sampling = FixedSampling(step_rows(rows[0]) + 1, config.num_speculative_tokens, device)
         self._drawn: SampledDrafts | None = None
         drafting = drafter is not None and self._query_len > 1
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
@@ -131,44 +135,70 @@ class GraphExecutor:
         self._fixed = {n: FixedTarget(static_shape(config, n), self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
-        head = None if drafter is None else drafter.head
+        self._buckets: dict[int, Bucket] = {}
+        self._mixed = mixed_buckets(config, rows)
+        self._alterations = Alterations(self)
+        target.alterations.on_undo(self._alterations.undo)
+        self._head = head = None if drafter is None else drafter.head
         self._modules = [m for m in (target.hf_model, head) if isinstance(m, torch.nn.Module)]
-        with self._compiling():
-            pool = torch.cuda.graph_pool_handle()
-            drafts = None
+        self._model, self._pool, drafts = model, torch.cuda.graph_pool_handle(), None
+        self._ragged = RaggedTarget(target, model, config, self._pool, self._compiling)
+        self._prefill: RaggedPrefill | None = None
+        with self._alterations.undone_on_error(), self._compiling():
             if drafter is not None and drafting:
                 self._loop = _static_form(target, drafter, config)
-                self._steps = {n: self._loop.steps(static_shape(config, n)) for n in rows}
+                self._steps = {n: self._loop.steps(static_shape(config, step_rows(n))) for n in rows}
                 if config.draws_drafts:
                     self._drawn = SampledDrafts(drafter.head, self._loop, self._sampling.device, target.vocab_size)
-                drafts = DraftCapture(self._loop, self._drawn, drafter.runner, pool)
-            fused = self._fuse(rows[-1], drafter, drafts)
-            store_cos_sin(target.hf_model, target.alterations)
+                drafts = DraftCapture(self._loop, self._drawn, drafter.runner, self._pool)
+                self._prefill = RaggedPrefill(
+                    self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling
+                )
+            self._drafts = drafts
+            self._fused = self._fuse(rows[-1], drafter, drafts)
+            store_cos_sin(target.hf_model, self._alterations)
+            if not invariant:  # else what it is compiled from must be the same in every engine, see `capture`
+                log.info("compiling")
+                compile_bucket(target, model, drafts, self._empty_round(rows[0]))
+        self._seconds = time.perf_counter() - started
+
+    def capture(self) -> None:
+        """Capture the graphs of every bucket, once.
+
+        Raises:
+            UnsupportedAttentionError: the attention backend has no plans that a graph can hold.
+            UnsupportedModelError: the backend is batch-invariant and the model is not.
+        """
+        started, target = time.perf_counter(), self._target
+        invariant = target.runner.batch_invariant
+        with self._compiling():
             if invariant:
-                log.info("testing that results do not depend on the batch")
+                log.info("compiling, and testing that results do not depend on the batch")
                 with unwrapped(UnsupportedModelError):
-                    invariance_test(target, for_any_batch(model))
+                    invariance_test(target, for_any_batch(self._model))
                     matmul_test(target.hf_model)
-            tokens = {n * self._query_len for n in rows}
-            beside_prompts = (target.hf_model.get_decoder(), mixed_buckets(config, rows))
-            readers = [(target.hf_model, tokens), beside_prompts, (head, tokens | self._step_tokens())]
+            tokens = {n * self._query_len for n in self._fixed}
+            beside_prompts = (target.hf_model.get_decoder(), self._mixed)
+            readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
             products = choose_products(readers, invariant)
-            self._buckets: dict[int, Bucket] = {}
-            for n in rows:
-                log.info("compiling and capturing for %d rows", n)
+            for n in self._fixed:
+                log.info("capturing for %d rows", n)
                 self._buckets[n] = capture_bucket(
-                    target, model, drafts, self._empty_round(n), self._sampling.device, pool
+                    target, self._model, self._drafts, self._empty_round(n), self._sampling.device, self._pool
                 )
         log.info("capturing for rounds of any shape")
-        self._ragged = RaggedTarget(target, model, config, pool, self._compiling)
         self._ragged.capture_ends()
-        self._prefill = None
-        if self._loop is not None and drafter is not None:
-            self._prefill = RaggedPrefill(self._loop, self._num_modules, drafter.runner, config, pool, self._compiling)
+        if self._prefill is not None:
             self._prefill.capture_ends()
         torch.cuda.synchronize()
-        seconds, taken = time.perf_counter() - started, torch.cuda.memory_reserved() - before
-        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, fused, products)
+        seconds = self._seconds + time.perf_counter() - started
+        taken = torch.cuda.memory_reserved() - self._memory
+        rows = tuple(self._fixed)
+        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, self._fused, products)
+
+    def release(self) -> None:
+        """Leave the model and the head as they were: rounds run another way."""
+        self._alterations.undo()
 
     def _num_graphs(self) -> tuple[int, int, int]:
         """The first three numbers of a GraphReport."""
@@ -234,8 +264,7 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device, ahead = round_.sent.verification, round_.sent.ahead
-        draft = in_order(draft, device)
-        logits = self._ragged.logits(fill_drafts(device, draft), device.metadata, device.logits_indices)
+        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
@@ -251,7 +280,7 @@ class GraphExecutor:
         self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sampled: bool
     ) -> PackedResult:
         greedy = greedy_ids(logits)
-        result = judge_greedy(greedy, device, draft)
+        result = judge_from_loop(greedy, device, draft)
         rows = result.num_rows
         if sampled and rows:
             sampling, proposal = self._sampling.device.first(rows), None
@@ -344,14 +373,14 @@ class GraphExecutor:
         token_ids, metadata = round_.target.token_ids, round_.target.metadata
         count = fuse_siblings(
             target.hf_model,
-            lambda: target.forward(token_ids, target.runner.plan(metadata), round_.target.logits_indices),
-            target.alterations,
+            lambda: target.forward(token_ids, target.runner.blank(metadata), round_.target.logits_indices),
+            self._alterations,
         )
         if drafts is None or drafter is None or not isinstance(drafter.head, torch.nn.Module):
             return count
         result = PackedResult.zeros(rows, self._query_len - 1, target.hf_model.device)
         run = partial(drafts.run_plainly, result, round_)
-        return count + fuse_siblings(drafter.head, run, target.alterations)
+        return count + fuse_siblings(drafter.head, run, self._alterations)
 
 
 def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> StaticLoop:
@@ -361,4 +390,4 @@ def _static_form(target: Target, drafter: Drafter, config: EngineConfig) -> Stat
         raise InvalidInputError(f"{loop.name} run without CUDA graphs; use cuda_graphs=False")
     aux, limits = target.aux_hidden_states(config.max_num_batched_tokens), loop_limits(config)
     limits = replace(limits, rows=graph_rows(config.max_num_seqs, config.num_speculative_tokens + 1)[0])
-    return loop.static_form(drafter.runner, aux, limits, greedy_ids, compiled)
+    return loop.static_form(drafter.runner, aux, limits, greedy_drafts, compiled)

@@ -3,9 +3,10 @@ exception."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -18,6 +19,7 @@ from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
 _STORED = {"auto": None, "fp8": FP8}
+_LOCAL = "attention in chunks and temperature tuning (Llama 4)"
 
 
 def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
@@ -35,6 +37,48 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
+@dataclass(frozen=True)
+class GraphChoice:
+    """Whether rounds run from CUDA graphs.
+
+    Attributes:
+        wanted: they shall. required: what prevents it is an error; else rounds run without.
+        reason: why they shall not, "" when they shall. expected: nobody will be surprised that they do not.
+    """
+
+    wanted: bool
+    required: bool = False
+    reason: str = ""
+    expected: bool = True
+
+
+def choose_graphs(
+    backend: AttentionBackend,
+    loop: DraftLoop[Any, Any] | None,
+    attention_specs: Sequence[AttentionSpec],
+    cuda_graphs: bool | Literal["auto"],
+) -> GraphChoice:
+    """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
+
+    Args:
+        loop: the head's draft loop; None without a head.
+        attention_specs: what the target's layers need.
+
+    Raises:
+        InvalidInputError: see `check_graphs`.
+    """
+    if cuda_graphs != "auto" or backend.batch_invariant:
+        check_graphs(backend, loop, attention_specs, cuda_graphs is not False)
+        return GraphChoice(True, required=True) if cuda_graphs else GraphChoice(False, reason="cuda_graphs=False")
+    if not isinstance(backend, GraphBackend):
+        return GraphChoice(False, reason=f"backend {backend.name!r} has none")
+    if loop is not None and not isinstance(loop, GraphLoop):
+        return GraphChoice(False, reason=f"{loop.name} run without CUDA graphs", expected=False)
+    if _without_graphs(attention_specs):
+        return GraphChoice(False, reason=f"{_LOCAL} run without CUDA graphs", expected=False)
+    return GraphChoice(True)
+
+
 def check_graphs(
     backend: AttentionBackend,
     loop: DraftLoop[Any, Any] | None,
@@ -50,9 +94,9 @@ def check_graphs(
     Raises:
         InvalidInputError: a backend, a draft loop or a target that has no graphs, or a backend that needs them.
     """
-    if any(s.chunk_size or s.temperature for s in attention_specs) and (cuda_graphs or backend.batch_invariant):
+    if _without_graphs(attention_specs) and (cuda_graphs or backend.batch_invariant):
         raise InvalidInputError(
-            "attention in chunks and temperature tuning (Llama 4) run without CUDA graphs, and so not with "
+            f"{_LOCAL} run without CUDA graphs, and so not with "
             "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
         )
     if cuda_graphs and not isinstance(backend, GraphBackend):
@@ -64,6 +108,48 @@ def check_graphs(
         )
     if backend.batch_invariant and not cuda_graphs:
         raise InvalidInputError(f"backend={backend.name!r} needs cuda_graphs=True: its model is a compiled one")
+
+
+def _without_graphs(attention_specs: Sequence[AttentionSpec]) -> bool:
+    """Whether a layer needs what no graph holds."""
+    return any(s.chunk_size is not None or s.temperature is not None for s in attention_specs)
+
+
+def expected_keys(config: Any) -> list[AttentionSpec]:
+    """What a configuration says of the attention kernels its layers will need, before there is a model to probe.
+
+    Only what decides which kernel is built is filled in. [] where the configuration does not say it plainly.
+    """
+    text = config.get_text_config()
+    heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return []
+    if getattr(text, "kv_lora_rank", None):
+        return [AttentionSpec(heads, 1, 576, 512, 1.0, value_in_key=True)]
+    dim = getattr(text, "head_dim", None) or hidden // heads
+    kinds = set(getattr(text, "layer_types", None) or ())
+    window = getattr(text, "sliding_window", None)
+    if config.model_type == "gpt_oss" or not kinds <= {"full_attention", "sliding_attention"} or (window and not kinds):
+        return []
+    plain = AttentionSpec(heads, heads, dim, dim, 1.0, softcap=getattr(text, "attn_logit_softcapping", None))
+    windowed = [replace(plain, window=window)] if "sliding_attention" in kinds and window else []
+    return windowed + ([] if kinds == {"sliding_attention"} else [plain])
+
+
+def begin_kernels(
+    name: str, device: torch.device, keys: Iterable[AttentionSpec], dtype: torch.dtype, kv_cache_dtype: str
+) -> None:
+    """Begin to build the kernels that a target with such layers needs, where they are built at all.
+
+    Args:
+        name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
+    """
+    if device.type == "cuda" and name in ("auto", "flashinfer") and find_spec("flashinfer") is not None:
+        from attention.backends.flashinfer.backend import start_building
+
+        cache = _STORED.get(kv_cache_dtype) or dtype
+        for key in dict.fromkeys(keys):
+            start_building(key, dtype, cache, device)
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
@@ -26,6 +27,13 @@ class Loaded(Protocol):
     twin: Any
     config: Any
     generation_config_use: Any
+    graphs: str
+
+    @property
+    def builds(self) -> Any: ...
+
+    @property
+    def start_seconds(self) -> Any: ...
 
     @property
     def executor(self) -> Any: ...
@@ -68,7 +76,10 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
         "generation_config": _own_config(model),
         "engine": dict(vars(model.config)),
-        "graphs": _graphs(model.executor.report) if isinstance(model.executor, _Captured) else None,
+        "graphs": {"state": model.graphs}
+        | (_graphs(model.executor.report) if isinstance(model.executor, _Captured) else {}),
+        "kernels": {build.name: build.state for build in model.builds},
+        "start": _start(model.start_seconds),
     }
 
 
@@ -85,6 +96,12 @@ def _cache(runner: GroupRunner) -> str:
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
+
+
+def _start(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Where the seconds of a start went, and their sum."""
+    rounded = {name: round(taken, 2) for name, taken in seconds.items()}
+    return rounded | {"in all": round(sum(seconds.values()), 2)}
 
 
 def _graphs(report: GraphReport) -> dict[str, Any]:

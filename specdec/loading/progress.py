@@ -1,10 +1,12 @@
-"""What a start is doing, on a terminal: each step that is logged, with its seconds, while it runs."""
+"""What a start is doing and where its seconds go: each step that is logged, shown on a terminal while it runs."""
 
 from __future__ import annotations
 
 import logging
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
@@ -13,48 +15,74 @@ log = logging.getLogger("specdec")
 """Steps of a start are logged here at level INFO: loading, building kernels, compiling, capturing."""
 
 
-class _Steps(logging.Filter):
-    """Shows every step as the last line of a display; passes on only what the logger would show by itself."""
+class StartSteps(logging.Filter):
+    """Times every step that is logged by the thread it was made on, and shows the running one.
 
-    def __init__(self, progress: Progress, shown: int) -> None:
+    A step lasts until the next one begins. Records that say what happened beside it (`aside`) end none. Others see
+    only what the logger would show by itself.
+    """
+
+    def __init__(self, progress: Progress | None, shown: int) -> None:
         super().__init__()
+        self.seconds: dict[str, float] = {}
         self._progress = progress
         self._shown = shown
-        self._running: TaskID | None = None
+        self._thread = threading.get_ident()
+        self._running: tuple[str, float, TaskID | None] | None = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """A record -> whether others see it too."""
         if record.levelno == logging.INFO:
-            self.finish()
-            self._running = self._progress.add_task(record.getMessage(), total=1)
+            if getattr(record, "aside", False) or record.thread != self._thread:
+                if self._progress is not None:
+                    self._progress.add_task(record.getMessage(), total=1, completed=1)
+            else:
+                self.finish()
+                shown = None if self._progress is None else self._progress.add_task(record.getMessage(), total=1)
+                self._running = record.getMessage(), time.perf_counter(), shown
         return record.levelno >= self._shown
 
     def finish(self) -> None:
         """The running step is done."""
-        if self._running is not None:
-            self._progress.update(self._running, completed=1)
+        if self._running is None:
+            return
+        name, begun, shown = self._running
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begun
+        if self._progress is not None and shown is not None:
+            self._progress.update(shown, completed=1)
+        self._running = None
+
+
+_active = threading.local()
 
 
 @contextmanager
-def startup_progress(console: Console | None = None) -> Iterator[None]:
-    """Show the steps of a start while they run; without a terminal nothing is shown, and the log is as it was.
+def startup_progress(console: Console | None = None) -> Iterator[dict[str, float]]:
+    """Time the steps of a start, and show them while they run; without a terminal nothing is shown.
+
+    The log is as it was. Inside another one on the same thread it is that one.
 
     Args:
         console: default standard error.
+
+    Returns:
+        Seconds by step; complete when the outermost one is left.
     """
-    console = console or Console(stderr=True)
-    if not console.is_terminal:
-        yield
+    outer: StartSteps | None = getattr(_active, "steps", None)
+    if outer is not None:
+        yield outer.seconds
         return
+    console = console or Console(stderr=True)
     columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), TimeElapsedColumn())
     own_level = log.level
-    with Progress(*columns, console=console, transient=True) as progress:
-        steps = _Steps(progress, log.getEffectiveLevel())
+    with Progress(*columns, console=console, transient=True) if console.is_terminal else nullcontext() as progress:
+        steps = _active.steps = StartSteps(progress, log.getEffectiveLevel())
         log.addFilter(steps)
         log.setLevel(min(logging.INFO, log.getEffectiveLevel()))
         try:
-            yield
+            yield steps.seconds
         finally:
+            del _active.steps
             log.setLevel(own_level)
             log.removeFilter(steps)
             steps.finish()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,14 @@ from specdec.loading.objects import check_loaded_target, check_target_type
 from specdec.loading.strictness import check_complete
 from specdec.values import short
 
+OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
+"""Called with a target's configuration, the dtype asked for ("auto": the checkpoint's) and its device, before its
+weights are read; for a loaded model, before it is run."""
 
-def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device) -> PreTrainedModel:
+
+def load_target(
+    name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None = None
+) -> PreTrainedModel:
     """Load a causal language model through transformers.
 
     Raises:
@@ -42,6 +48,8 @@ def load_target(name: str | Path | Checkpoint, dtype: torch.dtype | str, device:
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
         check_causal(config, checkpoint)
+        if on_config is not None:
+            on_config(config, dtype, device)
         with _module_tensors_expected(config), _without_progress_bar() if checkpoint.builtin else nullcontext():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 checkpoint.path,
@@ -118,6 +126,7 @@ def open_target(
     device: str | torch.device | None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    on_config: OnConfig | None = None,
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
@@ -132,7 +141,7 @@ def open_target(
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
         checkpoint = find_checkpoint(target, revision, trust_remote_code)
-        model = load_target(checkpoint, kind, place)
+        model = load_target(checkpoint, kind, place, on_config)
         check_loaded_target(model)
         return model, checkpoint
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:
@@ -143,5 +152,7 @@ def open_target(
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
     check_loaded_target(target)
+    if on_config is not None:
+        on_config(target.config, target.dtype, target.device)
     name = target.name_or_path
     return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code) if name else None

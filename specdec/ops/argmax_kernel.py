@@ -41,7 +41,10 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     best_ptr,  # [T, chunks] float32
     place_ptr,  # [T, chunks] int32
     out_ptr,  # [T] int64
+    mapped_ptr,  # [T] int64 or None
+    map_ptr,  # [V] int64 or None
     parts,
+    mapped_stride,
     MOST_PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -50,16 +53,29 @@ def _best_kernel(  # type: ignore[no-untyped-def]
     part = tl.arange(0, MOST_PARTS)
     best = tl.load(best_ptr + row * parts + part, mask=part < parts, other=float("-inf"))  # [MOST_PARTS]
     _, first = tl.max(best, 0, return_indices=True, return_indices_tie_break_left=True)
-    tl.store(out_ptr + row, tl.load(place_ptr + row * parts + first).to(tl.int64))
+    token = tl.load(place_ptr + row * parts + first).to(tl.int64)
+    tl.store(out_ptr + row, token)
+    if mapped_ptr is not None:
+        if map_ptr is not None:
+            token = tl.load(map_ptr + token)
+        tl.store(mapped_ptr + row * mapped_stride, token)
 
 
-def launch_greedy(logits: torch.Tensor) -> torch.Tensor:
-    """logits [T >= 1, V], columns side by side -> [T] int64."""
+def launch_greedy(
+    logits: torch.Tensor, target_ids: torch.Tensor | None = None, mapped: torch.Tensor | None = None
+) -> torch.Tensor:
+    """logits [T >= 1, V], columns side by side -> [T] int64.
+
+    mapped: [T] int64 of any stride, gets the same ids, or target_ids [V] of them.
+    """
     rows, vocab = logits.shape
     parts, options = triton.cdiv(vocab, _PART), dependent_launch(logits.device)
     best = logits.new_empty(rows, parts, dtype=torch.float32)
     place = logits.new_empty(rows, parts, dtype=torch.int32)
     out = logits.new_empty(rows, dtype=torch.int64)
     _parts_kernel[(rows, parts)](logits, best, place, vocab, logits.stride(0), PART=_PART, num_warps=8, **options)
-    _best_kernel[(rows,)](best, place, out, parts, MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options)
+    _best_kernel[(rows,)](
+        best, place, out, mapped, target_ids, parts, 0 if mapped is None else mapped.stride(0),
+        MOST_PARTS=triton.next_power_of_2(parts), num_warps=1, **options,
+    )  # fmt: skip
     return out

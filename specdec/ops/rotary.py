@@ -1,4 +1,4 @@
-"""Rotary embedding of queries and keys in half precision, in the form of transformers' models."""
+"""Rotary embedding of queries and keys in half precision, in the form of transformers' models and of draft heads."""
 
 from __future__ import annotations
 
@@ -29,6 +29,33 @@ def _(
     query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     return token_major(query), token_major(key)
+
+
+@torch.library.custom_op("specdec::rotated_together", mutates_args=())
+def rotated_together(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """query [T, Hq, D], key [T, Hkv, D] in half precision, cos and sin [T, 1, D/2] float32 -> [T, Hq + Hkv, D].
+
+    Both rotated, in one tensor, as `drafters.rope.rotate` gives of both side by side: computed in float32 and rounded
+    once.
+    """
+    (tokens, query_heads, dim), key_heads = query.shape, key.shape[1]
+    out = query.new_empty(tokens, query_heads + key_heads, dim)
+    query, key, cos, sin = (x.transpose(0, 1)[None] for x in (query, key, cos, sin))
+    outs = out[:, :query_heads].transpose(0, 1)[None], out[:, query_heads:].transpose(0, 1)[None]
+    if query.is_cuda:
+        from specdec.ops.rotary_kernel import launch_rotation
+
+        launch_rotation(query, key, cos, sin, outs)
+    else:
+        cos, sin = torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        for rotated_part, part in zip(outs, (query, key), strict=True):
+            rotated_part.copy_(_plain(part, cos, sin))
+    return out
+
+
+@rotated_together.register_fake
+def _(query: torch.Tensor, key: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    return query.new_empty(query.shape[0], query.shape[1] + key.shape[1], query.shape[2])
 
 
 def token_major(x: torch.Tensor) -> torch.Tensor:

@@ -18,19 +18,22 @@ _HEADS_A_PROGRAM = 16
 def _rotation_kernel(  # type: ignore[no-untyped-def]
     query_ptr,  # [1, Hq, T, D]
     key_ptr,  # [1, Hkv, T, D]
-    cos_ptr,  # [1, 1, T, D]
-    sin_ptr,  # [1, 1, T, D]
-    query_out_ptr,  # [T, Hq, D] contiguous
-    key_out_ptr,  # [T, Hkv, D] contiguous
+    cos_ptr,  # [1, 1, T, D or D/2]
+    sin_ptr,  # [1, 1, T, D or D/2]
+    query_out_ptr,  # [T, Hq, D] heads side by side
+    key_out_ptr,  # [T, Hkv, D] heads side by side
     query_token,
     query_head,
     key_token,
     key_head,
     cos_token,
     sin_token,
+    query_out_token,
+    key_out_token,
     QUERY_HEADS: tl.constexpr,
     KEY_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    SECOND: tl.constexpr,  # where cos and sin of the second half begin
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -49,15 +52,15 @@ def _rotation_kernel(  # type: ignore[no-untyped-def]
     )
     to = tl.where(
         is_query,
-        query_out_ptr + (token * QUERY_HEADS + own) * (2 * HALF) + column,
-        key_out_ptr + (token * KEY_HEADS + own) * (2 * HALF) + column,
+        query_out_ptr + token * query_out_token + own * (2 * HALF) + column,
+        key_out_ptr + token * key_out_token + own * (2 * HALF) + column,
     )
     cos, sin = cos_ptr + token * cos_token + column, sin_ptr + token * sin_token + column
     fits = column < HALF
     x1 = tl.load(source, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
     x2 = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)  # [HEADS, D/2]
     y1 = x1 * tl.load(cos, mask=fits, other=0.0) - x2 * tl.load(sin, mask=fits, other=0.0)
-    y2 = x2 * tl.load(cos + HALF, mask=fits, other=0.0) + x1 * tl.load(sin + HALF, mask=fits, other=0.0)
+    y2 = x2 * tl.load(cos + SECOND, mask=fits, other=0.0) + x1 * tl.load(sin + SECOND, mask=fits, other=0.0)
     tl.store(to, y1.to(query_out_ptr.dtype.element_ty), mask=inside)
     tl.store(to + HALF, y2.to(query_out_ptr.dtype.element_ty), mask=inside)
 
@@ -69,7 +72,10 @@ def launch_rotation(
     sin: torch.Tensor,
     outs: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """See `specdec.ops.rotary.rotated`. outs: the rotated query and key, laid out in memory as [T, H, D]."""
+    """See `specdec.ops.rotary.rotated`; cos and sin of width D/2 hold for both halves.
+
+    outs: the rotated query and key, laid out in memory as [T, H, D], tokens any distance apart.
+    """
     query, key, cos, sin = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, cos, sin))
     (_, query_heads, tokens, dim), key_heads = query.shape, key.shape[1]
     _rotation_kernel[(tokens, triton.cdiv(query_heads + key_heads, _HEADS_A_PROGRAM))](
@@ -84,9 +90,12 @@ def launch_rotation(
         key.stride(1),
         cos.stride(2),
         sin.stride(2),
+        outs[0].stride(2),
+        outs[1].stride(2),
         QUERY_HEADS=query_heads,
         KEY_HEADS=key_heads,
         HALF=dim // 2,
+        SECOND=cos.shape[-1] - dim // 2,
         BLOCK=triton.next_power_of_2(dim // 2),
         HEADS=_HEADS_A_PROGRAM,
         num_warps=4,

@@ -29,7 +29,7 @@ from specdec.target.rereading import (
     scrambled_table,
 )
 from specdec.target.target import Target, TargetProbe
-from specdec.target.twin import TwinReport, in_words, twin_test
+from specdec.target.twin import TwinReport, in_words
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
@@ -57,19 +57,21 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
 
 
-def check_target(target: Target, probed: TargetProbe, max_model_len: int) -> tuple[float, TwinReport]:
-    """The self-test of the real weights and that of the model's twin; see `self_test` and `twin.twin_test`.
+def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
+    """The self-test of the real weights, see `self_test`; the largest error.
 
     A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
+    Args:
+        report: of `twin.twin_test`, which comes first: it names the threshold past which a model is wrong.
+
     Raises:
-        UnsupportedModelError, CacheTooSmallError: as these two.
+        UnsupportedModelError, CacheTooSmallError: as `self_test`.
     """
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
-    report = twin_test(probed, max_model_len)  # first: it names the threshold past which a model is wrong
     error = self_test(target)
     if report.unbuilt is None:
-        return error if half else max(error, self_test(target, min(_LONG_ROW, room))), report
+        return error if half else max(error, self_test(target, min(_LONG_ROW, room)))
     longest = max(min(_LONGEST_ROW, room), int(_PROMPT_LENS.max()) + _VERIFY_LEN)
     error = max(error, self_test(target, longest))
     beyond = [threshold for threshold in report.passed if threshold.value >= longest]
@@ -83,7 +85,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int) -> tup
             SpecdecWarning,
             stacklevel=2,
         )
-    return error, report
+    return error
 
 
 @torch.inference_mode()

@@ -162,8 +162,7 @@ class AuxStateRecorder:
         self._missing.update(self._places if keep else ())
         try:
             yield
-            for place, states in self._caught.items():
-                self._copy(place, states)
+            self._copy_caught()
             if self._missing:
                 raise InvariantError(f"the target ran without passing aux hidden states {sorted(self._missing)}")
         finally:
@@ -184,11 +183,27 @@ class AuxStateRecorder:
         if not self._num_tokens:
             return
         start = place * self._width
+        self.buffer[: self._num_tokens, start : start + self._width].copy_(self._rows(states))
+        self._missing.discard(place)
+
+    def _copy_caught(self) -> None:
+        """What compiled code passed, in one launch."""
+        if not self._num_tokens or not self._caught:
+            return
+        if len(self._caught) < len(self._places):  # the others were copied, or are missing
+            for place, states in self._caught.items():
+                self._copy(place, states)
+            return
+        rows = [self._rows(self._caught[place]) for place in self._places]
+        torch.cat(rows, dim=-1, out=self.buffer[: self._num_tokens])
+        self._missing.clear()
+
+    def _rows(self, states: torch.Tensor) -> torch.Tensor:
+        """[T, H] of the forward's tokens."""
         rows = states.reshape(-1, self._width)[: self._num_tokens]
         if len(rows) < self._num_tokens:
             raise InvariantError(f"aux hidden states of {len(rows)} tokens in a forward of {self._num_tokens}")
-        self.buffer[: self._num_tokens, start : start + self._width].copy_(rows)
-        self._missing.discard(place)
+        return rows
 
     def _before_layer(self, place: int) -> Any:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -137,6 +137,7 @@ def _evaluation(
             max_model_len=model.config.max_model_len,
             backend=model.backend_name,
             generation_config=model.generation_config_use,
+            cuda_graphs=False,
         )
         completions = trial.generate(prompts, SamplingParams(max_new_tokens=512))
         return {"tau": pool_requests([c.stats for c in completions]).tau}

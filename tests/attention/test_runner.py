@@ -109,11 +109,12 @@ def test_a_backend_is_given_the_rows_that_a_layer_attends(monkeypatch: pytest.Mo
 
 
 def test_rows_within_their_first_chunk_are_not_sent_again() -> None:
-    runner = GroupRunner(TorchBackend(CPU), group(LOCAL, replace(LOCAL, chunk_size=8)), torch.float32, CPU)
+    far = replace(LOCAL, chunk_size=8)
+    runner = GroupRunner(TorchBackend(CPU), group(LOCAL, far), torch.float32, CPU)
     batch = rows_batch(np.array([0, 5, 7]), np.array([0, 0]), np.array([[1, 2], [3, 0]], np.int32), 4)
     sent = stage(batch, *single_batch_arena(2, 7, 2, CPU))
     planned = runner.plan(sent)
-    assert planned.in_chunks[8] is sent and planned.in_chunks[4].seq_lens.tolist() == [4, 1, 2]
+    assert planned.rows_of(far) is sent and planned.rows_of(LOCAL).seq_lens.tolist() == [4, 1, 2]
 
 
 def test_the_factors_of_queries_are_those_of_transformers() -> None:

@@ -17,7 +17,7 @@ from evals.runs.worker import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError
-from specdec.options import Choice, Flag, LoadOptions, Scales, Share, Whole, option_of
+from specdec.options import Choice, Flag, LoadOptions, Scales, Share, Switch, Whole, option_of
 
 FIELDS = {each.name: each for each in fields(LoadOptions)}
 
@@ -31,6 +31,8 @@ def word(each: Field[Any]) -> str | None:
     kind = option_of(each).kind
     if isinstance(kind, Flag):
         return None
+    if isinstance(kind, Switch):
+        return "no"
     if isinstance(kind, Choice):
         return next(choice for choice in kind.words if choice != each.default)
     if isinstance(kind, Whole):
@@ -43,6 +45,8 @@ def value(each: Field[Any]) -> Any:
     kind, text = option_of(each).kind, word(each)
     if isinstance(kind, Scales):
         return ((0.5, 0.25), (2.0, 4.0))
+    if isinstance(kind, Switch):
+        return False
     return True if text is None else int(text) if isinstance(kind, Whole) else 0.5 if text == "0.5" else text
 
 
@@ -113,6 +117,7 @@ def test_train(loaded: Callable[..., dict[str, Any]], method: tuple[str, ...], t
     names = offered("train")
     given = ["--data", str(tmp_path / "q.jsonl"), "--output", str(tmp_path / "run"), *flags(names, {})]
     expected = {name: EVERY[name] if name in names else each.default for name, each in FIELDS.items()}
+    expected["cuda_graphs"] = False  # its target answers in large batches, and loads in a moment
     assert loaded(lambda: invoke("train", *method, *given)) == expected
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import count_calls, keep_gpu_busy
+from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.backends.flashinfer.packed import PackedKernel
@@ -82,6 +83,16 @@ def model(drafts: int, graphs: bool) -> SpeculativeModel:
         max_model_len=512,
         cuda_graphs=graphs,
     )
+
+
+def test_target_draft_prefill_and_draft_step_are_each_compiled_once() -> None:
+    """For rounds of one shape, of any shape, and rows of every number, one included."""
+    torch._dynamo.reset()
+    before = counters["stats"]["unique_graphs"]
+    with model(3, True) as loaded:
+        loaded.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
+        loaded.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0))
+    assert counters["stats"]["unique_graphs"] - before == 3
 
 
 def agreement(ours: list[Any], others: list[Any]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.ops.argmax import greedy_ids
+from specdec.ops.argmax import greedy_drafts, greedy_ids
 
 CUDA = torch.device("cuda")
 
@@ -45,3 +45,15 @@ def test_a_captured_call_follows_its_input() -> None:
         logits.copy_(torch.randn_like(logits))
         graph.replay()
         assert torch.equal(ids, logits.float().argmax(-1))
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_drafts_go_into_their_column(mapped: bool) -> None:
+    logits, drafts = torch.randn(6, 32_000, device=CUDA).bfloat16(), torch.full((8, 5), -7, device=CUDA)
+    target_ids = torch.randperm(128_256, device=CUDA)[:32_000].sort().values if mapped else None
+    for column in range(5):
+        ids = greedy_drafts(logits, target_ids, drafts[:6, column])
+        right = logits.float().argmax(-1)
+        assert torch.equal(ids, right)
+        assert torch.equal(drafts[:6, column], right if target_ids is None else target_ids[right])
+    assert bool((drafts[6:] == -7).all())

@@ -7,8 +7,9 @@ import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from attention.backends.limits import HALF
+from drafters.rope import rotate
 from specdec.ops.norm import add_rms_norm, rms_norm
-from specdec.ops.rotary import rotated
+from specdec.ops.rotary import rotated, rotated_together
 
 pytestmark = pytest.mark.gpu
 
@@ -43,6 +44,22 @@ def test_rotation(tokens: int, query_heads: int, key_heads: int, dim: int, dtype
     for ours, right in zip(rotated(q, k, cos[:, None], sin[:, None]), expected, strict=True):
         torch.testing.assert_close(ours.double(), right, rtol=torch.finfo(dtype).eps, atol=1e-6)
         assert ours.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", HALF)
+@pytest.mark.parametrize(("query_heads", "key_heads", "dim"), [(32, 8, 128), (5, 1, 64), (1, 1, 8)])
+@pytest.mark.parametrize("tokens", [1, 6, 768])
+def test_rotation_of_a_draft_head(tokens: int, query_heads: int, key_heads: int, dim: int, dtype: torch.dtype) -> None:
+    """As eager code in float32, but for a product that is not rounded before the sum (fused multiply-add)."""
+    torch.manual_seed(tokens)
+    q, k, _ = torch.randn(tokens, query_heads + 2 * key_heads, dim, device="cuda", dtype=dtype).split(
+        (query_heads, key_heads, key_heads), 1
+    )
+    phase = torch.rand(tokens, 1, dim // 2, device="cuda") * 6
+    out = rotated_together(q, k, phase.cos(), phase.sin())
+    eager = rotate(torch.cat((q, k), 1), phase.cos(), phase.sin())
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, eager, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
 
 def test_both_wait_for_the_kernel_before_them() -> None:

@@ -20,7 +20,7 @@ from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.backends import kv_format
-from specdec.options import Choice, Flag, Kind, LoadOptions, Option, Whole, option_of
+from specdec.options import Choice, Kind, LoadOptions, Option, Switch, Whole, option_of
 
 
 def keywords() -> list[tuple[str, Any, str]]:
@@ -156,8 +156,27 @@ def test_words_of_a_command_line() -> None:
         LoadOptions.from_words({"drfat": 1})
 
 
+@pytest.mark.parametrize(("word", "value"), [("auto", "auto"), ("yes", True), ("no", False), (True, True)])
+def test_words_for_cuda_graphs(word: Any, value: Any) -> None:
+    assert LoadOptions().cuda_graphs == "auto"
+    assert LoadOptions.from_words({"cuda_graphs": word}).cuda_graphs is value or value == "auto"
+    with pytest.raises(InvalidInputError, match="cuda_graphs='maybe': allowed are 'auto', True and False"):
+        LoadOptions.from_words({"cuda_graphs": "maybe"})
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [([], "auto"), (["--cuda-graphs"], "yes"), (["--cuda-graphs", "no"], "no"), (["--cuda-graphs", "auto"], "auto")],
+)
+def test_cuda_graphs_on_a_command_line(line: list[str], value: str) -> None:
+    found: dict[str, Any] = {}
+    command = load_options("run")(click.command()(lambda **given: found.update(given)))
+    command.main([*line, "--seed", "3"], standalone_mode=False)
+    assert found["cuda_graphs"] == value and LoadOptions.from_words(found).seed == 3
+
+
 def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
     kinds = {each.name: option_of(each).kind for each in fields(LoadOptions)}
     stored = kinds["kv_cache_dtype"]
-    assert isinstance(stored, Choice) and isinstance(kinds["cuda_graphs"], Flag)
+    assert isinstance(stored, Choice) and isinstance(kinds["cuda_graphs"], Switch)
     assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]

@@ -15,18 +15,29 @@ from dataclasses import dataclass
 
 import torch
 
+from attention.backends.building import Build
 from attention.backends.flashinfer.mla import (
     FixedMlaBuilder,
     FixedMlaPlans,
     MlaBuilder,
     MlaKernel,
     MlaPlan,
+    building_latent,
     check_mla_supported,
     run_mla,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
-from attention.backends.flashinfer.wrapper import Kernel, Part, Route, least_unsplit, splits_kv
+from attention.backends.flashinfer.wrapper import (
+    Kernel,
+    Part,
+    Route,
+    building,
+    dtype_name,
+    kernel_name,
+    least_unsplit,
+    splits_kv,
+)
 from attention.backends.limits import HALF, check_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
@@ -85,12 +96,14 @@ class _Ring:
     def __init__(
         self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route
     ) -> None:
-        log.info("attention kernel: %s", kernel_name(group, key, dtype, route))
+        self.build = building(group.format.dtype_for(dtype), key, dtype, route)
         self._make = lambda: Kernel(workspace, group, key, dtype, route)
-        self._kernels = [self._make(), self._make()]
+        self._kernels: list[Kernel] = []
 
     def next(self) -> Kernel:
         """The wrapper planned longest ago; a new one while its copy still waits in the stream."""
+        if not self._kernels:
+            self._kernels = [self._make(), self._make()]
         if self._kernels[0].ready:
             self._kernels.append(self._kernels.pop(0))
         else:
@@ -102,10 +115,16 @@ class FlashInferBuilder:
     """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-        """Builds FlashInfer's kernels for `key` when they are not built yet (tens of seconds)."""
+        """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it."""
         self._rings: dict[Route, _Ring] = {
-            route: _Ring(workspace, group, key, dtype, route) for route in routes(group, key, dtype, workspace.device)
+            route: _Ring(workspace, group, key, dtype, route)
+            for route in routes(key, dtype, group.format.dtype_for(dtype), workspace.device)
         }
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """See `attention.backends.base.Building`."""
+        return tuple(ring.build for ring in self._rings.values())
 
     def build(self, metadata: CommonAttentionMetadata) -> FlashInferPlan:
         """Plan one batch from its host arrays. Never waits for the device."""
@@ -121,31 +140,26 @@ class FlashInferBuilder:
         return "fa3" if is_long and "fa3" in self._rings else "fa2"
 
 
-def routes(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> tuple[Route, ...]:
+def start_building(
+    key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device
+) -> tuple[Build, ...]:
+    """Begin to build the kernels that a group with this key will ask for; for callers who know it beforehand."""
+    if dtype not in HALF:
+        return ()
+    if key.value_in_key:
+        return (building_latent(dtype, device),)
+    return tuple(building(cache, key, dtype, route) for route in routes(key, dtype, cache, device))
+
+
+def routes(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device) -> tuple[Route, ...]:
     """The kernels that serve `key`: fa2 always, and fa3 where it was measured to win.
 
     That is Hopper, bfloat16 queries and cache, head dim 128, full attention without softcap or sinks: see FA3_QUERY.
     """
-    measured = dtype == group.format.dtype_for(dtype) == torch.bfloat16 and key.head_dim_k == 128
+    measured = dtype == cache == torch.bfloat16 and key.head_dim_k == 128
     plain = key.window is None and key.softcap is None and not key.has_sinks
     wins = measured and plain and torch.cuda.get_device_capability(device) == _HOPPER
     return ("fa2", "fa3") if wins else ("fa2",)
-
-
-def kernel_name(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, route: Route) -> str:
-    """What a kernel is compiled for, in words.
-
-    >>> kernel_name(CacheGroup("g", (), 2, 16), AttentionSpec(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
-    'fa2, bfloat16, head dim 128, window'
-    """
-    cache = group.format.dtype_for(dtype)
-    words = [route, _name(dtype), f"head dim {key.head_dim_k}"] + ([f"cache {_name(cache)}"] if cache != dtype else [])
-    offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
-    return ", ".join(words + [word for word, present in offered if present])
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 class FixedBuilder:
@@ -249,13 +263,13 @@ class FlashInferBackend:
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
         if key.value_in_key:
-            return f"FlashInfer MLA, {_name(dtype)}"
-        served = routes(group, key, dtype, self._workspace.device)
+            return f"FlashInfer MLA, {dtype_name(dtype)}"
+        served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
         rows = least_unsplit(key, self._workspace.device)
         packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
         packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
-        return f"FlashInfer {kernel_name(group, key, dtype, 'fa2')}{chunks}{packed}"
+        return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
 
     def fixed_builder(
         self,

@@ -9,11 +9,13 @@ its last copy is done. Plans share the float workspace, which is used inside one
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
+from attention.backends.building import Build, in_background
 from attention.backends.flashinfer.mla_plan import LATENT_DIM, Layout, SplitKV, Tiles, write_all, write_lengths
 from attention.backends.limits import HALF
 from attention.batch.host import HostBatch
@@ -27,6 +29,8 @@ ROPE_DIM = 64
 QUERY_HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
 PAGE_SIZES = (1, 16, 32, 64)
 _LIST_BYTES = 256 << 10
+_CAUSAL = 1
+"""FlashInfer's MaskMode.CAUSAL."""
 
 
 def check_mla_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
@@ -95,22 +99,36 @@ class MlaPlan:
     page_indices: torch.Tensor
 
 
+def building_latent(dtype: torch.dtype, device: torch.device) -> Build:
+    """The build of the kernel for `dtype`, begun at the first call."""
+    return in_background(
+        ("MLA", dtype, device), f"MLA, {str(dtype).removeprefix('torch.')}", partial(_module, dtype, device)
+    )
+
+
+def _module(dtype: torch.dtype, device: torch.device) -> Any:
+    """FlashInfer's module, built or from its cache of modules."""
+    from flashinfer.mla._batch_mla._backends._fa_common import get_batch_mla_module
+    from flashinfer.utils import is_sm90a_supported
+
+    backend = "fa3" if is_sm90a_supported(device) else "fa2"
+    adapted: Any = get_batch_mla_module(backend, dtype, dtype, dtype, torch.int32, LATENT_DIM, ROPE_DIM, False)
+    return adapted._module
+
+
 class MlaKernel:
     """FlashInfer's kernel for one (CacheGroup, AttentionSpec, dtype)."""
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-        """Builds the kernel when it is not built yet (tens of seconds)."""
-        from flashinfer.mla._batch_mla._backends._fa_common import get_batch_mla_module
-        from flashinfer.utils import MaskMode, is_sm90a_supported
-
+        """Begins to build the kernel when it is not built yet; its first launch waits for it."""
         self.device = workspace.device
+        self.building = building_latent(dtype, self.device)
         self.sms = torch.cuda.get_device_properties(self.device).multi_processor_count
         self.num_heads = key.num_q_heads
-        backend = "fa3" if is_sm90a_supported(self.device) else "fa2"
-        adapted: Any = get_batch_mla_module(backend, dtype, dtype, dtype, torch.int32, LATENT_DIM, ROPE_DIM, False)
-        self._module = adapted._module
+        self._dtype = dtype
+        self._module: Any = None
         self._workspace = workspace
-        self._tail = (MaskMode.CAUSAL.value, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
+        self._tail = (_CAUSAL, key.num_q_heads, group.page_size, key.scale, False, 1.0, 1.0, None)
 
     def tiles(self, query_start_loc: np.ndarray) -> Tiles:
         """The tiles of rows with these queries."""
@@ -123,6 +141,9 @@ class MlaKernel:
     def run(self, plan: MlaPlan, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor) -> None:
         """query [T, Hq, 576], out [T, Hq, 512]."""
         latent, rope = layer_kv.latent_and_rope
+        if self._module is None:
+            self.building.wait()
+            self._module = _module(self._dtype, self.device)
         self._module.run(
             self._workspace,
             plan.work.remote,
@@ -144,6 +165,11 @@ class MlaBuilder:
     def __init__(self, kernel: MlaKernel) -> None:
         self._kernel = kernel
         self._ring: list[WorkList] = []
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """See `attention.backends.base.Building`."""
+        return (self._kernel.building,)
 
     def build(self, metadata: CommonAttentionMetadata) -> MlaPlan:
         """Plan one batch from its host arrays. Never waits for the device."""

@@ -13,6 +13,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from attention.backends.building import Build, in_background
+from attention.backends.flashinfer.causal import causal_module
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
@@ -89,7 +91,8 @@ class Kernel:
         route: Route = "fa2",
         fixed: tuple[int, int] | None = None,
     ) -> None:
-        """Builds FlashInfer's kernel when it is not built yet (tens of seconds)."""
+        """Waits for FlashInfer's kernel where it is being built; see `building`."""
+        module = building(group.format.dtype_for(dtype), key, dtype, route).wait()
         from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
         self.route = route
@@ -102,13 +105,15 @@ class Kernel:
         buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
-        variant = _sink_variant(group, key, dtype) if key.has_sinks else {}
+        variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
         self._wrapper: Any = BatchPrefillWithPagedKVCacheWrapper(
             workspace, group.layout, use_cuda_graph=fixed is not None, backend=route, **fixed_buffers, **variant
         )
         int_workspace = torch.empty(_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=workspace.device)
         self._wrapper.reset_workspace_buffer(workspace, int_workspace)
         window_left = -1 if key.window is None else key.window - 1
+        if not key.has_sinks:
+            self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
             *buffers[:2],
             buffers[2].to(workspace.device),
@@ -126,6 +131,8 @@ class Kernel:
             uniform_q_len=query_len if fixed else None,
             disable_split_kv=not self._splits,
         )
+        if not key.has_sinks:
+            self._wrapper._jit_module = None  # which would be called with other arguments
         self._tokens = rows * query_len if fixed else None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
@@ -194,7 +201,48 @@ class Kernel:
             self._wrapper.run(query, pages, sinks.float(), self._scale * scales[0], out=out, v_scale=scales[1])
 
 
-def _sink_variant(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
+def building(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> Build:
+    """The build of the kernel for queries of `dtype` and a cache of dtype `cache`, begun at the first call.
+
+    It gives the module that a wrapper is planned with; with sinks it ends in FlashInfer's cache of modules, which a
+    wrapper asks under the same arguments when it is made. That cache has no lock, so nobody may make a wrapper before
+    the build is awaited.
+    """
+    features = (key.window is not None, key.softcap is not None, key.has_sinks)
+    kind = (route, dtype, cache, key.head_dim_k, key.head_dim_v, *features)
+
+    def make() -> Any:
+        if key.has_sinks:
+            from flashinfer.prefill import get_customize_batch_prefill_module
+
+            variant = _sink_variant(cache, key, dtype)
+            return get_customize_batch_prefill_module(route, *variant["jit_args"], **variant["jit_kwargs"])
+        dims, positions = (key.head_dim_k, key.head_dim_k), 0
+        half_reduction = False
+        dtypes = (dtype, cache, dtype, torch.int32)
+        return causal_module(route, *dtypes, *dims, positions, *features[:2], half_reduction)
+
+    return in_background(kind, kernel_name(cache, key, dtype, route), make)
+
+
+def kernel_name(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype, route: Route) -> str:
+    """What a kernel is compiled for, in words.
+
+    >>> kernel_name(torch.bfloat16, AttentionSpec(8, 2, 128, 128, 1.0, window=9), torch.bfloat16, "fa2")
+    'fa2, bfloat16, head dim 128, window'
+    """
+    words = [route, dtype_name(dtype), f"head dim {key.head_dim_k}"]
+    words += [f"cache {dtype_name(cache)}"] if cache != dtype else []
+    offered = (("window", key.window is not None), ("softcap", key.softcap is not None), ("sinks", key.has_sinks))
+    return ", ".join(words + [word for word, present in offered if present])
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """A dtype in a word."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _sink_variant(cache: torch.dtype, key: AttentionSpec, dtype: torch.dtype) -> dict[str, Any]:
     """Constructor arguments for FlashInfer's fa2 kernel with attention sinks.
 
     Source: flashinfer-ai/flashinfer, flashinfer/attention/_core.py (BatchAttentionWithAttentionSinkWrapper). The name
@@ -202,8 +250,8 @@ def _sink_variant(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> 
     """
     from flashinfer.jit.attention.variants import attention_sink_decl
 
-    cache, windowed = group.format.dtype_for(dtype), key.window is not None
-    q_name, kv_name = (str(d).removeprefix("torch.") for d in (dtype, cache))
+    windowed = key.window is not None
+    q_name, kv_name = dtype_name(dtype), dtype_name(cache)
     name = f"specdec_sink_fa2_q_{q_name}_kv_{kv_name}_d{key.head_dim_k}_window_{windowed}"
     dims = (key.head_dim_k, key.head_dim_v)
     tensors, scalars = (["sink"], ["float"]), (["sm_scale"], ["double"])

@@ -1,4 +1,4 @@
-"""The greedy passes of a head as plain functions of tensors, which a compiler and a CUDA graph can hold."""
+"""The passes of a head as plain functions of tensors, which a compiler and a CUDA graph can hold."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import torch
 from attention.hf.custom_op import Channel, opaque_attend
 from drafters.attend import Attend
 from drafters.base import Head
-from drafters.loops.base import Greedy
 
-Passed = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""Block outputs [R, H], greedy target ids [R], the same on the draft vocabulary [R], draft logits [R, Vd]."""
+Passed = tuple[torch.Tensor, torch.Tensor]
+"""Block outputs [R, H], draft logits [R, Vd]."""
 
 
 class HeadPasses:
@@ -22,11 +21,9 @@ class HeadPasses:
     can_compile = False
     """Whether the head's code is known to be one graph for the compiler."""
 
-    def __init__(self, head: Head, greedy: Greedy) -> None:
-        """greedy: the arg max over the draft vocabulary."""
+    def __init__(self, head: Head) -> None:
         self.head = head
         self.channel = Channel()
-        self._greedy = greedy
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
         """Serve the passes' attention with `attend`, for a while."""
@@ -37,19 +34,17 @@ class HeadPasses:
     ) -> Passed:
         """aux [T', A·Ht], token_ids, positions [T'], last_row [R] -> what follows for the last rows."""
         x = self._forward(token_ids, self.head.fuse(aux), positions)
-        return self._choose(x.index_select(0, last_row))
+        return self._with_logits(x.index_select(0, last_row))
 
     def step(self, x: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor) -> Passed:
         """x [R, H] of the step before, token_ids, positions [R] -> what follows."""
-        return self._choose(self._forward(token_ids, self.head.feedback(x), positions))
+        return self._with_logits(self._forward(token_ids, self.head.feedback(x), positions))
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self.head.forward(token_ids, hidden, positions, self._attend)
 
-    def _choose(self, x: torch.Tensor) -> Passed:
-        logits = self.head.logits(x)
-        ids = self._greedy(logits)
-        return x, self.head.to_target_ids(ids), ids, logits
+    def _with_logits(self, x: torch.Tensor) -> Passed:
+        return x, self.head.logits(x)
 
     def _attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         return opaque_attend(query, key, value, None, self.channel.number, layer)
@@ -74,15 +69,15 @@ class EaglePasses(HeadPasses):
 
     can_compile = True
 
-    def __init__(self, head: RowSelecting, greedy: Greedy) -> None:
-        super().__init__(head, greedy)
+    def __init__(self, head: RowSelecting) -> None:
+        super().__init__(head)
         self._eagle = head
 
     def prefill(
         self, aux: torch.Tensor, token_ids: torch.Tensor, positions: torch.Tensor, last_row: torch.Tensor
     ) -> Passed:
         """See `HeadPasses.prefill`. Only the keys and values of the other rows are needed."""
-        return self._choose(
+        return self._with_logits(
             self._eagle.forward(token_ids, self._eagle.fuse(aux), positions, self._attend, rows=last_row)
         )
 
@@ -102,8 +97,8 @@ class MtpPasses(HeadPasses):
 
     can_compile = True
 
-    def __init__(self, head: BlockHead, greedy: Greedy) -> None:
-        super().__init__(head, greedy)
+    def __init__(self, head: BlockHead) -> None:
+        super().__init__(head)
         self._module = head
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
@@ -112,3 +107,10 @@ class MtpPasses(HeadPasses):
 
     def _forward(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         return self._module.run_block(token_ids, hidden, positions)
+
+
+def target_ids_of(head: Head, device: torch.device) -> torch.Tensor | None:
+    """The target ids of all of a head's draft ids [Vd] int64; None where they are the same."""
+    ids = torch.arange(head.draft_vocab_size, device=device)
+    target_ids = head.to_target_ids(ids)
+    return None if torch.equal(ids, target_ids) else target_ids.contiguous()

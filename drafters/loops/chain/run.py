@@ -25,10 +25,10 @@ class ChainLoop:
     num_modules = 1
     fields = ChainSection.fields
 
-    def __init__(self, head: Head, passes: Callable[[Greedy], HeadPasses] | None = None) -> None:
-        """passes: the head's passes as functions of tensors, given the arg max; default those of any head."""
+    def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:
+        """passes: makes the head's passes as functions of tensors; default those of any head."""
         self._head = head
-        self._passes = passes or (lambda greedy: HeadPasses(head, greedy))
+        self._passes = passes or (lambda: HeadPasses(head))
 
     def dimensions(self, size: LoopSize) -> dict[str, int]:
         """See `DraftLoop.dimensions`."""
@@ -54,7 +54,7 @@ class ChainLoop:
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> StaticChain:
         """See `GraphLoop.static_form`."""
-        return StaticChain(self._passes(greedy), runner, aux, limits, compiler)
+        return StaticChain(self._passes(), runner, aux, limits, greedy, compiler)
 
 
 def draft_chain(

@@ -21,8 +21,17 @@ from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.attend import Attend
-from drafters.loops.base import Chosen, Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
-from drafters.loops.chain.passes import HeadPasses
+from drafters.loops.base import (
+    Chosen,
+    Compile,
+    DraftingRows,
+    Greedy,
+    LoopSize,
+    StaticPrefill,
+    StaticShape,
+    paged_attend,
+)
+from drafters.loops.chain.passes import HeadPasses, target_ids_of
 from drafters.loops.chain.staged import StepSection
 
 
@@ -33,7 +42,13 @@ class StaticChain:
     """
 
     def __init__(
-        self, passes: HeadPasses, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, compiler: Compile
+        self,
+        passes: HeadPasses,
+        runner: GroupRunner,
+        aux: torch.Tensor,
+        limits: LoopSize,
+        greedy: Greedy,
+        compiler: Compile,
     ) -> None:
         """See `GraphLoop.static_form`."""
         self._plain = passes
@@ -41,9 +56,12 @@ class StaticChain:
         self._step: Callable[..., Any] = compiler(passes.step) if passes.can_compile else passes.step
         self._runner = runner
         self._aux = aux
+        self._greedy = greedy
+        self._target_ids = target_ids_of(passes.head, aux.device)
         hidden = passes.head.fuse(aux[:2])
-        self.hidden = hidden.new_zeros(limits.rows, hidden.shape[1])
-        self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
+        rows = max(limits.rows, 2) + 1  # of no bucket: compiled code keeps it apart that all rows are asked for
+        self.hidden = hidden.new_zeros(rows, hidden.shape[1])
+        self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: StaticShape) -> FixedSteps:
         """See `StaticLoop.steps`."""
@@ -57,12 +75,13 @@ class StaticChain:
         self, inputs: StaticPrefill, positions: Sequence[torch.Tensor], attend: Attend, compiled: bool = True
     ) -> Chosen:
         """See `StaticLoop.prefill`: of one pass."""
-        rows, run, (own,) = len(inputs.last_row), self._prefill if compiled else self._plain.prefill, positions
+        run, last_row, (own,) = self._prefill if compiled else self._plain.prefill, inputs.last_row, positions
+        if len(last_row) == 1:
+            last_row = last_row.repeat(2)  # a single row would be compiled once more
         with self._plain.carrying(attend):
-            x, ids, *chosen = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, inputs.last_row)
-        self.hidden[:rows].copy_(x)
-        self.drafts[:rows, 0].copy_(ids)
-        return Chosen(*chosen)
+            x, logits = run(self._aux[: len(inputs.token_ids)], inputs.token_ids, own, last_row)
+        self.hidden[: len(x)].copy_(x)
+        return self._choose(logits, 0)
 
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
@@ -73,9 +92,12 @@ class StaticChain:
         """
         x = self.hidden[:rows].clone() if before is None else before
         with self._plain.carrying(paged_attend(self._runner, planned)):
-            x, ids, *chosen = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
-        self.drafts[:rows, index + 1].copy_(ids)
-        return x, Chosen(*chosen)
+            x, logits = self._step(x, self.drafts[:rows, index], planned.metadata.positions)
+        return x, self._choose(logits, index + 1)
+
+    def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
+        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
 
 class _StepsPlace:

@@ -35,7 +35,7 @@ class ModuleStack(Protocol):
     def module(self, step: int) -> Head:
         """The module that makes draft step+1."""
 
-    def passes(self, num_modules: int, greedy: Greedy) -> Sequence[ModulePasses]:
+    def passes(self, num_modules: int) -> Sequence[ModulePasses]:
         """The passes of the first `num_modules` modules, which take turns, as functions of tensors."""
 
 
@@ -82,7 +82,7 @@ class ModuleLoop:
         self, runner: GroupRunner, aux: torch.Tensor, limits: LoopSize, greedy: Greedy, compiler: Compile
     ) -> StaticModules:
         """See `GraphLoop.static_form`. It keeps vectors of its own: an engine runs one form or the other."""
-        return StaticModules(self._stack.passes(self.num_modules, greedy), runner, aux, limits, compiler)
+        return StaticModules(self._stack.passes(self.num_modules), runner, aux, limits, greedy, compiler)
 
     def carried(self, like: torch.Tensor) -> torch.Tensor:
         """[M, requests, H] what each request's last draft prefill gave; made when the first aux states are here."""

@@ -28,7 +28,17 @@ from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.attend import Attend
-from drafters.loops.base import Chosen, Compile, DraftingRows, LoopSize, StaticPrefill, StaticShape, paged_attend
+from drafters.loops.base import (
+    Chosen,
+    Compile,
+    DraftingRows,
+    Greedy,
+    LoopSize,
+    StaticPrefill,
+    StaticShape,
+    paged_attend,
+)
+from drafters.loops.chain.passes import target_ids_of
 from drafters.loops.modules.index import step_width
 from drafters.loops.modules.passes import ModulePasses
 from drafters.loops.modules.staged import FixedStepSection
@@ -48,6 +58,7 @@ class StaticModules:
         runner: GroupRunner,
         aux: torch.Tensor,
         limits: LoopSize,
+        greedy: Greedy,
         compiler: Compile,
     ) -> None:
         """passes: of modules 0 … M-1. Others: see `GraphLoop.static_form`."""
@@ -56,10 +67,13 @@ class StaticModules:
         self._compiled = [_Functions(each, compiler) for each in passes]
         self._runner = runner
         self._aux = aux
+        self._greedy = greedy
+        self._target_ids = target_ids_of(passes[0].head, aux.device)
         hidden_size = passes[0].head.hidden_size
         self.carried = aux.new_zeros(len(passes) - 1, limits.rows + 1, hidden_size)
-        self.hidden = aux.new_zeros(len(passes), limits.rows, hidden_size)
-        self.drafts = torch.zeros(limits.rows, limits.drafts, dtype=torch.int64, device=aux.device)
+        rows = max(limits.rows, 2)  # a single row drafts beside a padding row
+        self.hidden = aux.new_zeros(len(passes), rows, hidden_size)
+        self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
     def steps(self, shape: StaticShape) -> FixedModuleSteps:
         """See `StaticLoop.steps`."""
@@ -85,10 +99,8 @@ class StaticModules:
             with self._passes[m].carrying(_from_layer(attend, m)):
                 x = run(x, tokens, positions[m])
             hidden[m].copy_(x.index_select(0, inputs.last_row))
-        ids, *chosen = modules[0].choose(hidden[0].clone())
-        self.drafts[:rows, 0].copy_(ids)
         self.carried[:, own.request_rows] = hidden[:-1]
-        return Chosen(*chosen)
+        return self._choose(modules[0].logits(hidden[0].clone()), 0)
 
     def step(
         self, index: int, rows: int, planned: PlannedBatch, before: torch.Tensor | None
@@ -105,9 +117,11 @@ class StaticModules:
         with self._passes[m].carrying(paged_attend(self._runner, planned, m)):
             x = self._compiled[m].over_module(x, token_ids, planned.metadata.positions)
         last = _flat(x.view(rows, width, -1)[:, -1], rows, x.shape[1])
-        ids, *chosen = self._compiled[m].choose(last)
-        self.drafts[:rows, step].copy_(ids)
-        return x, Chosen(*chosen)
+        return x, self._choose(self._compiled[m].logits(last), step)
+
+    def _choose(self, logits: torch.Tensor, draft: int) -> Chosen:
+        """Not in compiled code, which would write the whole buffer of drafts for one of its columns."""
+        return Chosen(self._greedy(logits, self._target_ids, self.drafts[: len(logits), draft]), logits)
 
 
 class _Functions:
@@ -117,7 +131,7 @@ class _Functions:
         compiled = compiler if compiler is not None and passes.can_compile else lambda function: function
         self.over_target = compiled(passes.over_target)
         self.over_module = compiled(passes.over_module)
-        self.choose = compiled(passes.choose)
+        self.logits = compiled(passes.logits)
 
 
 def _from_layer(attend: Attend, first_layer: int) -> Attend:

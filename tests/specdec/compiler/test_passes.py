@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import eagle3_spec
 from torch import nn
 from torch._dynamo import config as dynamo
 from torch._dynamo import mark_dynamic
@@ -15,9 +16,12 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 from torch._inductor.decomposition import select_decomp_table
 
+from drafters.loops.chain.passes import EaglePasses
+from drafters.rope import rotate as rotate_in_float32
 from specdec.compiler.passes import Rewriting
 from specdec.compiler.siblings import fuse_siblings
 from specdec.target.alterations import Alterations
+from tests.drafters.eagle3.test_head import make_head
 from tests.specdec.compiler.test_settings import Block
 
 HALF, TOKENS = torch.bfloat16, 5
@@ -339,3 +343,100 @@ def test_the_quick_way_sees_what_the_compiler_sees() -> None:
     x = hidden()
     assert rewritten(norm, x, x.flip(-1))[1]["add_rms_norm"] == 1
     assert rewritten(rotate, *args)[1]["rotated"] == rewritten(rotating(half_rotated), *args)[1]["rotated"] == 1
+
+
+def joined(turn: Run = rotate_in_float32, axis: int = 1) -> Run:
+    """Queries and keys rotated side by side, as a draft head does it."""
+
+    def run(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        both = turn(torch.cat((q, k), dim=axis), cos, sin)
+        query, key = both.split((q.shape[1], both.shape[1] - q.shape[1]), dim=1)
+        return torch.cat((query.relu(), key), 1)
+
+    return run
+
+
+def heads_cos_sin(dtype: torch.dtype = HALF) -> tuple[torch.Tensor, ...]:
+    shapes = ((TOKENS, 4, 16), (TOKENS, 2, 16))
+    q, k = (torch.randn(shape, dtype=dtype) for shape in shapes)
+    return q, k, torch.randn(TOKENS, 1, 8), torch.randn(TOKENS, 1, 8)
+
+
+def halves(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.float().chunk(2, dim=-1)
+
+
+def other_joined() -> dict[str, tuple[Run, tuple[torch.Tensor, ...]]]:
+    """Forms that differ from a draft head's rotation in one place."""
+    q, k, cos, sin = args = heads_cos_sin()
+    half = [x.to(HALF) for x in (cos, sin)]
+
+    def formula(low: Run, high: Run) -> Run:
+        return joined(lambda x, c, s: torch.cat((low(*halves(x), c, s), high(*halves(x), c, s)), -1).to(x.dtype))
+
+    def minus(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return a * c - b * s
+
+    def plus(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return b * c + a * s
+
+    return {
+        "float32": (joined(), heads_cos_sin(torch.float32)),
+        "cos and sin in half precision": (joined(), (q, k, *half)),
+        "cos and sin of every head": (joined(), (q, k, cos.repeat(1, 6, 1), sin.repeat(1, 6, 1))),
+        "cos and sin of one token": (joined(), (q, k, cos[:1], sin[:1])),
+        "not rounded": (joined(lambda x, c, s: rotate_in_float32(x.float(), c, s)), args),
+        "queries alone": (lambda q, k, cos, sin: rotate_in_float32(q, cos, sin), args),
+        "other way round": (formula(lambda a, b, c, s: a * c + b * s, lambda a, b, c, s: b * c - a * s), args),
+        "first minus": (formula(minus, lambda a, b, c, s: a * c + b * s), args),
+        "halves exchanged before": (joined(lambda x, c, s: rotate_in_float32(x.roll(8, -1), c, s)), args),
+        "sin for cos": (formula(minus, lambda a, b, c, s: b * s + a * c), args),
+        "scaled": (formula(lambda a, b, c, s: torch.sub(a * c, b * s, alpha=2), plus), args),
+        "second first": (
+            joined(lambda x, c, s: torch.cat((plus(*halves(x), c, s), minus(*halves(x), c, s)), -1).to(HALF)),
+            args,
+        ),
+    }
+
+
+@pytest.mark.slow
+def test_the_rotation_of_a_draft_head_is_one_operator() -> None:
+    """Bit by bit what eager code gives: in float32, rounded once."""
+    args = heads_cos_sin()
+    out, after = rewritten(joined(), *args)
+    assert (after["rotated_together"], after["sub"], after["split"], after["cat"]) == (1, 0, 0, 1)
+    assert torch.equal(out, joined()(*args))
+    out, counted = compiled(joined(), *args)
+    assert counted.after["rotated_together"] == 1 and torch.equal(out, joined()(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(other_joined()))
+def test_other_rotations_of_both_stay(name: str) -> None:
+    run, args = other_joined()[name]
+    out, after = rewritten(run, *args)
+    assert after["rotated_together"] == 0
+    assert_alike(out, run(*args))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [1, 2])
+def test_every_layer_of_a_draft_head_rotates_by_one_operator(layers: int) -> None:
+    """Queries and keys reach the attention as the views that eager code has: the compiler adds no copies."""
+    head = make_head(eagle3_spec(head_dim=16, num_layers=layers)).to(HALF)
+    passes, strides = EaglePasses(head), []
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        strides.append((query.stride(), key.stride(), key.data_ptr() - query.data_ptr()))
+        return query.clone()
+
+    args = torch.randn(TOKENS, head.hidden_size, dtype=HALF), torch.randint(5, (TOKENS,)), torch.arange(TOKENS)
+    with torch.no_grad(), passes.carrying(attend):
+        eager = passes.step(*args)
+        strides.clear()
+        out, counted = compiled(passes.step, *args)
+    assert counted.after["rotated_together"] == layers
+    assert counted.before["sub"] == layers and counted.after["sub"] == 0
+    tokens = (head.spec.num_heads + head.spec.num_kv_heads) * 16
+    assert strides == [((tokens, 16, 1), (tokens, 16, 1), head.spec.num_heads * 16 * 2)] * layers
+    assert_alike(out[0], eager[0])

@@ -93,10 +93,10 @@ def test_a_forward_of_the_users_never_sees_the_experts_in_the_form_of_a_capture(
 
     if when == "at the start":
         with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
-            model = wrap(target, None, **SIZES)
+            model = wrap(target, None, cuda_graphs=False, **SIZES)
 
         def run() -> Any:
-            return GraphExecutor(model.target, None, model.config)
+            return GraphExecutor(model.target, None, model.config).capture()
     else:
         graphed = with_graphs(None, target, **SIZES)
 

@@ -131,6 +131,9 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         (attention.kernels.invariant, "_invariant_attention_kernel"),
     ):
         monkeypatch.setattr(module, name, Launched(lambda *_, **__: None))
+    built = SimpleNamespace(wait=lambda: None)
+    monkeypatch.setattr("attention.backends.flashinfer.wrapper.building", lambda *_: built)
+    monkeypatch.setattr("attention.backends.flashinfer.mla.building_latent", lambda *_: built)
     mla = SimpleNamespace(_module=SimpleNamespace(run=kernel(lambda *_: None)))
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
     modes = SimpleNamespace(CAUSAL=SimpleNamespace(value=1))

@@ -1,25 +1,50 @@
-"""What cannot run from CUDA graphs is refused by name before anything is changed."""
+"""Kernels begin to be built from a configuration alone: the same ones that the model's layers ask for."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    Gemma2Config,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen3Config,
+)
 
-from attention.backends.invariant import InvariantBackend
-from attention.spec import AttentionSpec, TemperatureTuning
-from specdec.errors import InvalidInputError
-from specdec.loading.backends import check_graphs
+from attention.backends.flashinfer.wrapper import kernel_name
+from attention.hf.probe import probe
+from specdec.loading.backends import expected_keys
 
-PLAIN = AttentionSpec(2, 1, 64, 64, scale=0.125)
-LOCAL = AttentionSpec(2, 1, 64, 64, scale=0.125, chunk_size=16)
-TUNED = AttentionSpec(2, 1, 64, 64, scale=0.125, temperature=TemperatureTuning(0.1, 8192.0))
-
-
-@pytest.mark.parametrize("spec", [LOCAL, TUNED], ids=["local", "tuned"])
-@pytest.mark.parametrize("cuda_graphs", [True, False])
-def test_chunks_and_temperature_tuning_have_no_graphs(spec: AttentionSpec, cuda_graphs: bool) -> None:
-    with pytest.raises(InvalidInputError, match=r"chunks and temperature tuning \(Llama 4\) run without CUDA graphs"):
-        check_graphs(InvariantBackend(), None, (PLAIN, spec), cuda_graphs)
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 64,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+}
 
 
-def test_plain_targets_have_graphs() -> None:
-    check_graphs(InvariantBackend(), None, (PLAIN,), True)
+@pytest.mark.parametrize(
+    "config",
+    [LlamaConfig(**SIZES), LlamaConfig(**SIZES, head_dim=128), Qwen3Config(**SIZES), Gemma2Config(**SIZES)],
+    ids=lambda config: config.model_type,
+)
+def test_the_same_as_the_model_asks_for(config: Any) -> None:
+    """Layers beside it may ask for more; every one that is expected is needed."""
+    asked = {call.attention_spec for call in probe(AutoModelForCausalLM.from_config(config).eval()).calls}
+    bf16 = torch.bfloat16
+    names = {kernel_name(bf16, key, bf16, "fa2") for key in asked}
+    assert {kernel_name(bf16, key, bf16, "fa2") for key in expected_keys(config)} == names
+
+
+def test_what_a_configuration_does_not_say_plainly_is_left_to_the_model() -> None:
+    assert expected_keys(MistralConfig(**SIZES, sliding_window=16)) == []
+    assert expected_keys(GptOssConfig()) == []
+    (latent,) = expected_keys(DeepseekV2Config())
+    assert latent.value_in_key

@@ -22,15 +22,19 @@ def test_attention_and_caches() -> None:
     assert facts["attention"] == dict.fromkeys(("target", "head"), "torch reference, cache float32")
     assert facts["kv_cache"]["target"] == f"400 tokens in float32, {400 * 4 * 2 * 2 * 16 * 4 / 2**30:.3g} GiB"
     assert facts["engine"]["num_speculative_tokens"] == 2
-    assert facts["graphs"] is None and ("CUDA graphs", "none") in route_rows(facts)
+    off = "off: backend 'torch' has none"
+    assert facts["graphs"] == {"state": off} and ("CUDA graphs", off) in route_rows(facts)
+    assert facts["kernels"] == {} and {"self-test", "loading the head", "in all"} <= set(facts["start"])
+    assert facts["start"]["in all"] > 0
 
 
 def test_graphs() -> None:
     model = loaded()
     report = GraphReport(12, 8, 20, (8, 4, 2, 1), 31.234, 3 << 29, 7, "9 of 12")
     model.engine.use(SimpleNamespace(report=report, transfers=0))
+    model.graphs = "on"
     facts = facts_of(model)
-    counts = {"graphs": 12, "sampled_graphs": 8, "segment_graphs": 20, "rows": (8, 4, 2, 1)}
+    counts = {"state": "on", "graphs": 12, "sampled_graphs": 8, "segment_graphs": 20, "rows": (8, 4, 2, 1)}
     assert facts["graphs"] == counts | {"seconds": 31.2, "GiB": 1.5, "fused_groups": 7, "products": "9 of 12"}
     made = "12 for 8, 4, 2, 1 rows, 8 more for sampled ones, 20 by segments"
     assert ("CUDA graphs", f"{made}, captured in 31.2 s, 1.5 GiB") in route_rows(facts)

@@ -74,7 +74,7 @@ def test_running_out_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    monkeypatch.setattr(specdec.model, "_executor", full)
+    monkeypatch.setattr(specdec.model, "check_target", full)
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         wrap(tiny_llama())
     message = str(caught.value)

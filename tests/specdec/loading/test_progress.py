@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import logging
+from threading import Thread
 
 import pytest
 from fakes import table_head, tiny_llama, wrap
 from rich.console import Console
 
 import specdec.loading.progress
+from attention.backends.building import ASIDE
 from specdec.loading.progress import log, startup_progress
 
 
@@ -43,8 +45,27 @@ def test_nothing_is_shown_without_a_terminal() -> None:
     console = Console(file=io.StringIO())
     with startup_progress(console):
         log.info("loading")
-        assert not log.filters
-    assert shown(console) == ""
+    assert shown(console) == "" and not log.filters
+
+
+def test_steps_are_timed_by_name_and_what_happens_beside_them_ends_none() -> None:
+    with startup_progress(Console(file=io.StringIO())) as seconds:
+        log.info("loading")
+        with startup_progress() as inner:
+            log.info("a kernel is ready", extra=ASIDE)
+            Thread(target=log.info, args=("of another thread",)).start()
+            log.info("capturing for %d rows", 2)
+            log.info("loading")
+    assert inner is seconds and list(seconds) == ["loading", "capturing for 2 rows"]
+    assert all(taken >= 0 for taken in seconds.values()) and not log.filters
+
+
+def test_what_happens_beside_a_step_is_shown() -> None:
+    console = terminal()
+    with startup_progress(console):
+        log.info("loading")
+        log.info("kernel ready after 3.0 s", extra=ASIDE)
+    assert "kernel ready" in shown(console)
 
 
 def test_the_log_is_as_it_was_after_an_error() -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from fakes import TINY, enlarge, random_prompts, table_head, tiny_llama, wrap
+from fakes import TINY, Operators, enlarge, random_prompts, table_head, tiny_llama, wrap
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
@@ -154,6 +155,33 @@ def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -
     assert torch.allclose(recorder.buffer[:9], right, atol=1e-5)
     if 4 in aux_layers:
         assert not torch.allclose(residual[4], states[4], atol=1e-2), "transformers' last state is after the norm"
+
+
+@pytest.mark.parametrize("aux_layers", [(2,), (3, 1, FINAL_NORM)])
+def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_layers: tuple[int, ...]) -> None:
+    """One token more than counts, as a batch of one has; all in their places, nothing after the last row."""
+    model, ids = tiny_llama(context=0.35), torch.tensor(random_prompts([9]))
+    recorder, torch_compiled = recorder_of(model, aux_layers, 16), torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad():
+        with recorder.recording(8):
+            model(ids)
+        eager = recorder.buffer.clone()
+        recorder.buffer.fill_(7.0)
+        with ExitStack() as stack:
+            stack.enter_context(recorder.recording(8))
+            torch_compiled(input_ids=ids, use_cache=False)
+            assert bool((recorder.buffer == 7.0).all()), "nothing is copied inside compiled code"
+            with Operators() as seen:
+                stack.close()
+    assert dict(seen.counts) == {"cat": 1}
+    assert torch.allclose(recorder.buffer[:8], eager[:8], atol=1e-6) and bool((recorder.buffer[8:] == 7.0).all())
+
+
+def test_a_compiled_forward_of_too_few_tokens_is_noticed() -> None:
+    model, ids = tiny_llama(), torch.tensor(random_prompts([9]))
+    recorder, torch_compiled = recorder_of(model, (1, 2), 16), torch.compile(model, backend="eager", fullgraph=True)
+    with torch.no_grad(), pytest.raises(InvariantError, match="of 5 tokens in a forward of 9"), recorder.recording(9):
+        torch_compiled(input_ids=ids[:, :5], use_cache=False)
 
 
 def recorder_of(model: Any, aux_layers: tuple[int, ...], max_tokens: int) -> AuxStateRecorder:

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.flashinfer.backend import check_supported, kernel_name, routes, split_batch
+from attention.backends.flashinfer.backend import check_supported, routes, split_batch
+from attention.backends.flashinfer.wrapper import kernel_name
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
-from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
+from attention.cache.kv_cache import FP8, CacheGroup
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 from drafters.loops.chain.index import rows_batch
@@ -49,19 +50,18 @@ def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
 
 def test_which_kernels_serve_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """fa3 serves what it was measured on: Hopper, bfloat16, head dim 128, plain full attention."""
-    fp8 = CacheGroup("target", (KEY,), 8, 16, format=KVFormat(FP8))
 
-    def served(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, cache: CacheGroup | None = None) -> int:
-        return len(routes(cache or group(key), key, dtype, torch.device("cuda")))
+    def served(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, cache: torch.dtype | None = None) -> int:
+        return len(routes(key, dtype, cache or dtype, torch.device("cuda")))
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert routes(group(KEY), KEY, torch.bfloat16, torch.device("cuda")) == ("fa2", "fa3")
-    assert served(cache=fp8) == served(dtype=torch.float16) == served(replace(KEY, head_dim_k=64, head_dim_v=64)) == 1
+    assert routes(KEY, torch.bfloat16, torch.bfloat16, torch.device("cuda")) == ("fa2", "fa3")
+    assert served(cache=FP8) == served(dtype=torch.float16) == served(replace(KEY, head_dim_k=64, head_dim_v=64)) == 1
     assert served(replace(KEY, window=9)) == served(replace(KEY, softcap=9.0)) == 1
     assert served(replace(KEY, has_sinks=True)) == 1
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (10, 0))
     assert served() == 1
-    name = kernel_name(fp8, replace(KEY, window=9, has_sinks=True), torch.float16, "fa2")
+    name = kernel_name(FP8, replace(KEY, window=9, has_sinks=True), torch.float16, "fa2")
     assert name == "fa2, float16, head dim 128, cache float8_e4m3fn, window, sinks"
 
 

@@ -1,0 +1,245 @@
+"""Seconds of a start, from the call of from_pretrained to the end of a first greedy and a first sampled generate.
+
+    python -m benchmarks.bench_start --out benchmarks/results/start.json
+
+Two processes one after the other, the first with empty caches (torch's compiler, Triton, FlashInfer, the algorithms of
+matmuls) in a temporary folder, the second with what the first left there. The target has a published shape and random
+weights, which are loaded from a folder (--checkpoint, the time to read them counts) or lie on the GPU already. All
+other options of from_pretrained are its defaults.
+
+After the start each process serves a mixed workload twice (prompts of 64 to 1,024 tokens, greedy and sampled rows):
+what a round of the first time waits for longer than the second time is compiled or captured there. Every number is
+printed as soon as it is known, and --out is written after each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+_CACHES = {
+    "TORCHINDUCTOR_CACHE_DIR": "inductor",
+    "TRITON_CACHE_DIR": "triton",
+    "FLASHINFER_WORKSPACE_BASE": "flashinfer",
+    "CUDA_CACHE_PATH": "cuda",
+    "XDG_CACHE_HOME": "xdg",
+}
+_SHAPE, _PROMPT, _NEW_TOKENS = "llama-3.1-8b", 64, 32
+_WORKLOAD, _WORKLOAD_PROMPT, _WORKLOAD_OUTPUT = 64, (64, 1024), (32, 128)
+_LONG_WAIT_S = 0.2
+_SPANS = ("imports_s", "from_pretrained_s", "first_greedy_s", "first_sampled_s", "start_s")
+
+
+def save_checkpoint(shape: str, folder: Path) -> None:
+    """Random weights of a shape as a checkpoint of the target and one of its head."""
+    import torch
+
+    from benchmarks.shapes import random_pair
+    from drafters.eagle3.checkpoint import save_eagle3
+
+    pair = random_pair(shape, torch.bfloat16, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    pair.target.save_pretrained(folder / "target")
+    save_eagle3(pair.head, folder / "head")  # type: ignore[arg-type]
+
+
+def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: dict[str, Any]) -> Iterator[Any]:
+    """One start in this process: its numbers, in parts, as they become known."""
+    begun = time.perf_counter()  # imported before the start is only what makes its arguments
+    import numpy as np
+    import torch
+
+    from benchmarks.shapes import random_pair
+    from benchmarks.synthetic import SAMPLED, Tokenizer
+    from specdec import SamplingParams, SpeculativeModel
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts: tuple[Any, Any]
+    if folder is None:
+        pair = random_pair(shape, torch.bfloat16, device)
+        parts = pair.target, pair.head
+    else:
+        parts = folder / "target", folder / "head"
+        options = options | {"device": device.type}
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    imported = time.perf_counter()
+    yield {"imports_s": imported - begun}
+    model = SpeculativeModel.from_pretrained(
+        *parts, tokenizer=Tokenizer(), num_speculative_tokens=drafts, max_num_seqs=rows, **options
+    )
+    loaded = time.perf_counter()
+    from torch._dynamo.utils import compile_times, counters
+
+    facts = model.describe()
+    yield {
+        "from_pretrained_s": loaded - imported,
+        "steps": facts["start"],
+        "kernels": facts["kernels"],
+        "graphs": facts["graphs"],
+        "compiled_graphs": counters["stats"]["unique_graphs"],
+        "compiler_caches": {name: dict(counters[name]) for name in ("aot_autograd", "inductor")},
+        "compile_times": compile_times(repr="csv", aggregate=True),
+    }
+    ids = np.random.default_rng(1).integers(0, model.target.vocab_size, (rows, _PROMPT)).tolist()
+    model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True))
+    greedy = time.perf_counter()
+    yield {"first_greedy_s": greedy - loaded}
+    model.generate(ids, SamplingParams(max_new_tokens=_NEW_TOKENS, ignore_eos=True, **SAMPLED))  # type: ignore[arg-type]
+    sampled = time.perf_counter()
+    yield {"first_sampled_s": sampled - greedy, "start_s": sampled - imported}
+    for time_ in ("first", "second"):
+        yield {f"workload_{time_}": workload(model)}
+
+
+def workload(model: Any) -> dict[str, Any]:
+    """Serve the mixed workload: how long its rounds took, the longest ones first."""
+    from benchmarks.serving import served
+    from benchmarks.workload import Load
+
+    room = model.config.max_model_len - _WORKLOAD_OUTPUT[1]
+    prompt = min(_WORKLOAD_PROMPT[0], room), min(_WORKLOAD_PROMPT[1], room)
+    load, rounds = Load(_WORKLOAD, prompt, _WORKLOAD_OUTPUT, sampled_share=0.5), []
+    engine, step = model.engine, model.engine.step
+
+    def timed() -> Any:
+        started = time.perf_counter()
+        try:
+            return step()
+        finally:
+            rounds.append(time.perf_counter() - started)
+
+    engine.step = timed
+    started = time.perf_counter()
+    try:
+        served(model, load.arrivals(model.target.vocab_size))
+    finally:
+        del engine.step
+    return {"seconds": time.perf_counter() - started} | rounds_of(rounds)
+
+
+def rounds_of(seconds: list[float]) -> dict[str, Any]:
+    """Their number, the median, the five longest, and how many of them took more than 200 ms.
+
+    >>> rounds_of([0.01, 0.3, 0.02])
+    {'rounds': 3, 'median_ms': 20.0, 'longest_ms': [300.0, 20.0, 10.0], 'over_200_ms': 1}
+    """
+    order = sorted(seconds, reverse=True)
+    return {
+        "rounds": len(order),
+        "median_ms": 1e3 * order[len(order) // 2],
+        "longest_ms": [1e3 * each for each in order[:5]],
+        "over_200_ms": sum(each > _LONG_WAIT_S for each in order),
+    }
+
+
+def child(arguments: list[str], caches: Path) -> Iterator[dict[str, Any]]:
+    """Run this file in a process of its own with these caches: what it prints, part by part.
+
+    Raises:
+        ClickException: it failed.
+    """
+    environment = os.environ | {name: str(caches / place) for name, place in _CACHES.items()}
+    command = [sys.executable, "-m", "benchmarks.bench_start", *arguments]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        for line in running.stdout:
+            if line.startswith("{"):
+                yield json.loads(line)
+            else:
+                click.echo(line, nl=False)
+    if running.returncode:
+        raise click.ClickException(f"the start ended with exit code {running.returncode}")
+
+
+def table(lines: dict[str, dict[str, Any]]) -> str:
+    """Seconds by step, one column a start; what is not known yet is left out."""
+    steps = list(dict.fromkeys(name for line in lines.values() for name in line.get("steps", ())))
+    rows = [(name, [line.get("steps", {}).get(name) for line in lines.values()]) for name in steps]
+    rows += [(name.removesuffix("_s"), [line.get(name) for line in lines.values()]) for name in _SPANS]
+    width = max(len(name) for name, _ in rows)
+    head = f"{'seconds':{width}}" + "".join(f"{name:>10}" for name in lines)
+    return "\n".join([head, *(f"{name:{width}}" + "".join(map(_cell, values)) for name, values in rows)])
+
+
+def _cell(seconds: float | None) -> str:
+    return f"{'':>10}" if seconds is None else f"{seconds:10.2f}"
+
+
+def brief(name: str, part: dict[str, Any]) -> str:
+    """One line about a part that has just become known."""
+    words = [f"{key} {value:.2f}" for key, value in part.items() if isinstance(value, float)]
+    words += [
+        f"{key}: {value['seconds']:.1f} s, longest rounds {', '.join(f'{ms:.0f}' for ms in value['longest_ms'])} ms"
+        for key, value in part.items()
+        if key.startswith("workload")
+    ]
+    return f"{name}: {'; '.join(words)}"
+
+
+@click.command(help=__doc__)
+@click.option("--shape", default=_SHAPE, show_default=True)
+@click.option("--drafts", type=int, default=3, show_default=True, help="K.")
+@click.option("--rows", type=int, default=32, show_default=True)
+@click.option("--checkpoint/--no-checkpoint", default=False, show_default=True, help="Load the weights from a folder.")
+@click.option("--options", default="{}", help="JSON: more options of from_pretrained.")
+@click.option("--caches", type=click.Path(path_type=Path), help="Keep the caches in this folder (default: temporary).")
+@click.option("--out", type=click.Path(path_type=Path))
+@click.option("--here", is_flag=True, hidden=True, help="Measure one start in this process.")
+@click.option("--folder", type=click.Path(path_type=Path), hidden=True)
+@click.option("--save", is_flag=True, hidden=True, help="Only save the checkpoint.")
+def main(
+    shape: str,
+    drafts: int,
+    rows: int,
+    checkpoint: bool,
+    options: str,
+    caches: Path | None,
+    out: Path | None,
+    here: bool,
+    folder: Path | None,
+    save: bool,
+) -> None:
+    """Measure a cold and a warm start."""
+    if save and folder is not None:
+        save_checkpoint(shape, folder)
+        return
+    if here:
+        for part in measure(shape, drafts, rows, folder, json.loads(options)):
+            click.echo(json.dumps(part))  # flushes
+        return
+    arguments = ["--shape", shape, "--drafts", str(drafts), "--rows", str(rows), "--options", options]
+    document: dict[str, Any] = {"benchmark": "start", "shape": shape, "drafts": drafts, "rows": rows}
+    document |= {"checkpoint": checkpoint, "options": json.loads(options)}
+    lines: dict[str, dict[str, Any]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        place = caches or Path(temporary)
+        if checkpoint:
+            weights = ["--folder", str(Path(temporary) / "checkpoint")]
+            list(child([*arguments, *weights, "--save"], place / "unused"))
+            arguments += weights
+        for name in ("cold", "warm"):
+            lines[name] = {}
+            for part in child([*arguments, "--here"], place):
+                lines[name] |= part
+                click.echo(brief(name, part))
+                if out is not None:
+                    out.write_text(json.dumps(document | lines) + "\n", encoding="utf-8")
+            click.echo(table(lines))
+            for kernel, state in lines[name].get("kernels", {}).items():
+                click.echo(f"{name}: {kernel}: {state}")
+    from benchmarks.document import publish  # imports torch, which a start that is measured does itself
+
+    publish(document | lines, out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Greedy rows of a verification, one launch each: drafts into its token ids, and what of them its arg max accepts.
+
+Both read the drafts where the draft loop keeps them, in the order of the round before. In torch: `fill_drafts` and
+`judge_greedy` of `specdec/acceptance/judge.py`, a dozen launches. Tensors on CUDA only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def place_drafts(
+    token_ids: torch.Tensor,
+    places: torch.Tensor,
+    flat: torch.Tensor,
+    width: int,
+    drafts: torch.Tensor,
+    sources: torch.Tensor,
+) -> None:
+    """token_ids[places[i]] = drafts[sources[flat[i] // width], flat[i] % width], in place.
+
+    Args:
+        token_ids: [T]; places, flat: [N] int64, contiguous. Each flat[i] is below R·width.
+        width: n, drafts of a row at most, at least 1 where N is not 0.
+        drafts: [S, n or more] int64, columns side by side; sources: [R] int64, contiguous, its rows.
+    """
+    if not len(places):
+        return
+    from specdec.ops.drafts_kernel import launch_placing
+
+    launch_placing(token_ids, places, flat, width, drafts, sources)
+
+
+def accept_greedily(
+    greedy: torch.Tensor,
+    index: torch.Tensor,
+    num_drafts: torch.Tensor,
+    drafts: torch.Tensor,
+    sources: torch.Tensor,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+) -> None:
+    """The longest prefix of every row's drafts that is equal to the target's arg max, then the target's token.
+
+    Args:
+        greedy: [T] int64, contiguous: the arg max of each row of logits.
+        index: [J, n+1] int64, contiguous: the row of logits after each token of a verification.
+        num_drafts: [J] int64, contiguous; drafts past it do not exist.
+        drafts: [S, n or more] int64, columns side by side; sources: [R <= J] int64, contiguous: its rows, of the first
+            R rows. The others have zeros for drafts.
+        out: num_accepted [J], tokens [J, n+1] (drafts with the target's token after the accepted ones, 0 in the last
+            place where that is elsewhere) and the drafts [J, n]; int64, columns side by side; written.
+    """
+    if not len(index):
+        return
+    from specdec.ops.drafts_kernel import launch_acceptance
+
+    launch_acceptance(greedy, index, num_drafts, drafts, sources, out)
