@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -10,22 +11,33 @@ import torch
 from attention.backends.base import AttentionBackend, Building, FixedMetadataBuilder, GraphBackend
 from attention.backends.building import Build
 from attention.batch.host import HostBatch
-from attention.batch.metadata import CommonAttentionMetadata
+from attention.batch.metadata import CommonAttentionMetadata, with_rows
+from attention.batch.transforms.local_attention import check_chunk_size, local_attention
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, TemperatureTuning
 
 
 @dataclass(frozen=True)
 class PlannedBatch:
     """One batch planned for every distinct AttentionSpec of a group.
 
-    plans: None for a batch that nothing attends to, see `GroupRunner.blank`.
+    Attributes:
+        metadata: the batch.
+        plans: what a backend runs; None for a batch that nothing attends to, see `GroupRunner.blank`.
+        rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
+        temperatures: [T, 1, 1] float32 factors of the queries, for layers with temperature tuning.
     """
 
     metadata: CommonAttentionMetadata
     plans: dict[AttentionSpec, Any] | None
+    rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
+    temperatures: Mapping[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
+
+    def rows_of(self, spec: AttentionSpec) -> CommonAttentionMetadata:
+        """The batch in the rows that a layer attends."""
+        return self.metadata if spec.chunk_size is None else self.rows[spec]
 
 
 class FixedPlanner:
@@ -52,8 +64,19 @@ class GroupRunner:
     """The attention of one cache group over one backend."""
 
     def __init__(self, backend: AttentionBackend, group: CacheGroup, dtype: torch.dtype, device: torch.device) -> None:
-        """Raises UnsupportedAttentionError when the backend lacks a variant of the group; nothing is allocated then."""
+        """Nothing is allocated when it raises.
+
+        Raises:
+            UnsupportedAttentionError: the backend lacks a variant of the group.
+            InvalidInputError: a layer attends in chunks that the page size does not divide.
+        """
         self.group = group
+        self._chunk_sizes = tuple(
+            dict.fromkeys(s.chunk_size for s in group.attention_specs if s.chunk_size is not None)
+        )
+        for chunk_size in self._chunk_sizes:
+            check_chunk_size(chunk_size, group.page_size)
+        self._tunings = tuple(dict.fromkeys(s.temperature for s in group.attention_specs if s.temperature is not None))
         self._backend = backend
         self._dtype = dtype
         self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.attention_specs)}
@@ -67,11 +90,22 @@ class GroupRunner:
     @property
     def routes(self) -> tuple[str, ...]:
         """Which kernels serve the group, in words; equal ones once."""
-        return tuple(dict.fromkeys(self._backend.route(self.group, key, self._dtype) for key in self._builders))
+        return tuple(dict.fromkeys(self._route(key) for key in self._builders))
+
+    def _route(self, key: AttentionSpec) -> str:
+        local = "" if key.chunk_size is None else f", in chunks of {key.chunk_size} tokens"
+        return self._backend.route(self.group, key, self._dtype) + local
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
-        return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+        if not self._chunk_sizes and not self._tunings:
+            return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+        in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
+        rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
+        plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
+        return PlannedBatch(
+            metadata, plans, rows, {tuning: _factors(tuning, metadata.positions) for tuning in self._tunings}
+        )
 
     @staticmethod
     def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
@@ -90,9 +124,15 @@ class GroupRunner:
         `beside`: another group's planner of this shape, always planned just before this one for the same lengths.
 
         Raises:
-            UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
+            UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold, or a layer has local
+                attention or temperature tuning, which have none.
         """
         backend = self._backend
+        if self._chunk_sizes or self._tunings:
+            raise UnsupportedAttentionError(
+                f"group {self.group.name}: local attention and temperature tuning have no plans that a CUDA graph can "
+                "hold"
+            )
         if not isinstance(backend, GraphBackend):
             raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
         args = (self._dtype, rows, query_len)
@@ -121,10 +161,25 @@ class GroupRunner:
         if planned.plans is None:
             return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
         given = out
+        if spec.temperature is not None:
+            query = (query * planned.temperatures[spec.temperature]).to(query.dtype)
         out = self._backend.run(
-            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.metadata, sinks, out
+            planned.plans[spec], spec, query, key, value, self.layers[layer], planned.rows_of(spec), sinks, out
         )
         if checking():
             require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out
+
+
+def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAttentionMetadata:
+    """The batch in virtual rows; itself when every row lies in its first chunk."""
+    if int(metadata.host.seq_lens.max(initial=0)) <= chunk_size:
+        return metadata
+    return with_rows(metadata, local_attention(metadata.host, chunk_size))
+
+
+def _factors(tuning: TemperatureTuning, positions: torch.Tensor) -> torch.Tensor:
+    """[T, 1, 1] float32 factors of queries at positions [T] int64, by the operations of transformers in their order."""
+    steps = torch.floor((positions.float() + 1.0) / tuning.floor)
+    return (torch.log1p(steps) * tuning.scale + 1.0)[:, None, None]

@@ -6,6 +6,21 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
+class TemperatureTuning:
+    """A query at position p is multiplied by 1 + scale·log(1 + ⌊(p + 1) / floor⌋).
+
+    Source: Nakanishi 2025, arXiv 2501.19399, in the form of transformers' modeling_llama4.py.
+
+    Attributes:
+        scale: 0 leaves every query as it is.
+        floor: positions between two values of the factor.
+    """
+
+    scale: float
+    floor: float
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """What one attention layer needs of a kernel; layers with equal specs share one plan.
 
@@ -19,6 +34,9 @@ class AttentionSpec:
         has_sinks: a learned logit per query head joins the softmax's denominator.
         value_in_key: a value is the first head_dim_v columns of its key (MLA, see attention/hf/mla.py):
             the cache keeps keys only.
+        chunk_size: positions per chunk of local attention, whose queries see the keys of their own chunk only; or None.
+            A backend's kernel never sees it: `GroupRunner` gives its builder virtual rows that are in one chunk each.
+        temperature: the factor by position that `GroupRunner` multiplies queries with before a backend, or None.
     """
 
     num_q_heads: int
@@ -30,3 +48,5 @@ class AttentionSpec:
     softcap: float | None = None
     has_sinks: bool = False
     value_in_key: bool = False
+    chunk_size: int | None = None
+    temperature: TemperatureTuning | None = None

@@ -106,12 +106,14 @@ class SpeculativeModel:
             checkpoint: where the target was read from, for `describe`.
 
         Raises:
-            InvalidInputError: the backend or the head cannot do with CUDA graphs, or not without.
+            InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
+                attends in chunks that the page size does not divide.
             UnsupportedModelError: the target would come out wrong.
             UnsupportedAttentionError: the backend lacks a variant.
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        choice = choose_graphs(backend, loop, cuda_graphs)
+        attention_specs = tuple(c.attention_spec for c in probed.calls)
+        choice = choose_graphs(backend, loop, attention_specs, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -121,7 +123,6 @@ class SpeculativeModel:
         self.backend_name = backend.name
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
-        attention_specs = tuple(c.attention_spec for c in probed.calls)
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)

@@ -6,7 +6,7 @@ import copy
 import functools
 import string
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -18,15 +18,22 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from attention.backends.flashinfer import mla_plan
+from attention.backends.reference import TorchBackend, attend
+from attention.batch.host import HostBatch, slots_of
+from attention.batch.metadata import single_batch_arena, stage
+from attention.cache.kv_cache import CacheGroup, write
+from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
+from drafters.loops.chain.index import rows_batch
 from drafters.loops.chain.run import ChainLoop
 from specdec.target.twin import enlarge as enlarge
 
 LETTERS = string.ascii_lowercase + string.ascii_uppercase + string.digits + " ."
 VOCAB = len(LETTERS)
 EOS = 63
+CPU = torch.device("cpu")
 TINY: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 32,
@@ -134,7 +141,7 @@ def table_head(
     """A TableHead for `model`, on the draft vocabulary `known` (default: the whole)."""
     table = bigram_logits(model)
     ids = torch.tensor(sorted(known) or range(table.shape[0]))
-    return TableHead(table, aux_layers, model.config.hidden_size, disturbance, ids)
+    return TableHead(table, aux_layers, model.config.get_text_config().hidden_size, disturbance, ids)
 
 
 def eagle3_spec(**changes: Any) -> Any:
@@ -314,6 +321,57 @@ def free_everywhere(wrapped: Any) -> bool:
 def hooks_of(module: torch.nn.Module) -> tuple[int, int]:
     """How many hooks a module has that run after its forward, and before it."""
     return len(module._forward_hooks), len(module._forward_pre_hooks)
+
+
+class PagedLayer:
+    """One attention layer over the torch backend, with ragged rows whose pages lie in any order.
+
+    The keys that a row computed before are in the cache; everything else there but the null page is NaN, so a key that
+    is read before it is written, or from a foreign page, shows.
+    """
+
+    SPEC = AttentionSpec(4, 2, 8, 8, scale=8**-0.5)
+
+    def __init__(self, computed: list[int], lens: list[int], page_size: int, seed: int = 0) -> None:
+        """computed, lens: [B] keys in the cache before the batch, and query tokens."""
+        rows, seqs = len(lens), [n + more for n, more in zip(computed, lens, strict=True)]
+        width = max(seqs) // page_size + 1
+        pages = np.random.default_rng(seed).permutation(np.arange(1, rows * width + 1)).astype(np.int32)
+        owned = np.arange(width) < -(-np.array(seqs) // page_size)[:, None]
+        table = np.where(owned, pages.reshape(rows, width), np.int32(0))
+        generator = torch.Generator().manual_seed(seed)
+        self.rows = [
+            [torch.randn(n, heads, 8, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)] for n in seqs
+        ]
+        self.starts, self.seed = computed, seed
+        group = CacheGroup("g", (self.SPEC,), rows * width + 1, page_size)
+        self._runner = GroupRunner(TorchBackend(CPU), group, torch.float64, CPU)
+        layer = self._runner.layers[0]
+        layer.keys[1:], layer.values[1:] = float("nan"), float("nan")
+        for row, ((_, keys, values), n) in enumerate(zip(self.rows, computed, strict=True)):
+            slots = slots_of(table, np.full(n, row), np.arange(n), page_size)
+            write(layer, keys[:n], values[:n], torch.from_numpy(slots))
+        starts = np.concatenate([[0], np.cumsum(lens)])
+        self.batch = rows_batch(starts, np.array(computed), table, page_size)
+
+    def attend(self, batch: HostBatch, tokens: np.ndarray | slice = slice(None)) -> torch.Tensor:
+        """Write and attend `tokens` of the rows' queries, in this order, as `batch` says -> [T, Hq, D] float64."""
+        arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], CPU)
+        planned = self._runner.plan(stage(batch, arena, bucket))
+        states = (torch.cat([row[i][n:] for row, n in zip(self.rows, self.starts, strict=True)]) for i in range(3))
+        return self._runner.attend(planned, 0, *(x[tokens] for x in states))
+
+    def dense(self, visible: Callable[[np.ndarray, np.ndarray], np.ndarray]) -> torch.Tensor:
+        """The same without pages: `visible` of query positions [Q, 1] and key positions [S] is the mask [Q, S]."""
+        outputs = []
+        for (queries, keys, values), n in zip(self.rows, self.starts, strict=True):
+            if n == len(keys):
+                continue
+            positions = np.arange(len(keys))
+            mask = torch.from_numpy(visible(positions[n:, None], positions))[None, None]
+            q, k, v = (x.transpose(0, 1)[None] for x in (queries[n:], keys, values))
+            outputs.append(attend(q, k, v, mask, self.SPEC)[0].transpose(0, 1))
+        return torch.cat(outputs)
 
 
 class Operators(TorchDispatchMode):

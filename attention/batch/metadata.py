@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of
-from attention.checking import checking
+from attention.checking import checking, require
 
 BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
     ("query_start_loc", np.int32, ("rows_plus_1",)),
@@ -23,6 +23,9 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
     ("last_page_len", np.int32, ("rows",)),
 )
 """Arrays of a HostBatch that travel to the device: name, dtype, symbolic dimensions."""
+
+_ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
+"""The flat ones that change with the rows; all int32."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,26 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:
     """Send one HostBatch to the device in one copy and wrap it."""
     return from_staged(prefix, batch, arena.send(bucket, batch_arrays(prefix, batch)))
+
+
+def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAttentionMetadata:
+    """The same tokens in the rows of `host`, whose arrays go to the device in one copy of their own.
+
+    Args:
+        host: a batch of the same tokens with the same slots and positions, e.g. of `local_attention`.
+
+    Returns:
+        Metadata without a block table: kernels read the flat list of pages. It is as fresh as `metadata`.
+    """
+    if checking():
+        require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")
+        host.validate()
+    arrays = [getattr(host, name) for name in _ROW_FIELDS]
+    sent = torch.from_numpy(np.concatenate(arrays))
+    if metadata.seq_lens.is_cuda:
+        sent = sent.pin_memory().to(metadata.seq_lens.device, non_blocking=True)
+    views = dict(zip(_ROW_FIELDS, sent.split([len(array) for array in arrays]), strict=True))
+    return replace(metadata, host=host, block_table=None, **views)
 
 
 def single_batch_arena(rows: int, tokens: int, pages: int, device: torch.device) -> tuple[StagingArena, Bucket]:

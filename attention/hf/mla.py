@@ -62,6 +62,8 @@ class AbsorbedAttention:
             softcap=expanded.softcap,
             has_sinks=expanded.has_sinks,
             value_in_key=True,
+            chunk_size=expanded.chunk_size,
+            temperature=expanded.temperature,
         )
 
     def _up_projections(self) -> torch.Tensor:

@@ -13,6 +13,7 @@ from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import guard, unguard
 from attention.hf.interface import ATTENTION_NAME, attention_configs, attention_implementation
 from attention.hf.mla import unexpanded
+from attention.hf.positional import untuned
 from attention.hf.probe import AttentionCall
 
 
@@ -28,6 +29,7 @@ class AttentionPort:
         self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]
+        self._tuned = [call.module for call in calls if call.attention_spec.temperature is not None]
 
     @contextmanager
     def using(self, attend: LayerAttend) -> Iterator[None]:
@@ -39,6 +41,7 @@ class AttentionPort:
         with (
             attention_implementation(self._configs, ATTENTION_NAME),
             unexpanded(latent),
+            untuned(self._tuned),
             self._channel.carrying(attend),
         ):
             try:

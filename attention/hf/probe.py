@@ -16,6 +16,7 @@ from attention.errors import UnsupportedAttentionError
 from attention.hf.gate import guarded
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.hf.mla import AbsorbedAttention, absorbed_attention
+from attention.hf.positional import chunk_size_of, temperature_of
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -138,7 +139,7 @@ def _record(
         raise UnsupportedAttentionError(f"attention '{_PROBE_NAME}' was called outside a probe")
     _refuse_unknown(module, attention_mask, kwargs)
     _refuse_second(module, calls)
-    attention_spec, latent = _attention_spec(query, key, value, kwargs), absorbed_attention(module)
+    attention_spec, latent = _attention_spec(module, query, key, value, kwargs), absorbed_attention(module)
     calls.append(
         AttentionCall(module, attention_spec if latent is None else latent.attention_spec(attention_spec), latent)
     )
@@ -161,7 +162,7 @@ def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
 
 
 def _attention_spec(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]
 ) -> AttentionSpec:
     scaling = kwargs.get("scaling")
     return AttentionSpec(
@@ -173,6 +174,8 @@ def _attention_spec(
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         has_sinks=kwargs.get("s_aux") is not None,
+        chunk_size=chunk_size_of(module),
+        temperature=temperature_of(module),
     )
 
 

@@ -27,7 +27,7 @@ from specdec.errors import (
 )
 from specdec.target.alterations import Alterations
 
-_FULL_OR_SLIDING = {"full_attention", "sliding_attention"}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASK_READERS = {
     "index_topk": "sparse attention, whose indexer reads the mask",
     "alibi": "attention biased by distance",
@@ -59,7 +59,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
 
     Raises:
         UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full and sliding.
+            attention types other than full, sliding and chunked.
     """
     name = type(model).__name__
     if getattr(model, "_is_stateful", False):
@@ -81,10 +81,10 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         raise UnsupportedModelError(
             f"{name} has {num_layers} layers, but {len(calls)} of them call transformers' attention interface"
         )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _FULL_OR_SLIDING)
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
     if odd:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(odd)}; full and sliding attention are supported"
+            f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
         )
     return TargetProbe(model, calls, _decoder_layers(model, calls), found.vocab_size, found.selects_rows)
 

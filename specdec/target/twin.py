@@ -8,6 +8,7 @@ What it cannot show are mistakes of a kernel, which the self-test of the real we
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -224,13 +225,15 @@ def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
 
 
 def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
-    pages = len(lens) * -(-int(lens.max()) // _PAGE_SIZE) + 1
-    group = CacheGroup("twin", tuple(call.attention_spec for call in probed.calls), pages, _PAGE_SIZE)
+    specs = tuple(call.attention_spec for call in probed.calls)
+    page_size = math.gcd(_PAGE_SIZE, *(spec.chunk_size or 0 for spec in specs))
+    group = CacheGroup("twin", specs, len(lens) * -(-int(lens.max()) // page_size) + 1, page_size)
     cpu = torch.device("cpu")
     return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0)
 
 
-def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, bool, bool]]:
-    """The variants of attention that layers use: window, softcap, sinks."""
+def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, ...]]:
+    """The variants of attention that layers use: window, softcap, sinks, chunks, temperature tuning."""
     keys = [call.attention_spec for call in calls]
-    return {(key.window is not None, key.softcap is not None, key.has_sinks) for key in keys}
+    used = [(key.window, key.softcap, key.has_sinks or None, key.chunk_size, key.temperature) for key in keys]
+    return {tuple(value is not None for value in values) for values in used}

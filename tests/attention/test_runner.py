@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,17 +11,19 @@ import pytest
 import torch
 
 import attention.runner
-from attention.backends.reference import TorchBackend
+from attention.backends.reference import TorchBackend, attend
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
-from attention.errors import InvariantError, UnsupportedAttentionError
+from attention.errors import InvalidInputError, InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
-from attention.spec import AttentionSpec
+from attention.spec import AttentionSpec, TemperatureTuning
 from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(2, 1, 8, 8, scale=0.3)
 WINDOW = replace(PLAIN, window=3)
+LOCAL = replace(PLAIN, chunk_size=4)
+TUNED = replace(PLAIN, temperature=TemperatureTuning(scale=2.0, floor=3.0))
 
 
 def group(*specs: AttentionSpec) -> CacheGroup:
@@ -67,6 +70,81 @@ def test_a_backend_without_graphs_has_no_fixed_plans() -> None:
     runner = GroupRunner(TorchBackend(CPU), group(PLAIN), torch.float32, CPU)
     with pytest.raises(UnsupportedAttentionError, match="'torch' has no plans that a CUDA graph can hold"):
         runner.fixed_planner(2, 4)
+
+
+def test_layers_in_chunks_and_tuned_ones_beside_plain_ones() -> None:
+    """Rows of 11 and 6 tokens, read in two batches; every layer against dense attention with a mask of its own."""
+    specs = (PLAIN, LOCAL, TUNED, replace(LOCAL, chunk_size=8, temperature=TUNED.temperature))
+    runner = GroupRunner(TorchBackend(CPU), CacheGroup("g", specs, num_pages=6, page_size=4), torch.float32, CPU)
+    table, stops = np.array([[3, 1, 5], [2, 4, 0]], np.int32), np.array([11, 6])
+    query, key, value = (torch.randn(2, 11, heads, 8) for heads in (2, 1, 1))
+    place = np.arange(11)
+    factor = torch.from_numpy(1 + 2.0 * np.log1p((place + 1) // 3)).float()[:, None, None]
+    for first, stop in ((np.array([0, 0]), np.array([7, 1])), (np.array([7, 1]), stops)):
+        starts = np.concatenate([[0], np.cumsum(stop - first)])
+        batch = rows_batch(starts, first, table, 4)
+        planned = runner.plan(stage(batch, *single_batch_arena(2, batch.num_tokens, 3, CPU)))
+        spans = [slice(a, b) for a, b in zip(first.tolist(), stop.tolist(), strict=True)]
+        states = [torch.cat([x[row, span] for row, span in enumerate(spans)]) for x in (query, key, value)]
+        for layer, spec in enumerate(specs):
+            ours = runner.attend(planned, layer, *states)
+            chunk = place // (spec.chunk_size or 99)
+            mask = torch.from_numpy((place <= place[:, None]) & (chunk == chunk[:, None]))[None, None]
+            q = query if spec.temperature is None else query * factor
+            dense = attend(*(x.transpose(1, 2) for x in (q, key, value)), mask, PLAIN).transpose(1, 2)
+            right = torch.cat([dense[row, span] for row, span in enumerate(spans)])
+            torch.testing.assert_close(ours, right, msg=lambda text, spec=spec: f"{spec}: {text}")  # type: ignore[misc]
+
+
+def test_a_backend_is_given_the_rows_that_a_layer_attends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels without a plan read lengths and pages from the metadata that they run with."""
+    runner = GroupRunner(TorchBackend(CPU), group(PLAIN, LOCAL), torch.float32, CPU)
+    given: list[CommonAttentionMetadata] = []
+    monkeypatch.setattr(TorchBackend, "run", lambda self, *args: given.append(args[6]) or torch.zeros(6, 2, 8))
+    batch = rows_batch(np.array([0, 6]), np.array([0]), np.array([[1, 2]], np.int32), 4)
+    planned = runner.plan(stage(batch, *single_batch_arena(1, 6, 2, CPU)))
+    for layer in (0, 1):
+        runner.attend(planned, layer, *torch.zeros(3, 6, 2, 8))
+    assert [metadata.seq_lens.tolist() for metadata in given] == [[6], [4, 2]]
+
+
+def test_rows_within_their_first_chunk_are_not_sent_again() -> None:
+    far = replace(LOCAL, chunk_size=8)
+    runner = GroupRunner(TorchBackend(CPU), group(LOCAL, far), torch.float32, CPU)
+    batch = rows_batch(np.array([0, 5, 7]), np.array([0, 0]), np.array([[1, 2], [3, 0]], np.int32), 4)
+    sent = stage(batch, *single_batch_arena(2, 7, 2, CPU))
+    planned = runner.plan(sent)
+    assert planned.rows_of(far) is sent and planned.rows_of(LOCAL).seq_lens.tolist() == [4, 1, 2]
+
+
+def test_the_factors_of_queries_are_those_of_transformers() -> None:
+    tuning = TemperatureTuning(scale=0.1, floor=8192.0)
+    runner = GroupRunner(TorchBackend(CPU), group(replace(PLAIN, temperature=tuning)), torch.float32, CPU)
+    batch = rows_batch(np.array([0, 1]), np.array([3]), np.array([[1]], np.int32), 4)
+    far = replace(batch, positions=np.array([40_000]))
+    planned = runner.plan(stage(far, *single_batch_arena(1, 1, 1, CPU)))
+    (factors,) = planned.temperatures.values()
+    assert factors.shape == (1, 1, 1) and factors.item() == pytest.approx(1 + 0.1 * math.log(1 + 4))
+
+
+def test_local_and_tuned_layers_are_refused_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention.runner, "allocate", lambda *args: pytest.fail("allocated"))
+    with pytest.raises(
+        InvalidInputError, match="chunks of 6 tokens needs a page size that divides 6; given pages of 4"
+    ):
+        GroupRunner(TorchBackend(CPU), group(PLAIN, replace(LOCAL, chunk_size=6)), torch.float32, CPU)
+
+
+@pytest.mark.parametrize("spec", [LOCAL, TUNED], ids=["local", "tuned"])
+def test_local_and_tuned_layers_have_no_fixed_plans(spec: AttentionSpec) -> None:
+    runner = GroupRunner(TorchBackend(CPU), group(PLAIN, spec), torch.float32, CPU)
+    with pytest.raises(UnsupportedAttentionError, match="local attention and temperature tuning have no plans"):
+        runner.fixed_planner(2, 4)
+
+
+def test_routes_name_the_chunks() -> None:
+    runner = GroupRunner(TorchBackend(CPU), group(PLAIN, LOCAL), torch.float32, CPU)
+    assert runner.routes == ("torch reference, cache float32", "torch reference, cache float32, in chunks of 4 tokens")
 
 
 def test_attention_that_is_not_contiguous_is_noticed() -> None:

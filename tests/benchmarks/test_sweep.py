@@ -25,9 +25,10 @@ EXACT = (
     "deepseek_v3",
     "glm4_moe",
     "gpt2",
+    "llama4_text",
     "phi3",
 )
-REFUSED = {"mamba2": "recurrent or hybrid", "llama4_text": "chunked_attention", "xlm-roberta": "comes out wrong"}
+REFUSED = {"mamba2": "recurrent or hybrid", "xlm-roberta": "comes out wrong"}
 
 
 @pytest.mark.slow

@@ -117,6 +117,28 @@ def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.d
     pair.assert_same_caches()
 
 
+@pytest.mark.parametrize("chunk_size", [16, 64, 528, 8192])
+@pytest.mark.parametrize(
+    "batch", [DECODE, VERIFY, PROMPT, MIXED, LONG], ids=["decode", "verify", "prompt", "mixed", "fa3"]
+)
+def test_attention_in_chunks(batch: tuple[list[int], list[int]], chunk_size: int) -> None:
+    """Local attention as virtual rows, on both sides; the reference's own are tested against a dense mask."""
+    pair = Pair(attention_spec(chunk_size=chunk_size), torch.bfloat16)
+    assert pair.error(host_batch(*batch, 16)) <= LIMIT[torch.bfloat16]
+    pair.assert_same_caches()
+
+
+def test_the_rows_of_attention_in_chunks_arrive_while_the_device_is_busy() -> None:
+    """Their copy waits in the stream behind a kernel that spins; the next batch is planned meanwhile."""
+    pair = Pair(attention_spec(chunk_size=64), torch.bfloat16)
+    batches = [host_batch(*lens, 16, seed=seed) for seed, lens in enumerate((VERIFY, MIXED, PROMPT))]
+    inputs = [(metadata_of(batch), pair.states(batch.num_tokens, seed)) for seed, batch in enumerate(batches)]
+    keep_gpu_busy(200_000_000)
+    outs = [pair.flashinfer.attend(pair.flashinfer.plan(metadata), 0, *states) for metadata, states in inputs]
+    for out, (metadata, states) in zip(outs, inputs, strict=True):
+        assert relative_error(out, pair.expected(metadata, states)) <= LIMIT[torch.bfloat16]
+
+
 @pytest.mark.parametrize(
     "batch",
     [VERIFY, PROMPT, MIXED, LONG, BEFORE_LONG],

@@ -71,11 +71,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "sliding_window=32",
     ),
     "olmoe": ({**MOE, "sliding_window": WINDOW, "head_dim": None}, "sliding_window=32"),
-    "llama4_text": (
-        {**MOE, "layer_types": ["full_attention"] * 4, "no_rope_layers": [1, 0, 1, 0], "floor_scale": WINDOW,
-         "attn_temperature_tuning": True, "attn_scale": 2.0},
-        "floor_scale=32",
-    ),
     "mllama_text_model": ({"cross_attention_layers": [1], "bos_token_id": 0, "eos_token_id": 1,
                            "pad_token_id": 0}, "MllamaForCausalLM"),
 }  # fmt: skip

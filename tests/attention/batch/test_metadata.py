@@ -9,8 +9,17 @@ import pytest
 import torch
 
 from attention.backends.reference import TorchBackend
-from attention.batch.metadata import BATCH_FIELDS, batch_arrays, batch_fields, batch_sizes, single_batch_arena, stage
+from attention.batch.metadata import (
+    BATCH_FIELDS,
+    batch_arrays,
+    batch_fields,
+    batch_sizes,
+    single_batch_arena,
+    stage,
+    with_rows,
+)
 from attention.batch.staging import StagingArena, bucket_of
+from attention.batch.transforms.local_attention import local_attention
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
@@ -43,6 +52,23 @@ def test_two_batches_share_one_copy_under_their_prefixes() -> None:
     assert arena.generation == 1
     assert staged["a.positions"].tolist() == BATCH.positions.tolist()
     assert staged["b.slot_mapping"].tolist() == [61]
+
+
+def test_the_same_tokens_in_other_rows() -> None:
+    table = np.array([[2, 5, 0], [1, 4, 7], [6, 3, 0]], np.int32)
+    batch = rows_batch(np.array([0, 4, 5, 12]), np.array([3, 9, 0]), table, 4)
+    metadata = stage(batch, *single_batch_arena(3, 12, 3, CPU))
+    virtual = local_attention(batch, 4)
+    found = with_rows(metadata, virtual)
+    assert found.host is virtual and found.num_reqs == 5 > metadata.num_reqs
+    for name, dtype, _ in BATCH_FIELDS:
+        if name != "block_table":
+            assert getattr(found, name).numpy().dtype == dtype
+            assert getattr(found, name).tolist() == getattr(virtual, name).tolist(), name
+    assert found.block_table is None and found.slot_mapping is metadata.slot_mapping
+    other = rows_batch(np.array([0, 1]), np.array([5]), np.array([[7]], np.int32), 8)
+    with pytest.raises(InvariantError, match="rows of other tokens"):
+        with_rows(metadata, other)
 
 
 def test_staging_validates_the_batch() -> None:

@@ -43,6 +43,7 @@ RIGHT: dict[str, dict[str, Any]] = {
     "mixtral": MOE,
     "phi3": {},
     "olmo2": {},
+    "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2},
 }
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
@@ -50,7 +51,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimax": ({**HYBRID, **MOE}, "4 layers, but 2 of them"),
     "mamba": ({"state_size": 4, "expand": 1}, "keeps state"),
     "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "4 layers, but 2 of them"),
-    "llama4_text": ({"attention_chunk_size": 8, "num_local_experts": 2}, "layers of type chunked_attention"),
     "falcon": ({"head_dim": None, "alibi": False}, "does not run without an attention mask"),
     "bloom": ({}, "4 layers, but 0 of them"),
     "gptj": ({"rotary_dim": 4}, "4 layers, but 0 of them"),
@@ -90,6 +90,15 @@ def test_a_family_that_would_come_out_wrong_is_refused_with_the_reason(kind: str
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         probe_target(model)
     assert type(model).__name__ in str(caught.value)
+
+
+def test_layers_of_an_unknown_type_are_refused_by_their_type() -> None:
+    model = tiny_llama()
+    model.config.layer_types = ["full_attention", "dilated_attention"] * 2
+    with pytest.raises(
+        UnsupportedModelError, match="LlamaForCausalLM has layers of type dilated_attention; full, slid"
+    ):
+        probe_target(model)
 
 
 def plant(monkeypatch: pytest.MonkeyPatch, wrong: Any) -> None:
