@@ -1,7 +1,7 @@
 """Sampled rows of rounds from graphs: their kernels' torch reference for a CPU, and defects to plant in their rounds.
 
-Triton's interpreter runs those kernels on a CPU too (tests/specdec/ops/test_filters.py compares them with what is here),
-but needs a tenth of a second for a row and round; a distribution needs thousands of them.
+Triton's interpreter runs those kernels on a CPU too (tests/specdec/ops/test_filters.py compares them with the functions
+that are called here), but needs a tenth of a second for a row and round; a distribution needs thousands of them.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def q_of_the_draft_before(*args: Any) -> None:
 
 def residual_without_q(*args: Any) -> None:
     """The token after a rejection comes from p: that is what is drawn where all drafts there are were accepted."""
-    logits, index, filtered, sampling, num, accept, following, packed, *rest = args
+    logits, index, filtered, sampling, _num, accept, following, packed, *rest = args
     accept_drafts(*args)
     accepted = PackedResult(packed).num_accepted.clone()
     accept_drafts(logits, index, filtered, sampling, accepted, accept, following, packed, *rest)

@@ -1,7 +1,7 @@
 """Drafts drawn from a head's distribution, round by round: those of the oracle without a cache, given the uniforms.
 
-Eagerly and from graphs (those of tests/specdec/execution/test_graphs.py), for one head that reads its own output and for
-several modules; prompts in chunks beside rows that draft, greedy rows among sampled ones, preemption.
+Eagerly and from graphs (those of tests/specdec/execution/test_graphs.py), for one head that reads its own output and
+for several modules; prompts in chunks beside rows that draft, greedy rows among sampled ones, preemption.
 """
 
 from __future__ import annotations
