@@ -38,7 +38,7 @@ def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer")
             "gsm-llama",
             "auto",
             num_speculative_tokens=3,
-            max_num_seqs=128,
+            max_num_seqs=64,
             max_model_len=256,
             dtype=torch.float16,
             backend=backend,
