@@ -129,7 +129,7 @@ def test_the_evaluation_passes_in_graphs(graphs_for_all: None, draft_sampling: s
     """As `specdec eval lossless --mode sampled` runs it: the places and the temperature are found by its own search."""
     model = built_in(draft_sampling)
     worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
-    tested = distribution_test(Sampling(samples=400))(worker)
+    tested = distribution_test(Sampling(samples=300))(worker)
     alone, speculative = tested.fits
     assert (alone.verdict, speculative.verdict) == (Verdict.PASS, Verdict.PASS)
     assert 0 < speculative.accepted < speculative.drafts and alone.drafts == 0
@@ -151,6 +151,6 @@ def test_sampled_rounds_from_graphs_have_the_targets_distribution(hot: Open, dra
 )
 def test_planted_defects_are_seen(hot: Open, draft_sampling: str, defect: str) -> None:
     with planted(defect):
-        found = hot.fit(draft_sampling, HOT.samples if (draft_sampling, defect) in SUBTLE else 300)
+        found = hot.fit(draft_sampling, HOT.samples if (draft_sampling, defect) in SUBTLE else 500)
     assert found.verdict is Verdict.FAIL, found
     assert found.impossible or (found.p_value is not None and found.p_value < 1e-5), found

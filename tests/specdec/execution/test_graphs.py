@@ -275,7 +275,7 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
 ) -> None:
-    """Rounds that prefill run eagerly; the row that is done drafts there and is verified from a graph, as if alone."""
+    """Rounds that prefill run by segments; the row that is done drafts there and is verified as it would be alone."""
     params = [
         SamplingParams(max_new_tokens=28, temperature=temperature, seed=i, return_drafts=True)
         for i in range(len(PROMPTS))

@@ -12,6 +12,7 @@ from fakes import VOCAB, count_calls, engine_of, free_everywhere, table_head, ti
 
 from benchmarks.mixed import mixed_rounds
 from benchmarks.workload import Load
+from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.execution.readback import HostReads
 from tests.sampled_rounds import kernels_by_reference
@@ -46,3 +47,10 @@ def test_mixed_rounds(
     copies: float,
 ) -> None:
     assert transfers_a_round(monkeypatch, rows, prompts) == copies
+
+
+def test_a_copy_more_is_seen(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Planted: every round is sent twice; its draft steps are not."""
+    plain = GraphExecutor.send
+    monkeypatch.setattr(GraphExecutor, "send", lambda *args: (plain(*args), plain(*args))[1])
+    assert transfers_a_round(monkeypatch, 0, 0) == 3.0
