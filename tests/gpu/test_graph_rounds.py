@@ -17,9 +17,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.backends.flashinfer.packed import PackedKernel
 from benchmarks.mixed import mixed_rounds
-from benchmarks.serving import Rounds as Serving
 from benchmarks.trace import SYNCHRONISE, traced
-from benchmarks.workload import Arrival, Load
+from benchmarks.workload import Load
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
@@ -27,6 +26,7 @@ from specdec.errors import RoundFailedError
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.specdec.execution.test_transfers import full_rounds
 
 CUDA = torch.device("cuda")
 VOCAB = 512
@@ -245,13 +245,12 @@ def strict(call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-Rounds = Callable[[], int]
 KINDS = ("greedy", "sampled", "mixed", "mixed and sampled")
 TRACED = 8
 
 
 @contextmanager
-def rounds_of(kind: str, wrapped: SpeculativeModel) -> Iterator[Rounds]:
+def rounds_of(kind: str, wrapped: SpeculativeModel) -> Iterator[Callable[[], int]]:
     """What makes TRACED rounds, all of one kind; as many were made before (kernels, graphs of every bucket)."""
     share = float("sampled" in kind)
     rows = Load(2, (17, 33), (200, 200), sampled_share=share).arrivals(VOCAB)
@@ -261,25 +260,6 @@ def rounds_of(kind: str, wrapped: SpeculativeModel) -> Iterator[Rounds]:
         go_on()
     with some(engine_of(wrapped), rows, prompts, TRACED) as go_on:
         yield go_on
-
-
-@contextmanager
-def full_rounds(engine: Any, rows: list[Arrival], prompts: list[Arrival], count: int) -> Iterator[Rounds]:
-    """As `mixed_rounds`, but nothing arrives."""
-    made = Serving(engine)
-    lines = [made.lines[made.submit(row, 0.0)] for row in rows]
-    for _ in made.until(lines, 4):
-        pass
-
-    def go_on() -> int:
-        for _ in range(count):
-            made.step()
-        return count
-
-    try:
-        yield go_on
-    finally:
-        made.abort()
 
 
 @pytest.fixture(scope="module")
@@ -314,8 +294,8 @@ def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits(
         assert found["graph_replays"] == 6.0 + 6.0  # and the decision, and the draw of every draft
 
 
-PLANS = 1 + 1 + 4
-"""Attention plans of a round: verification, draft prefill, four steps; each is sent in a copy where it is made anew."""
+PLANS = 2 * (1 + 1 + 4)
+"""At most: verification, draft prefill and four steps are planned, each for up to two kernels, a copy each."""
 
 
 @pytest.mark.parametrize("kind", KINDS[1:])
