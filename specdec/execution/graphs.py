@@ -1,9 +1,12 @@
-"""Rounds from CUDA graphs in fixed shapes: the verification, the draft prefill, and each further draft step.
+"""Rounds from CUDA graphs: the verification, the draft prefill, and each further draft step.
+
+Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
 `drafters/loops/chain/static.py`, and `static.py` of `modules` beside it). So while the host reads the verification
 result and lays out the draft steps, the device is at work; each step is planned while the one before runs; commit,
-schedule and the next verification follow while the steps run. That makes two transfers per round instead of one.
+schedule and the next verification follow while the steps run. That makes two transfers per round instead of one, three
+with sampled rows.
 """
 
 from __future__ import annotations

@@ -140,8 +140,8 @@ def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSe
     return recorded, recorded.result
 
 
-@pytest.fixture
-def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """From now on graphs are launches that run again; they are in the list that is returned."""
     recorded: list[Replayed] = []
 
     def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
@@ -156,11 +156,21 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     return recorded
 
 
+def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on models of the graph executor run as they are."""
+    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture
+def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    return record_on_cpu(monkeypatch)
+
+
 @pytest.fixture
 def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     """Without the compiler."""
-    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", lambda model: model)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compile_nothing(monkeypatch)
     return recorded_on_cpu
 
 
@@ -265,7 +275,7 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
 ) -> None:
-    """Rounds that prefill run eagerly; the row that is done drafts there and is verified from a graph, as if alone."""
+    """Rounds that prefill run by segments; the row that is done drafts there and is verified as it would be alone."""
     params = [
         SamplingParams(max_new_tokens=28, temperature=temperature, seed=i, return_drafts=True)
         for i in range(len(PROMPTS))
