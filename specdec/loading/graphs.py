@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import cache
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,17 +23,49 @@ if TYPE_CHECKING:
     from specdec.execution.graphs import GraphExecutor
 
 _MOST_LETTERS = 200
+_NICE = 10
+"""Niceness of the compiler's processes."""
 _NO_REASON = (InvariantError, KernelBuildError)
 """Bugs of ours, and kernels that rounds without graphs need as well: never a reason to run without."""
 
 
 def warm_compiler() -> None:
-    """Start the processes in which torch compiles kernels: they import torch, which takes them seconds."""
+    """Start the processes in which torch compiles kernels, in the background: they import torch, which takes seconds.
+
+    So does what torch computes before it starts them, a hash of its own sources. They give way to other processes, such
+    as the compilers of attention kernels, which are what a first start waits for in the end.
+    """
     with suppress(ImportError, AttributeError):
         from torch._inductor.async_compile import AsyncCompile
 
-        AsyncCompile.warm_pool()
-        AsyncCompile.wakeup()
+        _warm_pool(AsyncCompile)
+
+
+@cache
+def _warm_pool(compiler: Any) -> Thread:
+    """Once a process."""
+    thread = Thread(target=_make_pool, args=(compiler,), name="start compiler processes", daemon=True)
+    thread.start()
+    return thread
+
+
+def _make_pool(compiler: Any) -> None:
+    """compiler: torch's AsyncCompile."""
+    with suppress(AttributeError):  # of a version that has other names: it starts them when it compiles
+        compiler.warm_pool()
+        process = getattr(compiler.process_pool(), "process", None)
+        if process is not None and hasattr(os, "setpriority"):
+            own = os.getpriority(os.PRIO_PROCESS, process.pid)
+            os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
+        compiler.wakeup()
+
+
+def _compiler_is_warm() -> None:
+    """Wait until the processes are started: torch makes them twice when two threads ask for them."""
+    with suppress(ImportError, AttributeError):
+        from torch._inductor.async_compile import AsyncCompile
+
+        _warm_pool(AsyncCompile).join()
 
 
 class Graphs:
@@ -53,6 +88,8 @@ class Graphs:
             return
         from specdec.execution.graphs import GraphExecutor
 
+        if self._parts[0].hf_model.device.type == "cuda":
+            _compiler_is_warm()
         try:
             self._made = GraphExecutor(*self._parts)
         except Exception as error:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from threading import get_ident
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fakes import tiny_llama, wrap
 
+import specdec.loading.graphs
 import specdec.model
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
@@ -43,3 +49,37 @@ def test_kernels_begin_to_be_built_before_the_model_is_probed(monkeypatch: pytes
     monkeypatch.setattr(specdec.model, "probe_target", lambda model: (order.append("probe"), probe(model))[1])
     wrap(tiny_llama()).close()
     assert order == ["kernels", "probe", "kernels"]  # the second time for what the layers themselves say
+
+
+class Compiler:
+    """torch's, with one process that waits."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.done: list[tuple[str, int]] = []
+
+    def warm_pool(self) -> None:
+        self.done.append(("warm", get_ident()))
+
+    def process_pool(self) -> Compiler:
+        return self
+
+    def wakeup(self) -> None:
+        self.done.append(("woken", get_ident()))
+
+
+def test_the_compilers_processes_are_started_aside_and_give_way() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        compiler = Compiler(process)
+        thread = specdec.loading.graphs._warm_pool(compiler)
+        assert specdec.loading.graphs._warm_pool(compiler) is thread
+        thread.join()
+        assert [name for name, _ in compiler.done] == ["warm", "woken"]
+        assert get_ident() not in [each for _, each in compiler.done]
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
+        process.communicate(b"\n")
+    specdec.loading.graphs._warm_pool.cache_clear()
+
+
+def test_processes_that_torch_names_otherwise_are_left_to_it() -> None:
+    specdec.loading.graphs._make_pool(SimpleNamespace(warm_pool=lambda: None))
