@@ -3,7 +3,7 @@
 Inside `compiled_together` a launch of a kernel that is not compiled yet does nothing but hand it to a pool of threads:
 its key, and so its code, is that of the launch. So what would wait for a dozen kernels in turn is run once before (a
 rehearsal) and waits for the slowest of them. What such a launch would have written is undefined then; a kernel whose
-result is an index into memory is launched inside `compiled_at_once`, which compiles it on the spot.
+result is an index into memory is launched inside `CompiledAtOnce`, which compiles it on the spot.
 
 Triton compiles in processes and in code without Python's lock for the most part, so threads are enough.
 
@@ -45,7 +45,7 @@ class _Together:
 def compiled_together() -> Iterator[None]:
     """Launches on this thread of kernels that are not compiled yet are skipped; at the end they are all compiled."""
     pool = ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "compile kernels")
-    token = active_mode.set(_Together(pool))  # type: ignore[arg-type]
+    token = active_mode.set(_Together(pool))
     try:
         yield
     except BaseException:
@@ -56,8 +56,10 @@ def compiled_together() -> Iterator[None]:
         pool.shutdown()
 
 
-class compiled_at_once:  # noqa: N801 - a context manager, and one of less than a microsecond
-    """Kernels that are launched inside are compiled first, whatever the state outside."""
+class CompiledAtOnce:
+    """Kernels that are launched inside are compiled first, whatever the state outside. A class, which is entered in no
+    time: rounds launch such kernels, too.
+    """
 
     def __enter__(self) -> None:
         self._token = active_mode.set(None)

@@ -251,7 +251,11 @@ def capture_bucket(
 
 
 def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Run a rehearsed `launch` once (load, allocate), then capture it into a graph that shares `pool`; also its result."""
+    """Run a `launch` that was rehearsed once (load, allocate), then capture it into a graph that shares `pool`.
+
+    Returns:
+        The graph, and what the captured launch returned.
+    """
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

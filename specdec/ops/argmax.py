@@ -11,10 +11,10 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
     if logits.is_cuda and logits.dtype in _DTYPES and logits.shape[0] and logits.stride(1) == 1:
-        from attention.kernels.together import compiled_at_once
+        from attention.kernels.together import CompiledAtOnce
         from specdec.ops.argmax_kernel import launch_greedy
 
-        with compiled_at_once():  # tokens are indices
+        with CompiledAtOnce():  # tokens are indices
             return launch_greedy(logits)
     return logits.argmax(-1)
 

@@ -59,7 +59,7 @@ noted()
 rehearse_decisions(logits, 4, 1, sampling, None)
 noted()
 with together.compiled_together():
-    with together.compiled_at_once():
+    with together.CompiledAtOnce():
         launch_greedy(logits)
     noted()
 try:
