@@ -13,7 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -49,6 +49,7 @@ from specdec.execution.capture import (
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
+from specdec.execution.report import GraphReport
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
@@ -67,27 +68,6 @@ from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
 log = logging.getLogger("specdec")
-
-
-@dataclass(frozen=True)
-class GraphReport:
-    """What capturing cost.
-
-    Attributes:
-        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
-        beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
-        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
-        fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
-    """
-
-    graphs: int
-    sampled_graphs: int
-    segment_graphs: int
-    rows: tuple[int, ...]
-    seconds: float
-    bytes: int
-    fused_groups: int
-    products: str
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
@@ -198,9 +178,9 @@ class GraphExecutor:
                 log.info("capturing for %d rows", n)
                 self._buckets[n] = self._captured(n)
         log.info("capturing for rounds of any shape")
-        self._ragged.capture_ends()
+        self._ragged.capture_expected(self._fixed)
         if self._prefill is not None:
-            self._prefill.capture_ends()
+            self._prefill.capture_expected(self._mixed)
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
