@@ -17,6 +17,7 @@ from specdec.errors import InvariantError, KernelBuildError, SpecdecWarning
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice
+from specdec.loading.progress import log
 from specdec.target.target import Target
 
 if TYPE_CHECKING:
@@ -30,42 +31,39 @@ _NO_REASON = (InvariantError, KernelBuildError)
 
 
 def warm_compiler() -> None:
-    """Start the processes in which torch compiles kernels, in the background: they import torch, which takes seconds.
+    """Load the compiler in the background, and start the processes in which it compiles kernels: both take seconds.
 
-    So does what torch computes before it starts them, a hash of its own sources. They give way to other processes, such
-    as the compilers of attention kernels, which are what a first start waits for in the end.
+    The processes import torch. They give way to others, such as the compilers of attention kernels, which are what a
+    first start waits for in the end.
     """
-    with suppress(ImportError, AttributeError):
-        from torch._inductor.async_compile import AsyncCompile
-
-        _warm_pool(AsyncCompile)
+    _warming()
 
 
 @cache
-def _warm_pool(compiler: Any) -> Thread:
+def _warming() -> Thread:
     """Once a process."""
-    thread = Thread(target=_make_pool, args=(compiler,), name="start compiler processes", daemon=True)
+    thread = Thread(target=_warm, name="load the compiler", daemon=True)
     thread.start()
     return thread
 
 
-def _make_pool(compiler: Any) -> None:
-    """compiler: torch's AsyncCompile."""
-    with suppress(AttributeError):  # of a version that has other names: it starts them when it compiles
-        compiler.warm_pool()
-        process = getattr(compiler.process_pool(), "process", None)
-        if process is not None and hasattr(os, "setpriority"):
-            own = os.getpriority(os.PRIO_PROCESS, process.pid)
-            os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
-        compiler.wakeup()
-
-
-def _compiler_is_warm() -> None:
-    """Wait until the processes are started: torch makes them twice when two threads ask for them."""
-    with suppress(ImportError, AttributeError):
+def _warm() -> None:
+    with suppress(ImportError, AttributeError):  # of a version with other names: it starts them when it compiles
         from torch._inductor.async_compile import AsyncCompile
 
-        _warm_pool(AsyncCompile).join()
+        _make_pool(AsyncCompile)
+    with suppress(ImportError):  # raised again where it is needed
+        import specdec.execution.graphs  # noqa: F401 (with the compiler)
+
+
+def _make_pool(compiler: Any) -> None:
+    """compiler: torch's AsyncCompile. It makes its processes twice when two threads ask for them at once."""
+    compiler.warm_pool()  # first computes a hash of torch's sources
+    process = getattr(compiler.process_pool(), "process", None)
+    if process is not None and hasattr(os, "setpriority"):
+        own = os.getpriority(os.PRIO_PROCESS, process.pid)
+        os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
+    compiler.wakeup()
 
 
 class Graphs:
@@ -86,10 +84,11 @@ class Graphs:
         """Compile target and head where graphs are wanted. What goes wrong is kept until `executor` is called."""
         if not self._choice.wanted:
             return
+        log.info("loading the compiler")
+        if self._parts[0].hf_model.device.type == "cuda":
+            _warming().join()
         from specdec.execution.graphs import GraphExecutor
 
-        if self._parts[0].hf_model.device.type == "cuda":
-            _compiler_is_warm()
         try:
             self._made = GraphExecutor(*self._parts)
         except Exception as error:

@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 from threading import get_ident
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,30 +55,41 @@ class Compiler:
 
     def __init__(self, process: subprocess.Popen[bytes]) -> None:
         self.process = process
-        self.done: list[tuple[str, int]] = []
+        self.done: list[str] = []
 
     def warm_pool(self) -> None:
-        self.done.append(("warm", get_ident()))
+        self.done.append("warm")
 
     def process_pool(self) -> Compiler:
         return self
 
     def wakeup(self) -> None:
-        self.done.append(("woken", get_ident()))
+        self.done.append("woken")
 
 
-def test_the_compilers_processes_are_started_aside_and_give_way() -> None:
+def test_the_compilers_processes_give_way() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         compiler = Compiler(process)
-        thread = specdec.loading.graphs._warm_pool(compiler)
-        assert specdec.loading.graphs._warm_pool(compiler) is thread
-        thread.join()
-        assert [name for name, _ in compiler.done] == ["warm", "woken"]
-        assert get_ident() not in [each for _, each in compiler.done]
+        specdec.loading.graphs._make_pool(compiler)
+        assert compiler.done == ["warm", "woken"]
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         process.communicate(b"\n")
-    specdec.loading.graphs._warm_pool.cache_clear()
 
 
-def test_processes_that_torch_names_otherwise_are_left_to_it() -> None:
-    specdec.loading.graphs._make_pool(SimpleNamespace(warm_pool=lambda: None))
+@pytest.mark.parametrize("known", [True, False])
+def test_the_compiler_is_loaded_aside_and_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known: torch has other names for its processes, and is left to start them by itself."""
+    threads: list[int] = []
+
+    def make(compiler: Any) -> None:
+        threads.append(get_ident())
+        if not known:
+            raise AttributeError(compiler)
+
+    monkeypatch.setattr(specdec.loading.graphs, "_make_pool", make)
+    specdec.loading.graphs._warming.cache_clear()
+    for _ in range(2):
+        specdec.loading.graphs.warm_compiler()
+    specdec.loading.graphs._warming().join()
+    assert len(threads) == 1 and get_ident() not in threads
+    specdec.loading.graphs._warming.cache_clear()
