@@ -28,7 +28,7 @@ from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, kv_format, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
-from specdec.loading.graphs import Graphs, warm_compiler
+from specdec.loading.graphs import Graphs
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
@@ -37,6 +37,7 @@ from specdec.loading.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
+from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions, Use
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import Prompts

@@ -19,7 +19,7 @@ def fixed_round(rows: int, width: int) -> Any:
     places = torch.arange(rows * (width + 1), device=CUDA).view(rows, width + 1)
     return SimpleNamespace(
         token_ids=torch.full((rows * (width + 1),), 7, device=CUDA),
-        draft_places=places[:, 1:].reshape(-1),
+        draft_places=places[:, 1:].flatten().clone(),  # of one draft a row it would stay a view
         draft_sources=torch.arange(rows * width, device=CUDA),
         logit_index=places.flip(0).contiguous(),
         num_drafts=torch.randint(width + 1, (rows,), device=CUDA),

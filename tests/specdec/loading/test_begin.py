@@ -13,7 +13,7 @@ import pytest
 import torch
 from fakes import tiny_llama, wrap
 
-import specdec.loading.graphs
+import specdec.loading.warming
 import specdec.model
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
@@ -70,26 +70,27 @@ class Compiler:
 def test_the_compilers_processes_give_way() -> None:
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         compiler = Compiler(process)
-        specdec.loading.graphs._make_pool(compiler)
+        specdec.loading.warming.make_pool(compiler)
         assert compiler.done == ["warm", "woken"]
         assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
         process.communicate(b"\n")
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_the_compiler_is_loaded_aside_and_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not known: torch has other names for its processes, and is left to start them by itself."""
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [None, AttributeError, AssertionError])
+def test_the_compiler_is_loaded_aside_and_once(error: type[Exception] | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Errors: torch has other names for its processes, or wants none; it is left to do as it likes."""
     threads: list[int] = []
 
     def make(compiler: Any) -> None:
         threads.append(get_ident())
-        if not known:
-            raise AttributeError(compiler)
+        if error is not None:
+            raise error(compiler)
 
-    monkeypatch.setattr(specdec.loading.graphs, "_make_pool", make)
-    specdec.loading.graphs._warming.cache_clear()
+    monkeypatch.setattr(specdec.loading.warming, "make_pool", make)
+    specdec.loading.warming.loading_thread.cache_clear()
     for _ in range(2):
-        specdec.loading.graphs.warm_compiler()
-    specdec.loading.graphs._warming().join()
+        specdec.loading.warming.warm_compiler()
+    specdec.loading.warming.loading_thread().join()
     assert len(threads) == 1 and get_ident() not in threads
-    specdec.loading.graphs._warming.cache_clear()
+    specdec.loading.warming.loading_thread.cache_clear()

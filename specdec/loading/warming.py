@@ -1,0 +1,50 @@
+"""torch's compiler, loaded while a start does something else."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import cache
+from threading import Thread
+from typing import Any
+
+_NICE = 10
+"""Niceness of the compiler's processes."""
+_LEFT_TO_TORCH = (ImportError, AttributeError, AssertionError, RuntimeError, OSError)
+"""Of a version with other names, or where it wants no such processes: it starts what it needs when it compiles."""
+
+
+def warm_compiler() -> None:
+    """Load the compiler in the background, and start the processes in which it compiles kernels: both take seconds.
+
+    The processes import torch. They give way to others, such as the compilers of attention kernels, which are what a
+    first start waits for in the end.
+    """
+    loading_thread()
+
+
+@cache
+def loading_thread() -> Thread:
+    """Once a process."""
+    thread = Thread(target=_warm, name="load the compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _warm() -> None:
+    with suppress(*_LEFT_TO_TORCH):
+        from torch._inductor.async_compile import AsyncCompile
+
+        make_pool(AsyncCompile)
+    with suppress(ImportError):  # raised again where it is needed
+        import specdec.execution.graphs  # noqa: F401 (with the compiler)
+
+
+def make_pool(compiler: Any) -> None:
+    """compiler: torch's AsyncCompile. It makes its processes twice when two threads ask for them at once."""
+    compiler.warm_pool()  # first computes a hash of torch's sources
+    process = getattr(compiler.process_pool(), "process", None)
+    if process is not None and hasattr(os, "setpriority"):
+        own = os.getpriority(os.PRIO_PROCESS, process.pid)
+        os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
+    compiler.wakeup()
