@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from attention.backends.flashinfer.packed import PackedKernel
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.kernels.packed import launch_packed
@@ -26,7 +27,6 @@ from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 from specdec.ops.argmax import greedy_drafts
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.ops.experts import expert_matmul

@@ -12,13 +12,12 @@ from fakes import keep_gpu_busy
 
 from attention.backends.base import AttentionBackend
 from attention.backends.reference import TorchBackend
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 NUM_PAGES = 1200
