@@ -71,7 +71,7 @@ def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
     return target.to(CUDA, dtype), head.to(CUDA, dtype)
 
 
-def model(drafts: int, graphs: bool) -> SpeculativeModel:
+def model(drafts: int, graphs: bool, layout: str = "auto") -> SpeculativeModel:
     target, head = pair(torch.float16)
     return SpeculativeModel.from_pretrained(
         target,
@@ -81,6 +81,7 @@ def model(drafts: int, graphs: bool) -> SpeculativeModel:
         tokenizer=Tokenizer(),
         max_num_seqs=4,
         max_model_len=512,
+        kv_cache_layout=layout,
         cuda_graphs=graphs,
     )
 
@@ -110,22 +111,25 @@ def drafted(completions: list[Completion]) -> list[list[int]]:
     return [[t for round_ in c.drafts or () for t in round_] for c in completions]
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 5])
-def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "layout"), [(0, "NHD"), (1, "NHD"), (5, "NHD"), (5, "HND")])
+def test_graphs_give_the_eager_tokens_and_drafts(drafts: int, layout: str) -> None:
+    """In either layout, those of the eager path in the default one."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
-    eager, graphed = (model(drafts, graphs).generate(PROMPTS, params) for graphs in (False, True))
+    eager = model(drafts, False).generate(PROMPTS, params)
+    graphed = model(drafts, True, layout).generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     if drafts:
         assert agreement(drafted(graphed), drafted(eager)) >= 0.97
 
 
-def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """The kernel of full batches, here for batches of any size."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(5, False).generate(PROMPTS, params)
     monkeypatch.setattr("attention.backends.flashinfer.packed.splits_kv", lambda *args: False)
     launches = count_calls(monkeypatch, PackedKernel, "run")
-    graphed = model(5, True).generate(PROMPTS, params)
+    graphed = model(5, True, layout).generate(PROMPTS, params)
     assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     assert agreement(drafted(graphed), drafted(eager)) >= 0.97
