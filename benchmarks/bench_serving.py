@@ -11,7 +11,8 @@ between two rounds. Acceptance is drawn on the device (`benchmarks.synthetic`), 
 at which a caller has the tokens; the time to the first token counts from the moment a request was due.
 
 With --interference rows decode alone, then the same rows while prompts keep arriving: at --rate a second, or, with 0,
-each as soon as the one before it has its first token.
+each as soon as the one before it has its first token. --trace N adds what CUPTI sees of N rounds, each of which reads
+prompts beside the rows that decode: `trace` in the line, as that of bench_round.
 
 With --tree the same script, workload and acceptance run over the packages of another checkout (`git worktree add OLD
 11c2809`, or an unpacked `git archive`, whose commit SPECDEC_COMMIT names). It needs that commit's own `benchmarks/`.
@@ -37,10 +38,12 @@ import torch
 
 from benchmarks.document import provenance
 from benchmarks.hold import wait_for
+from benchmarks.mixed import mixed_rounds
 from benchmarks.serving import interference, served, tokens_to_outlast
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, engine_of, sharpen
-from benchmarks.workload import Load, Timeline, between_updates, longest_silence, until_first_token
+from benchmarks.trace import traced
+from benchmarks.workload import Arrival, Load, Timeline, between_updates, longest_silence, until_first_token
 from specdec import SpeculativeModel
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -117,7 +120,7 @@ def over(tree: Path, arguments: Sequence[str], name: str) -> Other:
 
 def line_of(tree: Path, argv: Sequence[str]) -> dict[str, Any]:
     """The line that this script prints over `tree` with the same arguments but those that only this checkout knows."""
-    for option in ("--against", "--prefill-tokens", "--out"):
+    for option in ("--against", "--prefill-tokens", "--trace", "--out"):
         argv = without(argv, option)
     other = over(tree, argv, "OTHER_COMMIT")
     printed = subprocess.run(other.command, env=other.environment, stdout=subprocess.PIPE, text=True, check=True).stdout
@@ -142,6 +145,13 @@ def publish(line: dict[str, Any], out: Path | None) -> None:
             file.write(text + "\n")
 
 
+def traced_summary(trace: dict[str, Any]) -> str:
+    """What a trace says of synchronisations, copies and idle time, a round."""
+    counts = trace["synchronisations"] | trace["copies"]
+    listed = ", ".join(f"{count:.2f} {name}" for name, count in counts.items())
+    return f"mixed rounds: {trace['span_ms']:.2f} ms, idle {trace['exposed_host_share']:.1%}; {listed}"
+
+
 def summary(line: dict[str, Any]) -> str:
     """The numbers that matter, for a reader."""
     if line["benchmark"] == "interference":
@@ -151,6 +161,7 @@ def summary(line: dict[str, Any]) -> str:
             for unit in ("update", "token")
         ]
         first = f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f})"
+        pairs += [traced_summary(line["trace"])] if "trace" in line else []
         return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s, {first}", *pairs])
     share = line.get("output_tokens_per_s_over_other")
     against = "" if share is None else f"{share:.3f} x the output tokens/s of {line['other']['commit']}; "
@@ -166,16 +177,33 @@ def interfered(
     model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], updates: int
 ) -> dict[str, Any]:
     """Numbers of one run of `interference`, after one that does not count: rows and prompts of the load's kind."""
-    vocab = model.hf_model.config.vocab_size
-    lasting = tokens_to_outlast(updates, model.num_speculative_tokens)
-    steady = replace(load, requests=rows, output=(lasting, lasting), rate=0.0).arrivals(vocab)
-    shapes = [(n, n) for n in arriving]
-    prompts = replace(load, requests=64, prompt=shapes[0], output=shapes[1], rate=0.0, seed=load.seed + 1).arrivals(
-        vocab
-    )
+    steady, prompts = beside_each_other(model, load, rows, arriving, updates)
     engine = engine_of(model)
     interference(engine, steady, prompts, updates, load.rate, load.seed)
     return interference(engine, steady, prompts, updates, load.rate, load.seed)
+
+
+def beside_each_other(
+    model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], updates: int
+) -> tuple[list[Arrival], list[Arrival]]:
+    """Rows that decode for 2·updates and more, and prompts of the load's kind."""
+    vocab = model.hf_model.config.vocab_size
+    lasting = tokens_to_outlast(updates, model.num_speculative_tokens)
+    steady = replace(load, requests=rows, output=(lasting, lasting), rate=0.0).arrivals(vocab)
+    own, new = ((n, n) for n in arriving)
+    return steady, replace(load, requests=64, prompt=own, output=new, rate=0.0, seed=load.seed + 1).arrivals(vocab)
+
+
+def trace_of_mixed(
+    model: SpeculativeModel, load: Load, rows: int, arriving: tuple[int, int], rounds: int
+) -> dict[str, Any]:
+    """What CUPTI sees of so many mixed rounds, after as many that are not traced (graphs, kernels)."""
+    steady, prompts = beside_each_other(model, load, rows, arriving, rounds)
+    engine, found = engine_of(model), {}
+    for measure in (lambda run: {"rounds": run()}, traced):
+        with mixed_rounds(engine, steady, prompts[:1], rounds) as go_on:
+            found = measure(go_on)
+    return found
 
 
 @click.command(help=__doc__)
@@ -202,6 +230,7 @@ def interfered(
 @click.option("--rows", type=int, default=16, show_default=True, help="Of --interference: rows that decode.")
 @click.option("--updates", type=int, default=300, show_default=True, help="Of --interference: of each row, twice.")
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
+@click.option("--trace", "traced_rounds", type=int, default=0, help="Of --interference: mixed rounds to trace.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
 @click.option(
@@ -231,6 +260,7 @@ def main(
     rows: int,
     updates: int,
     arriving: tuple[int, int],
+    traced_rounds: int,
     device: str,
     tree: Path | None,
     against: Path | None,
@@ -238,6 +268,8 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure one workload and print one JSON line."""
+    if traced_rounds and not interfere:
+        raise click.UsageError("--trace traces mixed rounds: give --interference too, or trace with bench_round")
     if tree is not None:
         other = over(tree, without(sys.argv[1:], "--tree"), "SPECDEC_COMMIT")
         os.execve(sys.executable, other.command, other.environment)
@@ -270,6 +302,8 @@ def main(
     line |= {"start_s": start_s, **provenance()}
     if interfere:
         line |= {"rows": rows, "arriving": arriving} | interfered(model, load, rows, arriving, updates)
+        if traced_rounds:  # last: once CUPTI has been on, a process launches every graph slowly
+            line["trace"] = trace_of_mixed(model, load, rows, arriving, traced_rounds)
     else:
         line |= {"requests": requests, "output": output, "repeats": repeats} | workload(model, load, vocab, repeats)
     line |= {} if before is None else ratios(line, before)

@@ -6,20 +6,36 @@ ids are compared, round by round, with what this function says.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from attention.backends.reference import attend as dense_attend
 from drafters.base import Attend, Head
 from drafters.mtp.stack import MtpStack
 
+ChooseDraft = Callable[[int, torch.Tensor], torch.Tensor]
+"""(position of the token to be drafted, logits [1, Vd]) -> its id in the draft vocabulary [1] int64."""
 
-def oracle_drafts(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.Tensor, num_drafts: int) -> list[int]:
-    """Greedy drafts after a committed prefix, recomputed without a cache.
+
+def most_probable(position: int, logits: torch.Tensor) -> torch.Tensor:
+    """The `ChooseDraft` of greedy drafts."""
+    return logits.argmax(-1)
+
+
+def oracle_drafts(
+    head: Head,
+    token_ids: torch.Tensor,
+    aux_hidden_states: torch.Tensor,
+    num_drafts: int,
+    choose: ChooseDraft = most_probable,
+) -> list[int]:
+    """Drafts after a committed prefix, recomputed without a cache.
 
     Args:
         token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the bonus token (sampled, not yet read by the target).
         aux_hidden_states: [L, A·Ht] true target states at positions 0 … L-1.
-        num_drafts: how many drafts to make.
+        num_drafts: how many drafts to make. choose: how; sampled drafts are drawn with the uniform of their position.
 
     Returns:
         Target-vocabulary ids of drafts 1 … num_drafts.
@@ -31,13 +47,20 @@ def oracle_drafts(head: Head, token_ids: torch.Tensor, aux_hidden_states: torch.
         positions = torch.arange(len(ids), device=ids.device)
         x = head.forward(ids, hidden, positions, _full_attend(head, len(ids)))
         last = x[-1:]
-        drafts.append(int(head.to_target_ids(head.logits(last).argmax(-1))[0]))
+        chosen = choose(len(token_ids) + len(drafts), head.logits(last))
+        drafts.append(int(head.to_target_ids(chosen)[0]))
         ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
         hidden = torch.cat([hidden, head.feedback(last)])
     return drafts
 
 
-def oracle_module_drafts(stack: MtpStack, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> list[int]:
+def oracle_module_drafts(
+    stack: MtpStack,
+    token_ids: torch.Tensor,
+    states: torch.Tensor,
+    num_drafts: int,
+    choose: ChooseDraft = most_probable,
+) -> list[int]:
     """As `oracle_drafts`, for M modules: every module runs every row of every prefix.
 
     A request with fewer than M committed states has too few rows for some modules: it gets at most L+1 drafts.
@@ -55,7 +78,7 @@ def oracle_module_drafts(stack: MtpStack, token_ids: torch.Tensor, states: torch
             module = stack.module(k)
             x = module.forward(ids[1 + k : 1 + k + rows], hidden, positions, _full_attend(module, rows))
             hidden = module.feedback(x)
-        drafts.append(int(module.logits(x[-1:]).argmax(-1)[0]))
+        drafts.append(int(choose(len(token_ids) + len(drafts), module.logits(x[-1:]))[0]))
         ids = torch.cat([ids, ids.new_tensor(drafts[-1:])])
         if m == stack.num_modules - 1:
             base = torch.cat([base, hidden[-stack.num_modules :]])

@@ -37,6 +37,13 @@ def test_moved_files_are_listed_once_in_order() -> None:
     assert list(moves()) == sorted(moves())
 
 
+def test_every_section_that_is_referred_to_exists() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
+    named = re.findall(r"\bsee ([A-Z][a-z]+(?: [a-z]+)*)\)", text)
+    assert len(named) >= 2 and [name for name in named if name not in headings] == []
+
+
 @pytest.mark.parametrize("page", ["README.md", *(f"docs/{p.name}" for p in sorted((ROOT / "docs").glob("*.md")))])
 def test_every_file_that_a_page_names_exists(page: str) -> None:
     text = (ROOT / page).read_text("utf-8")

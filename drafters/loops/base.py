@@ -259,7 +259,9 @@ class StaticSteps(Protocol):
 
 
 class StaticLoop(Protocol):
-    """The static form of a greedy draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
+    """The static form of a draft loop: passes of fixed shape over buffers of its own, for CUDA graphs.
+
+    Drafts are chosen greedily; the executor draws those of sampled rows again, from the logits in `Chosen`.
 
     drafts: [R, K] int64 target-vocabulary ids, by row of the last verification; R at least the most rows there can be.
     """

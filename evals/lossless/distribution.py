@@ -16,7 +16,7 @@ import numpy as np
 from evals.data.datasets import Question
 from evals.data.prompts import opening, render
 from evals.errors import require
-from evals.lossless.places import LEAST_EXPECTED, WINDOW, Place, Sampling, Search, search
+from evals.lossless.places import LEAST_EXPECTED, WINDOW, Place, Sampling, Search, kept, search
 from evals.runs.runner import Asking, Configuration, Model, question_seed
 from evals.runs.verdict import Verdict
 from evals.runs.worker import Worker
@@ -121,7 +121,7 @@ class DistributionTest:
             return Tested(found, [])
         if model.hf_model.dtype in (torch.float32, torch.float64):
             return Tested(
-                found, self._against_exact(worker, found.places, sampling, _filtered(replay.logits, sampling))
+                found, self._against_exact(worker, found.places, sampling, exact_next(replay.logits, sampling))
             )
         return Tested(found, self._against_baseline(worker, found.places, sampling))
 
@@ -169,6 +169,7 @@ def sample(model: Model, prompt: Sequence[int], arm: Configuration, sampling: Sa
         max_new_tokens=sampling.tokens + max(arm.k, 1),
         temperature=sampling.temperature,
         top_k=sampling.top_k,
+        top_p=sampling.top_p,
         ignore_eos=True,
         num_speculative_tokens=arm.k,
     )
@@ -289,13 +290,13 @@ def detectable_distance(samples: int, degrees: int) -> float:
     return float(min(np.sqrt(noncentrality / (4 * samples)), 1.0))
 
 
-def _filtered(logits_after: Callable[[Sequence[int]], Any], sampling: Sampling) -> NextProbabilities:
-    """Exact probabilities of the next token under the test's sampling."""
+def exact_next(logits_after: Callable[[Sequence[int]], Any], sampling: Sampling) -> NextProbabilities:
+    """Exact probabilities of the next token under the test's sampling. logits_after: ids -> [V]."""
 
     def next_probabilities(ids: Sequence[int]) -> dict[int, float]:
-        logits = logits_after(ids) / sampling.temperature
-        kept = (logits >= logits.topk(sampling.top_k).values[-1]).nonzero()[:, 0]
-        return dict(zip(kept.tolist(), logits[kept].softmax(0).tolist(), strict=True))
+        probs = kept(logits_after(ids), sampling)
+        token_ids = probs.nonzero()[:, 0]
+        return dict(zip(token_ids.tolist(), probs[token_ids].tolist(), strict=True))
 
     return next_probabilities
 

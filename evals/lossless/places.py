@@ -9,8 +9,8 @@ of a sample comes from the prompt's forward pass, without drafts; so only openne
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -35,13 +35,15 @@ class Sampling:
     """How the test samples.
 
     Attributes:
-        samples: per prompt and configuration. tokens: first tokens in a cell. top_k, temperature: of the sampling.
+        samples: per prompt and configuration. tokens: first tokens in a cell.
+        top_k, temperature, top_p: of the sampling.
     """
 
     samples: int = 1000
     tokens: int = 3
     top_k: int = 3
     temperature: float = 1.0
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -159,5 +161,22 @@ def _seconds(text: _Text, sampling: Sampling, temperature: float) -> torch.Tenso
     """[new tokens] probability of the second candidate of each token under the test's sampling."""
     if not len(text.answer):
         return torch.zeros(0)
-    filtered: Any = (text.logits / temperature).topk(min(sampling.top_k, text.logits.shape[-1])).values.softmax(-1)
-    return filtered[:, 1] if filtered.shape[-1] > 1 else torch.zeros(len(text.answer))
+    probs = kept(text.logits, replace(sampling, temperature=temperature))
+    return probs.topk(2).values[:, 1] if probs.shape[-1] > 1 else torch.zeros(len(text.answer))
+
+
+def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Exact probabilities [..., V] of the next token under the test's sampling, in the dtype of the logits.
+
+    Written apart from the library's own filters, which it judges.
+
+    >>> kept(torch.tensor([0.0, 2.0, 1.0, -9.0]).double(), Sampling(top_k=3, top_p=0.9)).round(decimals=2).tolist()
+    [0.0, 0.73, 0.27, 0.0]
+    """
+    ordered, token_ids = (logits / sampling.temperature).sort(descending=True, stable=True)
+    k = min(sampling.top_k, logits.shape[-1])
+    ordered = ordered.masked_fill(ordered < ordered[..., k - 1 : k], -torch.inf)
+    probs = ordered.softmax(-1)
+    above = probs.cumsum(-1) - probs  # of all more probable tokens; the token that crosses top_p stays
+    probs = probs.masked_fill((above >= sampling.top_p) & (above > 0), 0.0)
+    return torch.zeros_like(probs).scatter(-1, token_ids, probs / probs.sum(-1, keepdim=True))

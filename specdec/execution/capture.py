@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +22,13 @@ from specdec.rounds.fields import DeviceRound, StaticSampling
 from specdec.target.target import Target
 
 T = TypeVar("T")
+
+
+class Recorder(Protocol):
+    """Makes a graph of a launch, in a pool of memory: see `record`."""
+
+    def __call__(self, launch: Callable[[], T], pool: Any) -> tuple[Any, T]:
+        """The graph, and what the launch returned."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +140,9 @@ class DraftCapture:
         for index, metadata in enumerate(round_.steps):
             before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
 
-    def capture(self, result: PackedResult, round_: EmptyRound, target: FixedPlanner) -> DraftGraphs:
+    def capture(
+        self, result: PackedResult, round_: EmptyRound, target: FixedPlanner, recorder: Recorder
+    ) -> DraftGraphs:
         """Capture the draft prefill after the verification that writes `result`, and the steps.
 
         target: the verification's planner.
@@ -143,16 +152,16 @@ class DraftCapture:
         for m, metadata in enumerate(round_.prefill):  # only the first has the verification's lengths
             planners.append(self._runner.fixed_planner(rows, query_len, None if m else target))
             planned.append(planners[-1].plan(metadata))
-        prefill, chosen = record(lambda: self._prefill(result, round_, planned), self._pool)
-        choose = self._choosing(partial(self._choose_first, result, chosen))
-        return DraftGraphs(tuple(planners), prefill, choose, self._capture_steps(rows, round_))
+        prefill, chosen = recorder(lambda: self._prefill(result, round_, planned), self._pool)
+        choose = self._choosing(partial(self._choose_first, result, chosen), recorder)
+        return DraftGraphs(tuple(planners), prefill, choose, self._capture_steps(rows, round_, recorder))
 
     def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
         """What sampled rows are drafted from; sources: [rows] int64, their rows among the drafts."""
         return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
 
-    def _choosing(self, choose: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
-        return None if self.sampled is None else record(choose, self._pool)[0]
+    def _choosing(self, choose: Callable[[], None], recorder: Recorder) -> torch.cuda.CUDAGraph | None:
+        return None if self.sampled is None else recorder(choose, self._pool)[0]
 
     def _choose_first(self, result: PackedResult, chosen: Chosen) -> None:
         assert self.sampled is not None
@@ -169,14 +178,16 @@ class DraftCapture:
         positions = [metadata.positions for metadata in round_.prefill]
         return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
 
-    def _capture_steps(self, rows: int, round_: EmptyRound) -> tuple[StepGraph, ...]:
+    def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
             planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
             before = steps[-1].x if steps else None
             launch = partial(self.loop.step, index, step_rows(rows), planner.plan(metadata), before)
-            graph, (x, chosen) = record(launch, self._pool)
-            choose = None if self.sampled is None else self._choosing(partial(self.sampled.choose, index + 1, chosen))
+            graph, (x, chosen) = recorder(launch, self._pool)
+            choose = None
+            if self.sampled is not None:
+                choose = self._choosing(partial(self.sampled.choose, index + 1, chosen), recorder)
             steps.append(StepGraph(planner, graph, x, choose))
         return tuple(steps)
 
@@ -213,22 +224,26 @@ def capture_bucket(
     round_: EmptyRound,
     sampling: StaticSampling,
     pool: Any,
+    recorder: Recorder | None = None,
 ) -> Bucket:
     """Capture everything of one bucket. `model`: the compiled target; every row of it is decided.
 
     It is asked for rows by their logits indices, as rounds of any shape do, so that it is compiled once.
+
+    recorder: what makes graphs, `record` unless given; with `rehearse` all is launched once, and there are none.
     """
+    recorder = recorder or record
     device = round_.target
     rows, query_len = device.logit_index.shape
     planner = target.runner.fixed_planner(rows, query_len)
     planned = planner.plan(device.metadata)
-    graph, (logits, greedy, packed) = record(partial(_verify, target, model, drafts, device, planned), pool)
+    graph, (logits, greedy, packed) = recorder(partial(_verify, target, model, drafts, device, planned), pool)
     result = PackedResult(packed)
     with compiler_settings():  # the head's: what it says decides no token
-        draft = None if drafts is None else drafts.capture(result, round_, planner)
+        draft = None if drafts is None else drafts.capture(result, round_, planner, recorder)
     proposal = None if drafts is None else drafts.proposal(device.sources)
     index, own = device.logit_index, sampling.first(rows)
-    decide, _ = record(
+    decide, _ = recorder(
         lambda: decide_sampled(logits, greedy, index, device.num_drafts, own, result, proposal),
         pool,
     )
@@ -236,11 +251,19 @@ def capture_bucket(
 
 
 def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]:
-    """Run `launch` twice (compile, allocate), then capture it into a graph that shares `pool`; also its result."""
-    launch()
+    """Run a `launch` that was rehearsed once (load, allocate), then capture it into a graph that shares `pool`.
+
+    Returns:
+        The graph, and what the captured launch returned.
+    """
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=pool):
         result = launch()
     return graph, result
+
+
+def rehearse(launch: Callable[[], T], pool: Any) -> tuple[None, T]:
+    """Run `launch` once; no graph, and its result."""
+    return None, launch()

@@ -1,9 +1,12 @@
-"""Rounds from CUDA graphs in fixed shapes: the verification, the draft prefill, and each further draft step.
+"""Rounds from CUDA graphs: the verification, the draft prefill, and each further draft step.
+
+Rounds in which every row verifies have a fixed shape; others run by segments (`ragged.py`), and then the same steps.
 
 The draft prefill is launched right after the verification, before the host knows what was accepted (see
 `drafters/loops/chain/static.py`, and `static.py` of `modules` beside it). So while the host reads the verification
 result and lays out the draft steps, the device is at work; each step is planned while the one before runs; commit,
-schedule and the next verification follow while the steps run. That makes two transfers per round instead of one.
+schedule and the next verification follow while the steps run. That makes two transfers per round instead of one, three
+with sampled rows.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -36,9 +39,20 @@ from specdec.compiler.siblings import fuse_siblings
 from specdec.config import EngineConfig
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.execution.base import Drafter
-from specdec.execution.capture import Bucket, DraftCapture, EmptyRound, capture_bucket, compile_bucket, step_rows
+from specdec.execution.capture import (
+    Bucket,
+    DraftCapture,
+    EmptyRound,
+    Recorder,
+    capture_bucket,
+    compile_bucket,
+    rehearse,
+    step_rows,
+)
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
 from specdec.execution.readback import HostReads
+from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
+from specdec.execution.report import GraphReport
 from specdec.execution.round import Round
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.execution.verification import ChainedVerification, DraftedVerification, Verification
@@ -57,27 +71,6 @@ from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
 log = logging.getLogger("specdec")
-
-
-@dataclass(frozen=True)
-class GraphReport:
-    """What capturing cost.
-
-    Attributes:
-        graphs: number of graphs for the buckets' rounds; sampled_graphs: those that only rounds with sampled rows run,
-        beside them; segment_graphs: those of rounds of any shape (more are captured when they are needed).
-        rows: the buckets; seconds: compiling and capturing; bytes: memory reserved meanwhile;
-        fused_groups: sibling projections that became one matmul; products: how matmul algorithms were chosen.
-    """
-
-    graphs: int
-    sampled_graphs: int
-    segment_graphs: int
-    rows: tuple[int, ...]
-    seconds: float
-    bytes: int
-    fused_groups: int
-    products: str
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
@@ -181,20 +174,33 @@ class GraphExecutor:
             beside_prompts = (target.hf_model.get_decoder(), self._mixed)
             readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
             products = choose_products(readers, invariant)
+            log.info("compiling kernels of all rounds")
+            with kernels_compiled_together(target.hf_model.device):
+                self._rehearse()
             for n in self._fixed:
                 log.info("capturing for %d rows", n)
-                self._buckets[n] = capture_bucket(
-                    target, self._model, self._drafts, self._empty_round(n), self._sampling.device, self._pool
-                )
+                self._buckets[n] = self._captured(n)
         log.info("capturing for rounds of any shape")
-        self._ragged.capture_ends()
+        self._ragged.capture_expected(self._fixed)
         if self._prefill is not None:
-            self._prefill.capture_ends()
+            self._prefill.capture_expected(self._mixed)
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
         rows = tuple(self._fixed)
         self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, self._fused, products)
+
+    def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
+        """Everything of one bucket; recorder: see `capture_bucket`."""
+        round_, sampling = self._empty_round(rows), self._sampling.device
+        return capture_bucket(self._target, self._model, self._drafts, round_, sampling, self._pool, recorder)
+
+    def _rehearse(self) -> None:
+        """Launch once what rounds launch, in buckets and, of sampled rows, in any shape."""
+        for n in self._fixed:
+            bucket = self._captured(n, rehearse)
+            if n == self._sizes[-1]:
+                rehearse_decisions(bucket.logits, n, self._query_len - 1, self._sampling.device, self._drawn)
 
     def release(self) -> None:
         """Leave the model and the head as they were: rounds run another way."""

@@ -1,9 +1,9 @@
 """Rounds of any shape (prompts beside verifications) from graphs by segments: one set for each bucket of tokens.
 
-The tokens of a round are padded up to its bucket; attention sees those that are there. The largest and the smallest
-bucket are captured at the start: the memory of the others lies in that of the largest, and what is compiled apart for
-few and for many tokens (mixtures of experts) is compiled then. Any other bucket is captured when it is first needed:
-that takes some tens of milliseconds.
+The tokens of a round are padded up to its bucket; attention sees those that are there. At the start are captured the
+largest bucket and the smallest (the memory of the others lies in that of the largest, and what is compiled apart for
+few and for many tokens, mixtures of experts, is compiled then), and those of rows that decode beside a long prompt.
+Any other bucket is captured when it is first needed: that takes a tenth of a second.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ class RaggedTarget:
         self._compiling = compiling
         self._target = target
         self._model = model
+        self._config = config
         self._most_tokens = config.max_num_batched_tokens
         self._most_indices = max(2, config.max_num_seqs * (config.num_speculative_tokens + 1))
         self._few_indices = max(2, self._most_indices // _FEW)
@@ -98,8 +99,7 @@ class RaggedTarget:
     ) -> torch.Tensor:
         """token_ids [T], logits_indices [R'] -> [R', V], valid until the next graph runs."""
         count, rows = len(token_ids), len(logits_indices)
-        indices = self._few_indices if rows <= self._few_indices else self._most_indices
-        graph = self._graph(token_bucket(count, self._most_tokens), indices)
+        graph = self._graph(token_bucket(count, self._most_tokens), self._index_bucket(rows))
         graph.token_ids[:count].copy_(token_ids)
         graph.positions[:count].copy_(metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
@@ -108,15 +108,26 @@ class RaggedTarget:
         graph.graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
         return graph.logits[:rows]
 
-    def capture_ends(self) -> None:
-        """Capture the largest bucket and the smallest."""
-        self._graph(token_bucket(self._most_tokens, self._most_tokens), self._most_indices)
+    def capture_expected(self, rows: Iterable[int]) -> None:
+        """Capture the largest bucket and the smallest, and those of so many rows that decode, see `mixed_buckets`.
+
+        Only rounds in which no row decodes have more tokens than these: each row gets one token of them, at most.
+        """
+        config, query_len = self._config, self._config.num_speculative_tokens + 1
+        self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(config.max_num_seqs))
+        for n in rows:
+            for tokens in mixed_buckets(config, (n,)):
+                self._graph(tokens, self._index_bucket(n * query_len))
         self._graph(token_bucket(1, self._most_tokens), self._few_indices)
 
     @property
     def num_graphs(self) -> int:
         """Graphs captured so far."""
         return sum(each.graph.num_graphs for each in self._graphs.values())
+
+    def _index_bucket(self, rows: int) -> int:
+        """The logits indices of the graphs that serve so many."""
+        return self._few_indices if rows <= self._few_indices else self._most_indices
 
     def _graph(self, tokens: int, indices: int) -> _TargetGraph:
         """The one for so many tokens and logits indices, captured when it is first needed."""
@@ -208,9 +219,9 @@ class RaggedPrefill:
         graph.graph.replay(partial(_PassesAttend, self._runner, ahead.passes))
         return accepted, graph.chosen
 
-    def capture_ends(self) -> None:
-        """Capture the largest bucket and the smallest."""
-        for tokens in (self._most_tokens, 1):
+    def capture_expected(self, mixed: Iterable[int]) -> None:
+        """Capture the largest bucket and the smallest, and these."""
+        for tokens in (self._most_tokens, *mixed, 1):
             self._graph(token_bucket(tokens, self._most_tokens))
 
     @property

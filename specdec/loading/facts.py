@@ -11,7 +11,7 @@ from specdec.requests.generation_config import unsupported
 from specdec.values import short
 
 if TYPE_CHECKING:
-    from specdec.execution.graphs import GraphReport
+    from specdec.execution.report import GraphReport
 
 
 class Loaded(Protocol):

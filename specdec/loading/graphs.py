@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import warnings
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from functools import cache
+from threading import Thread
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,23 +17,53 @@ from specdec.errors import InvariantError, KernelBuildError, SpecdecWarning
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice
+from specdec.loading.progress import log
 from specdec.target.target import Target
 
 if TYPE_CHECKING:
     from specdec.execution.graphs import GraphExecutor
 
 _MOST_LETTERS = 200
+_NICE = 10
+"""Niceness of the compiler's processes."""
 _NO_REASON = (InvariantError, KernelBuildError)
 """Bugs of ours, and kernels that rounds without graphs need as well: never a reason to run without."""
 
 
 def warm_compiler() -> None:
-    """Start the processes in which torch compiles kernels: they import torch, which takes them seconds."""
-    with suppress(ImportError, AttributeError):
+    """Load the compiler in the background, and start the processes in which it compiles kernels: both take seconds.
+
+    The processes import torch. They give way to others, such as the compilers of attention kernels, which are what a
+    first start waits for in the end.
+    """
+    _warming()
+
+
+@cache
+def _warming() -> Thread:
+    """Once a process."""
+    thread = Thread(target=_warm, name="load the compiler", daemon=True)
+    thread.start()
+    return thread
+
+
+def _warm() -> None:
+    with suppress(ImportError, AttributeError):  # of a version with other names: it starts them when it compiles
         from torch._inductor.async_compile import AsyncCompile
 
-        AsyncCompile.warm_pool()
-        AsyncCompile.wakeup()
+        _make_pool(AsyncCompile)
+    with suppress(ImportError):  # raised again where it is needed
+        import specdec.execution.graphs  # noqa: F401 (with the compiler)
+
+
+def _make_pool(compiler: Any) -> None:
+    """compiler: torch's AsyncCompile. It makes its processes twice when two threads ask for them at once."""
+    compiler.warm_pool()  # first computes a hash of torch's sources
+    process = getattr(compiler.process_pool(), "process", None)
+    if process is not None and hasattr(os, "setpriority"):
+        own = os.getpriority(os.PRIO_PROCESS, process.pid)
+        os.setpriority(os.PRIO_PROCESS, process.pid, max(own, _NICE))  # those that it forks inherit it
+    compiler.wakeup()
 
 
 class Graphs:
@@ -51,6 +84,9 @@ class Graphs:
         """Compile target and head where graphs are wanted. What goes wrong is kept until `executor` is called."""
         if not self._choice.wanted:
             return
+        log.info("loading the compiler")
+        if self._parts[0].hf_model.device.type == "cuda":
+            _warming().join()
         from specdec.execution.graphs import GraphExecutor
 
         try:

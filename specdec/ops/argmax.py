@@ -11,9 +11,11 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 def greedy_ids(logits: torch.Tensor) -> torch.Tensor:
     """logits [T, V] -> [T] int64, as `argmax(-1)`: the first of equal ones (on CUDA a NaN counts as infinity)."""
     if _has_kernel(logits):
+        from attention.kernels.together import CompiledAtOnce
         from specdec.ops.argmax_kernel import launch_greedy
 
-        return launch_greedy(logits)
+        with CompiledAtOnce():  # tokens are indices
+            return launch_greedy(logits)
     return logits.argmax(-1)
 
 
@@ -28,9 +30,11 @@ def greedy_drafts(logits: torch.Tensor, target_ids: torch.Tensor | None, out: to
     The kernels that find them write both. Not for compiled code: the compiler is not told of `out`.
     """
     if _has_kernel(logits):
+        from attention.kernels.together import CompiledAtOnce
         from specdec.ops.argmax_kernel import launch_greedy
 
-        return launch_greedy(logits, target_ids, out)
+        with CompiledAtOnce():  # tokens are indices
+            return launch_greedy(logits, target_ids, out)
     ids = greedy_ids(logits)
     out.copy_(ids if target_ids is None else target_ids[ids])
     return ids

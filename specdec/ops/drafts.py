@@ -52,6 +52,8 @@ def accept_greedily(
     """
     if not len(index):
         return
+    from attention.kernels.together import CompiledAtOnce
     from specdec.ops.drafts_kernel import launch_acceptance
 
-    launch_acceptance(greedy, index, num_drafts, drafts, sources, out)
+    with CompiledAtOnce():  # what is accepted is an index
+        launch_acceptance(greedy, index, num_drafts, drafts, sources, out)

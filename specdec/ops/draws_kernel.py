@@ -230,7 +230,7 @@ def _draft_sums_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums_ptr + row * tl.num_programs(1) + part, tl.sum(weights, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["step"])
 def _draft_pick_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     ids_ptr,  # [R] int64

@@ -169,7 +169,7 @@ def _remember(state_ptr, low, high, below, target, total, above_floor):  # type:
     tl.store(state_ptr + 5, above_floor)
 
 
-@triton.jit(do_not_specialize=["repeat"])
+@triton.jit(do_not_specialize=["repeat", "per"])
 def _sums_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     peaks_ptr,  # [R] int64
@@ -246,7 +246,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         tl.store(sums_ptr + (at * parts + part) * _COLUMNS + column, of_part)
 
 
-@triton.jit(do_not_specialize=["repeat"])
+@triton.jit(do_not_specialize=["repeat", "per"])
 def _list_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     peaks_ptr,  # [R] int64
@@ -392,7 +392,7 @@ def store_stats(ptr, stats):  # type: ignore[no-untyped-def]
         tl.store(ptr + column, stats[column])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["per"])
 def _settle_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
     peaks_ptr,  # [R] int64

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,19 @@ import pytest
 import torch
 from fakes import VOCAB, engine_of, free_everywhere, table_head, tiny_llama, wrap
 
-from benchmarks.bench_serving import interfered, line_of, over, publish, ratios, summary, without, workload
+from benchmarks.bench_serving import (
+    interfered,
+    line_of,
+    over,
+    publish,
+    ratios,
+    summary,
+    trace_of_mixed,
+    traced_summary,
+    without,
+    workload,
+)
+from benchmarks.mixed import mixed_rounds
 from benchmarks.serving import Rounds, as_they_arrive
 from benchmarks.synthetic import DrawnAcceptance, decide
 from benchmarks.workload import (
@@ -123,6 +136,42 @@ def test_prompts_beside_rows(model: Any, rate: float) -> None:
     )
     text = summary({"benchmark": "interference", "rows": 1} | found)
     assert "1 rows" in text and f"first token {found['first_token_ms_median']:.0f} ms" in text
+    assert free_everywhere(model)
+
+
+def test_every_round_of_a_mixed_trace_reads_a_prompt_beside_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Traced last, after as many that are not; `traced` itself needs a GPU."""
+    engine = engine_of(model)
+    model.engine.use(model.executor, queue_verification=True)
+    mixed: list[tuple[int, int]] = []
+
+    def traced(run: Any) -> dict[str, Any]:
+        step = engine.step
+
+        def noting() -> Any:
+            target = engine.inflight.target
+            mixed.append((int((target.num_new == 1).sum()), int((target.num_new > 1).sum())))
+            return step()
+
+        monkeypatch.setattr(engine, "step", noting)
+        made = run()
+        return {"rounds": made, "span_ms": 2.5, "exposed_host_share": 0.04} | {"synchronisations": {}, "copies": {}}
+
+    monkeypatch.setattr("benchmarks.bench_serving.traced", traced)
+    found = trace_of_mixed(model, Load(0, (4, 8), (1, 1)), 1, (40, 2), 6)
+    assert found["rounds"] == len(mixed) == 6
+    assert all(decoding >= 1 and prompts >= 1 for decoding, prompts in mixed)
+    assert "2.50 ms, idle 4.0%" in traced_summary(found)
+    assert free_everywhere(model)
+
+
+def test_rounds_without_prompts_are_no_mixed_trace(model: Any) -> None:
+    """Planted: prompts of one token are read at once."""
+    rows = Load(1, (4, 4), (60, 60)).arrivals(VOCAB)
+    prompts = Load(1, (1, 1), (1, 1)).arrivals(VOCAB)
+    engine_of(model).config = replace(engine_of(model).config, max_num_prefill_tokens=1)
+    with mixed_rounds(engine_of(model), rows, prompts, 9) as go_on, pytest.raises(ValueError, match="reads no prompt"):
+        go_on()
     assert free_everywhere(model)
 
 

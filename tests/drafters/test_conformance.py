@@ -16,7 +16,7 @@ from fakes import eagle3_head, engine_of, free_everywhere, random_prompts, table
 from drafters.base import FINAL_NORM
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.spec import mtp_target
-from drafters.oracle import oracle_drafts
+from drafters.oracle import ChooseDraft, most_probable, oracle_drafts
 from specdec.errors import HeadLoadError
 from specdec.requests.sampling import SamplingParams
 
@@ -50,7 +50,9 @@ def nearly_bigram(case: Any) -> Any:
     return case
 
 
-def oracle_rounds(model: Any, head: Any, prompt: list[int], completion: Any) -> list[tuple[list[int], list[int]]]:
+def oracle_rounds(
+    model: Any, head: Any, prompt: list[int], completion: Any, choose: ChooseDraft = most_probable
+) -> list[tuple[list[int], list[int]]]:
     """(drafts of the engine, drafts of the oracle) of every round."""
     ids = torch.tensor(prompt + completion.token_ids)
     states = model(ids[None], output_hidden_states=True, use_cache=False).hidden_states
@@ -58,7 +60,8 @@ def oracle_rounds(model: Any, head: Any, prompt: list[int], completion: Any) -> 
     rounds, bonus = [], len(prompt)
     for stats, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         if len(drafts):
-            rounds.append((list(drafts), oracle_drafts(head, ids[: bonus + 1], aux_hidden_states[:bonus], len(drafts))))
+            before = ids[: bonus + 1], aux_hidden_states[:bonus]
+            rounds.append((list(drafts), oracle_drafts(head, *before, len(drafts), choose)))
         bonus += stats.emitted
     return rounds
 

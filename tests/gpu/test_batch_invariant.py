@@ -24,6 +24,7 @@ from attention.backends.invariant import InvariantBackend
 from attention.batch.host import HostBatch, rows_batch
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
+from specdec import Completion
 from specdec.errors import InvalidInputError, UnsupportedAttentionError
 from specdec.model import SpeculativeModel
 from specdec.ops.linear import invariant_linear
@@ -195,6 +196,73 @@ def test_without_it_rounding_decides() -> None:
     """The comparison can fail."""
     drafts, plain = (generated("flashinfer", torch.bfloat16, k, 8, 2048) for k in (5, 0))
     assert drafts != plain
+
+
+SEEDED = [
+    SamplingParams(max_new_tokens=12, temperature=0.9, top_p=0.95, seed=i, return_drafts=True)
+    for i in range(len(QUESTIONS))
+]
+
+
+def sampled(
+    drafts: int, rows: int, batched: int, beside_greedy: bool = False, backend: str = "batch_invariant"
+) -> list[Completion]:
+    """Sampled answers to all questions, with a seed each. beside_greedy: every other row is a greedy request."""
+    target, head = made("llama", torch.bfloat16)
+    model = SpeculativeModel.from_pretrained(
+        copy.deepcopy(target),
+        head if drafts else None,
+        num_speculative_tokens=drafts or None,
+        backend=backend,
+        tokenizer=Tokenizer(),
+        max_num_seqs=rows,
+        max_model_len=512,
+        max_num_batched_tokens=batched,
+        cuda_graphs=True,
+        draft_sampling="greedy",
+    )
+    greedy = SamplingParams(max_new_tokens=9)
+    each = 2 if beside_greedy else 1
+    asked = [params for own in SEEDED for params in (own, greedy)[:each]]
+    return model.generate([q for q in QUESTIONS for _ in range(each)], asked)[::each]
+
+
+OTHER_BATCHES = [(8, 2048, False), (3, 100, False), (8, 2048, True)]
+"""Rows, chunks of prompts, greedy rows among sampled ones; compared with one row at a time."""
+
+
+@pytest.mark.parametrize("batch", OTHER_BATCHES)
+def test_a_seed_gives_the_same_answers_in_any_batch(batch: tuple[int, int, bool]) -> None:
+    alone = sampled(0, 1, 64)
+    assert [c.token_ids for c in sampled(0, *batch)] == [c.token_ids for c in alone]
+    assert len({tuple(c.token_ids) for c in alone}) > 50
+
+
+@pytest.mark.parametrize("batch", OTHER_BATCHES)
+def test_a_seed_with_drafts_gives_the_same_rounds_until_the_head_drafts_otherwise(
+    batch: tuple[int, int, bool],
+) -> None:
+    """The head is compiled as usual and rounds by the batch. As long as it drafts the same ids, judged as certain, the
+    rounds are the same: what they accept, and the tokens they emit."""
+    compared = total = 0
+    for one, other in zip(sampled(3, 1, 64), sampled(3, *batch), strict=True):
+        assert one.token_ids[0] == other.token_ids[0]  # of the prompt
+        assert one.drafts is not None and other.drafts is not None
+        place, total = 1, total + len(one.drafts)
+        rounds = zip(one.drafts, other.drafts, one.stats.rounds, other.stats.rounds, strict=False)
+        for ours, theirs, a, b in rounds:
+            if tuple(ours) != tuple(theirs):
+                break
+            emitted = slice(place, place + a.emitted)
+            assert a == b and one.token_ids[emitted] == other.token_ids[emitted]
+            place, compared = place + a.emitted, compared + 1
+    assert compared > 0.5 * total
+
+
+def test_without_it_rounding_decides_sampled_tokens_too() -> None:
+    """The comparison can fail."""
+    alone, together = (sampled(0, *batch, backend="flashinfer") for batch in ((1, 64), (8, 2048)))
+    assert [c.token_ids for c in alone] != [c.token_ids for c in together]
 
 
 def load(**options: Any) -> SpeculativeModel:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fakes import count_calls, keep_gpu_busy
+from fakes import count_calls, engine_of, keep_gpu_busy
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.backends.flashinfer.packed import PackedKernel
+from benchmarks.mixed import mixed_rounds
 from benchmarks.trace import SYNCHRONISE, traced
+from benchmarks.workload import Load
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec import Completion
@@ -23,6 +26,7 @@ from specdec.errors import RoundFailedError
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.specdec.execution.test_transfers import full_rounds
 
 CUDA = torch.device("cuda")
 VOCAB = 512
@@ -71,7 +75,7 @@ def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
     return target.to(CUDA, dtype), head.to(CUDA, dtype)
 
 
-def model(drafts: int, graphs: bool, layout: str = "auto") -> SpeculativeModel:
+def model(drafts: int, graphs: bool, **options: Any) -> SpeculativeModel:
     target, head = pair(torch.float16)
     return SpeculativeModel.from_pretrained(
         target,
@@ -81,8 +85,8 @@ def model(drafts: int, graphs: bool, layout: str = "auto") -> SpeculativeModel:
         tokenizer=Tokenizer(),
         max_num_seqs=4,
         max_model_len=512,
-        kv_cache_layout=layout,
         cuda_graphs=graphs,
+        **options,
     )
 
 
@@ -116,7 +120,7 @@ def test_graphs_give_the_eager_tokens_and_drafts(drafts: int, layout: str) -> No
     """In either layout, those of the eager path in the default one."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(drafts, False).generate(PROMPTS, params)
-    graphed = model(drafts, True, layout).generate(PROMPTS, params)
+    graphed = model(drafts, True, kv_cache_layout=layout).generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     if drafts:
         assert agreement(drafted(graphed), drafted(eager)) >= 0.97
@@ -129,7 +133,7 @@ def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.
     eager = model(5, False).generate(PROMPTS, params)
     monkeypatch.setattr("attention.backends.flashinfer.packed.splits_kv", lambda *args: False)
     launches = count_calls(monkeypatch, PackedKernel, "run")
-    graphed = model(5, True, layout).generate(PROMPTS, params)
+    graphed = model(5, True, kv_cache_layout=layout).generate(PROMPTS, params)
     assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     assert agreement(drafted(graphed), drafted(eager)) >= 0.97
@@ -244,14 +248,86 @@ def strict(call: Callable[..., Any]) -> Callable[..., Any]:
     return watched
 
 
-def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits() -> None:
-    found = traced(steady(model(5, True), 8))
+KINDS = ("greedy", "sampled", "mixed", "mixed and sampled")
+TRACED = 8
+
+
+@contextmanager
+def rounds_of(kind: str, wrapped: SpeculativeModel) -> Iterator[Callable[[], int]]:
+    """What makes TRACED rounds, all of one kind; as many were made before (kernels, graphs of every bucket)."""
+    share = float("sampled" in kind)
+    rows = Load(2, (17, 33), (200, 200), sampled_share=share).arrivals(VOCAB)
+    prompts = Load(1, (300, 300), (4, 4), sampled_share=share).arrivals(VOCAB)
+    some = mixed_rounds if "mixed" in kind else full_rounds
+    with some(engine_of(wrapped), rows, prompts, TRACED) as go_on:
+        go_on()
+    with some(engine_of(wrapped), rows, prompts, TRACED) as go_on:
+        yield go_on
+
+
+@pytest.fixture(scope="module")
+def traced_model() -> Iterator[SpeculativeModel]:
+    """Room for the prompts of a mixed trace: each of 300 tokens is read in ten rounds, two rows decode beside it."""
+    with model(5, True, max_num_prefill_tokens=32) as wrapped:
+        yield wrapped
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_trace_of_a_round_holds_one_read_and_nothing_else_that_waits(
+    kind: str, traced_model: SpeculativeModel
+) -> None:
+    """Two host-to-device copies of ours, three with sampled rows, and those of attention plans; one copy back."""
+    executor = traced_model.executor
+    with rounds_of(kind, traced_model) as go_on:
+        before = executor.transfers
+        found = traced(go_on)
+        sent = (executor.transfers - before) / found["rounds"]
     waits = {name: found["synchronisations"].get(name, 0.0) for name in SYNCHRONISE}
-    assert waits["cudaEventSynchronize"] <= 1.0  # the read
-    assert waits["cudaStreamSynchronize"] == 0
-    assert waits["cudaDeviceSynchronize"] <= 1 / 8  # the profiler's own, at its end
-    reads = sum(n for name, n in found["copies"].items() if "DtoH" in name)
-    assert reads == 1.0
-    assert not any("HtoD" in name and "Pageable" in name for name in found["copies"])
-    assert not any("DtoH" in name and "Pageable" in name for name in found["copies"])
-    assert found["graph_replays"] == 6.0  # verification, draft prefill, four steps
+    assert waits["cudaEventSynchronize"] <= 1.0, found["synchronisations"]  # the read
+    assert waits["cudaStreamSynchronize"] == 0, found["synchronisations"]
+    assert waits["cudaDeviceSynchronize"] <= 1 / TRACED  # the profiler's own, at its end
+    assert sum(n for name, n in found["copies"].items() if "DtoH" in name) == 1.0, found["copies"]
+    assert not any("Pageable" in name for name in found["copies"] if "HtoD" in name or "DtoH" in name)
+    assert sent == (3.0 if "sampled" in kind else 2.0)
+    arrived = sum(n for name, n in found["copies"].items() if "HtoD" in name)
+    assert sent <= arrived <= sent + PLANS, found["copies"]
+    if kind == "greedy":
+        assert found["graph_replays"] == 6.0  # verification, draft prefill, four steps
+    if kind == "sampled":
+        assert found["graph_replays"] == 6.0 + 6.0  # and the decision, and the draw of every draft
+
+
+PLANS = 2 * (1 + 1 + 4)
+"""At most: verification, draft prefill and four steps are planned, each for up to two kernels, a copy each."""
+
+
+@pytest.mark.parametrize("kind", KINDS[1:])
+def test_sending_and_launching_such_rounds_never_synchronise(
+    kind: str, traced_model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = traced_model.executor
+    called = set()
+    with rounds_of(kind, traced_model) as go_on:
+        for name in ("send", "verify", "_draft_on"):
+            plain = strict(getattr(executor, name))
+            monkeypatch.setattr(
+                executor, name, lambda *args, name=name, plain=plain: (called.add(name), plain(*args))[1]
+            )
+        go_on()
+        monkeypatch.undo()
+    assert called == {"send", "verify", "_draft_on"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_second_read_in_a_round_is_seen_by_the_trace(
+    kind: str, traced_model: SpeculativeModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Negative control: lengths are read back before a verification is launched."""
+    executor: Any = traced_model.executor
+    lengths, plain = torch.zeros(4, device=CUDA), executor.verify
+    with rounds_of(kind, traced_model) as go_on:
+        monkeypatch.setattr(executor, "verify", lambda *args: (lengths.cpu(), plain(*args))[1])
+        found = traced(go_on)
+        monkeypatch.undo()
+    assert sum(n for name, n in found["copies"].items() if "DtoH" in name) >= 1.5
+    assert found["synchronisations"].get("cudaStreamSynchronize", 0.0) >= 0.5

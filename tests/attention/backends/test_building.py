@@ -67,13 +67,16 @@ def test_what_was_made_is_what_is_awaited() -> None:
 
 
 def test_both_kernels_begin_to_be_built_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of fa3, which takes longest, first."""
     asked: list[Any] = []
     monkeypatch.setattr(attention.backends.flashinfer.wrapper, "causal_module", lambda *args: asked.append(args))
     monkeypatch.setattr(attention.backends.building, "_builds", {})
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     key, half = AttentionSpec(32, 8, 128, 128, scale=128**-0.5), torch.bfloat16
-    for build in start_building(key, half, half, torch.device("cuda")):
+    builds = start_building(key, half, half, torch.device("cuda"))
+    for build in builds:
         build.wait()
+    assert [build.name[:3] for build in builds] == ["fa3", "fa2"]
     rest = (half, half, half, torch.int32, 128, 128, 0, False, False, False)
     assert sorted(asked) == [("fa2", *rest), ("fa3", *rest)]
     assert start_building(key, torch.float32, torch.float32, torch.device("cuda")) == ()

@@ -140,8 +140,8 @@ def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSe
     return recorded, recorded.result
 
 
-@pytest.fixture
-def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+def record_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    """From now on graphs are launches that run again; they are in the list that is returned."""
     recorded: list[Replayed] = []
 
     def record(launch: Callable[[], Any], pool: Any) -> tuple[Replayed, Any]:
@@ -156,11 +156,21 @@ def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     return recorded
 
 
+def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on models of the graph executor run as they are."""
+    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", lambda model: model)
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+
+
+@pytest.fixture
+def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
+    return record_on_cpu(monkeypatch)
+
+
 @pytest.fixture
 def graphs_on_cpu(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
     """Without the compiler."""
-    monkeypatch.setattr(specdec.execution.graphs, "compiled_model", lambda model: model)
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)
+    compile_nothing(monkeypatch)
     return recorded_on_cpu
 
 
@@ -267,7 +277,7 @@ def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
 ) -> None:
-    """Rounds that prefill run eagerly; the row that is done drafts there and is verified from a graph, as if alone."""
+    """Rounds that prefill run by segments; the row that is done drafts there and is verified as it would be alone."""
     params = [
         SamplingParams(max_new_tokens=28, temperature=temperature, seed=i, return_drafts=True)
         for i in range(len(PROMPTS))
@@ -345,7 +355,8 @@ def test_every_captured_graph_is_reported(
     graphs_on_cpu: list[Replayed], num_drafts: int, drawn: str, sampled: int
 ) -> None:
     """Buckets of 4, 2 and 1 rows (4 and 2 where nothing is drafted): a verification, K passes of the head; for sampled
-    rows the decision and, where drafts are drawn, K draws. By segments: two sizes, cut at every attention.
+    rows the decision and, where drafts are drawn, K draws. By segments: two sizes, cut at every attention; the target's
+    larger one for few and for many logits indices.
     """
     graphed = with_graphs(
         table_head(tiny_llama()) if num_drafts else None,
@@ -358,7 +369,28 @@ def test_every_captured_graph_is_reported(
     assert (report.graphs, report.sampled_graphs) == ((1 + num_drafts) * len(report.rows), sampled)
     assert report.graphs + report.sampled_graphs == len(graphs_on_cpu)
     layers = tiny_llama().config.num_hidden_layers
-    assert report.segment_graphs == 2 * (layers + 1) + (2 * (1 + 1) if num_drafts else 0)
+    assert report.segment_graphs == 3 * (layers + 1) + (2 * (1 + 1) if num_drafts else 0)
+
+
+def test_rows_that_decode_beside_a_long_prompt_find_their_graphs(
+    graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round of 96 prompt tokens; two of 16 beside two rows with 3 drafts each; then the three decode."""
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 96, "max_num_prefill_tokens": 16}
+    graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, **sizes)
+    captured: list[Any] = []
+
+    def noted(launch: Callable[[Any], Any], pool: Any) -> Any:
+        captured.append(launch)
+        return record_segments(launch, pool)
+
+    monkeypatch.setattr(specdec.execution.ragged, "record_segments", noted)
+    prompts = random_prompts((5, 9, 96 - 5 - 9 + 2 * 16))
+    completions = graphed.generate(prompts, SamplingParams(max_new_tokens=12))
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 12) for p in prompts]
+    assert not captured
+    graphed.generate(random_prompts((70,)), SamplingParams(max_new_tokens=1))
+    assert not captured, "70 tokens run in the largest bucket"
 
 
 def test_buckets() -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
 import torch
 from fakes import tiny_llama, wrap
 
+import specdec.loading.graphs
 import specdec.model
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
@@ -43,3 +48,48 @@ def test_kernels_begin_to_be_built_before_the_model_is_probed(monkeypatch: pytes
     monkeypatch.setattr(specdec.model, "probe_target", lambda model: (order.append("probe"), probe(model))[1])
     wrap(tiny_llama()).close()
     assert order == ["kernels", "probe", "kernels"]  # the second time for what the layers themselves say
+
+
+class Compiler:
+    """torch's, with one process that waits."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.process = process
+        self.done: list[str] = []
+
+    def warm_pool(self) -> None:
+        self.done.append("warm")
+
+    def process_pool(self) -> Compiler:
+        return self
+
+    def wakeup(self) -> None:
+        self.done.append("woken")
+
+
+def test_the_compilers_processes_give_way() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        compiler = Compiler(process)
+        specdec.loading.graphs._make_pool(compiler)
+        assert compiler.done == ["warm", "woken"]
+        assert os.getpriority(os.PRIO_PROCESS, process.pid) == max(10, os.getpriority(os.PRIO_PROCESS, 0))
+        process.communicate(b"\n")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_compiler_is_loaded_aside_and_once(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not known: torch has other names for its processes, and is left to start them by itself."""
+    threads: list[int] = []
+
+    def make(compiler: Any) -> None:
+        threads.append(get_ident())
+        if not known:
+            raise AttributeError(compiler)
+
+    monkeypatch.setattr(specdec.loading.graphs, "_make_pool", make)
+    specdec.loading.graphs._warming.cache_clear()
+    for _ in range(2):
+        specdec.loading.graphs.warm_compiler()
+    specdec.loading.graphs._warming().join()
+    assert len(threads) == 1 and get_ident() not in threads
+    specdec.loading.graphs._warming.cache_clear()

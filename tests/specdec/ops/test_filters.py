@@ -27,6 +27,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
+from tests.sampled_rounds import kernels_by_reference
 
 CPU = torch.device("cpu")
 FOUR = [(0.8, 0, 0.95, 0.0), (1.0, 40, 0.9, 0.0), (2.0, 0, 1.0, 0.02), (5.0, 7, 0.8, 0.3)]
@@ -223,6 +224,45 @@ def test_acceptance(n: int) -> None:
             inputs = (case.logits, case.index, stats_of_p, case.sampling, case.num_drafts, accept, after)
             accept_drafts(*inputs, got, proposal)
             assert torch.equal(got, PackedResult.pack(right.num_accepted, right.next_token, drafts).packed)
+
+
+def decided(case: Round) -> list[torch.Tensor]:
+    """What the kernels, or what stands for them, make of a verification: drafts, p, q and the result."""
+    torch.manual_seed(3)
+    ids, of_q, _ = case.draft()
+    of_p, drafts, packed = case.filtered(), case.known[ids[case.sources]], []
+    sources = case.sources.clone()
+    sources[2] = -1
+    for proposal in (None, Proposal(case.head_logits, of_q, inverse_map(case.known, case.vocab), sources)):
+        packed.append(case.packed(drafts))
+        uniforms = torch.rand(len(drafts), case.n + 2)[:, : case.n], torch.rand(len(drafts), case.n + 1)
+        accept_drafts(case.logits, case.index, of_p, case.sampling, case.num_drafts, *uniforms, packed[-1], proposal)
+    rows = (case.sampling.temperature > 0).nonzero()[:, 0]  # the stats of other rows are undefined
+    own = case.sampling.rows(rows)
+    p = [
+        Filtered(of_p.stats.view(-1, case.n + 1, 4)[rows, k]).probs(
+            case.logits[case.index[rows, k]], own.temperature, own.min_p
+        )
+        for k in range(case.n + 1)
+    ]
+    q = [
+        Filtered(of_q.stats[case.sources[rows], k]).probs(
+            case.head_logits[case.sources[rows], k], own.temperature, own.min_p
+        )
+        for k in range(case.n)
+    ]
+    return [ids, *p, *q, *packed]
+
+
+@pytest.mark.slow
+def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> None:
+    """`tests.sampled_rounds.kernels_by_reference`."""
+    case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], 2, 300, 90)
+    ours = decided(case)
+    with kernels_by_reference():
+        theirs = decided(case)
+    for one, other in zip(ours, theirs, strict=True):
+        assert torch.allclose(one, other, atol=1e-6) if one.is_floating_point() else torch.equal(one, other)
 
 
 def test_no_residual_mass_draws_from_p() -> None:

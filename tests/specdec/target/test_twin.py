@@ -49,6 +49,24 @@ def test_the_users_random_state_and_model_are_left_alone() -> None:
     assert model.config.to_dict() == config
 
 
+def test_a_twin_is_read_on_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads of so small operators wait for each other, for seconds where compilers keep all cores busy."""
+    right, seen = specdec.target.twin._wrong, []
+
+    def noted(small: Any, max_model_len: int) -> str | None:
+        seen.append(torch.get_num_threads())
+        return right(small, max_model_len)
+
+    monkeypatch.setattr(specdec.target.twin, "_wrong", noted)
+    torch.set_num_threads(3)
+    try:
+        twin_test(probe_target(tiny_llama()), 100)
+        assert seen == [1]
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(1)
+
+
 def test_one_flipped_expert_is_forgiven_and_a_lasting_error_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounding may flip an expert with one set of weights, hardly with two."""
     right, seeds = specdec.target.twin.enlarge, []

@@ -11,7 +11,7 @@ import torch
 from fakes import engine_of, free_everywhere, random_prompts, wrap
 
 from drafters.mtp.stack import MtpStack
-from drafters.oracle import oracle_module_drafts
+from drafters.oracle import ChooseDraft, most_probable, oracle_module_drafts
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 
@@ -42,14 +42,17 @@ def greedy_by_hand(model: Any, prompt: list[int], new: int) -> list[int]:
     return ids[0, len(prompt) :].tolist()
 
 
-def rounds(wrapped: SpeculativeModel, prompt: list[int], completion: Any) -> list[tuple[list[int], list[int]]]:
+def rounds(
+    wrapped: SpeculativeModel, prompt: list[int], completion: Any, choose: ChooseDraft = most_probable
+) -> list[tuple[list[int], list[int]]]:
     """(drafts of the engine, drafts of the oracle) of every round."""
     ids = torch.tensor(prompt + completion.token_ids)
     states = wrapped.hf_model.get_decoder()(ids[None], use_cache=False).last_hidden_state[0]
     found, bonus = [], len(prompt)
     for stats, drafts in zip(completion.stats.rounds, completion.drafts, strict=True):
         if len(drafts):
-            oracle = oracle_module_drafts(wrapped.head, ids[: bonus + 1], states[:bonus], len(drafts))  # type: ignore[arg-type]
+            before = ids[: bonus + 1], states[:bonus]
+            oracle = oracle_module_drafts(wrapped.head, *before, len(drafts), choose)  # type: ignore[arg-type]
             found.append((list(drafts)[: len(oracle)], oracle))
         bonus += stats.emitted
     return found

