@@ -12,11 +12,11 @@ import torch
 from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.wrapper import Kernel, Route
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, allocate
 from attention.kernels.write import write_kv
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 KEY = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)

@@ -25,13 +25,13 @@ from transformers import DeepseekV2Config
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import DeepseekV2Experts
 
 from attention.backends.flashinfer.backend import FlashInferBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from benchmarks.document import provenance
 from benchmarks.shapes import COPY_BYTES_PER_S
-from drafters.loops.chain.index import rows_batch
 from specdec.ops.experts import CAPTURABLE
 
 CUDA = torch.device("cuda")

@@ -10,6 +10,8 @@ BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
+KV_CACHE_LAYOUTS = ("auto", "NHD", "HND")
+"""Order inside a page of the target's and the head's cache, see `specdec.loading.backends.kv_layout`."""
 DRAFT_SAMPLING = ("probabilistic", "greedy")
 """Drafts of sampled rows: drawn from the head's own distribution, under the row's temperature and filters, or the most
 probable token. Both are lossless."""

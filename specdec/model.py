@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
-from attention.cache.kv_cache import CacheGroup, KVFormat
+from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpConvention
@@ -25,7 +25,7 @@ from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, kv_format, make_backend
+from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, kv_format, kv_layout, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
 from specdec.loading.graphs import Graphs
@@ -94,6 +94,7 @@ class SpeculativeModel:
         config: EngineConfig,
         cuda_graphs: bool | Literal["auto"] = "auto",
         format: KVFormat = MODEL_FORMAT,
+        layout: KVLayout = "NHD",
         generation_config: Use = "model",
         checkpoint: Checkpoint | None = None,
     ) -> None:
@@ -103,6 +104,7 @@ class SpeculativeModel:
             cuda_graphs: compile target and head and run verifications and draft loops from CUDA graphs; "auto": where
                 the backend, the head and the model allow it.
             format: how the target's keys and values are stored.
+            layout: order inside a page of the target's cache and the head's.
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`.
 
@@ -124,14 +126,15 @@ class SpeculativeModel:
         self.backend_name = backend.name
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
-        group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, format=format)
+        group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
         runner = GroupRunner(backend, group, dtype, device)
         self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
             if head is not None and loop is not None:
-                group = CacheGroup("head", tuple(head.attention_specs), config.num_head_pages, config.page_size)
+                specs = tuple(head.attention_specs)
+                group = CacheGroup("head", specs, config.num_head_pages, config.page_size, layout)
                 drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
             self.runners = (runner,) if drafter is None else (runner, drafter.runner)
             eos = eos_ids(probed.model.generation_config)
@@ -177,6 +180,7 @@ class SpeculativeModel:
         kv_cache_tokens: int | None = None,
         kv_cache_dtype: str = "auto",
         kv_cache_scales: Sequence[tuple[float, float]] | None = None,
+        kv_cache_layout: str = "auto",
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
@@ -214,6 +218,8 @@ class SpeculativeModel:
                 changes what the model says a little; with and without speculation it still says the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
+            kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
+                "HND", head by head; "auto" is NHD. It changes no token: only where a key lies.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
@@ -308,6 +314,7 @@ class SpeculativeModel:
                 config,
                 options.cuda_graphs,
                 format=format,
+                layout=kv_layout(options.kv_cache_layout),
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
             )

@@ -12,7 +12,7 @@ from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
-from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, MAX_NUM_PREFILL_TOKENS, SEEDS
+from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
 from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
 
@@ -212,6 +212,12 @@ class LoadOptions:
     kv_cache_scales: Sequence[tuple[float, float]] | None = field(
         default=None,
         metadata=_about(Scales(), "With fp8, KEYS:VALUES of each layer, joined by ';' (default: 1.0).", _NO_TRAINING),
+    )
+    kv_cache_layout: str = field(
+        default="auto",
+        metadata=_about(
+            Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
+        ),
     )
     gpu_memory_utilization: float = field(
         default=0.9,

@@ -19,14 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from attention.backends.flashinfer import mla_plan
 from attention.backends.reference import TorchBackend, attend
-from attention.batch.host import HostBatch, slots_of
+from attention.batch.host import HostBatch, rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, write
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from drafters.base import Attend, Head
 from drafters.loops.base import LoopSize
-from drafters.loops.chain.index import rows_batch
 from drafters.loops.chain.run import ChainLoop
 from specdec.target.twin import enlarge as enlarge
 

@@ -19,6 +19,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from attention.backends.flashinfer.packed import PackedKernel
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.kernels.packed import launch_packed
@@ -26,7 +27,6 @@ from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 from specdec.ops.argmax import greedy_drafts
 from specdec.ops.argmax_kernel import launch_greedy
 from specdec.ops.experts import expert_matmul
@@ -136,7 +136,9 @@ SINGLE = ("window", "softcap", "sinks")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("heads", "page_size", "layout"), [((8, 2), 16, "NHD"), ((6, 2), 1, "HND")])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "layout"), [((8, 2), 16, "NHD"), ((8, 2), 16, "HND"), ((6, 2), 1, "HND")]
+)
 @pytest.mark.parametrize("kind", ["plain", "all", *(pytest.param(k, marks=pytest.mark.slow) for k in SINGLE)])
 def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size: int, layout: KVLayout) -> None:
     """Decoding, verification and a chunk of a prompt in one batch, over lengths at the edges of the tiles of keys."""
@@ -259,14 +261,15 @@ def test_cache_writes(layout: KVLayout) -> None:
         assert torch.equal(by_slot(pages, layout), rows)
 
 
-def test_latent_writes() -> None:
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_latent_writes(layout: KVLayout) -> None:
     key = AttentionSpec(4, 1, 72, 64, 1.0, value_in_key=True)
-    layer = allocate(CacheGroup("test", (key,), 4, 8), torch.float16, CPU)[0]
+    layer = allocate(CacheGroup("test", (key,), 4, 8, layout), torch.float16, CPU)[0]
     latents, slots = torch.randn(3, 1, 72, dtype=torch.float16), torch.tensor([30, 9, 10])
     write_latent(layer, latents, slots)
     expected = torch.zeros(32, 1, 72, dtype=torch.float16)
     expected[slots] = latents
-    assert torch.equal(by_slot(layer.keys, "NHD"), expected)
+    assert torch.equal(by_slot(layer.keys, layout), expected)
 
 
 @pytest.mark.parametrize(("tokens", "same"), [(1, True), (6, True), (6, False)])

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 class AttentionMetadataBuilder(Protocol):
-    """Turns one batch's metadata into a plan for one (CacheGroup, AttentionSpec). Depends on nothing else."""
+    """Turns one batch's metadata into a plan for one (CacheGroup, AttentionSpec). Depends on nothing else.
+
+    No cache tensors, model or engine are needed to plan: see examples/plan_without_engine.py.
+    """
 
     def build(self, metadata: CommonAttentionMetadata) -> Any:
         """Return the plan that `AttentionBackend.run` takes. Never synchronises with the device."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -75,7 +75,12 @@ class CacheGroup:
     format: KVFormat = KVFormat()
 
     def __post_init__(self) -> None:
-        """Raises InvalidInputError for scales of other layers, UnsupportedAttentionError for latents in 8 bits."""
+        """Raises InvalidInputError for another layout and for scales of other layers, UnsupportedAttentionError for
+        latents in 8 bits."""
+        if self.layout not in get_args(KVLayout):
+            raise InvalidInputError(
+                f"group {self.name}: KV cache layout {self.layout!r}; allowed are {', '.join(get_args(KVLayout))}"
+            )
         scales, layers = len(self.format.scales), len(self.attention_specs)
         if scales not in (0, layers):
             raise InvalidInputError(f"KV cache scales of {scales} layers were given; group {self.name} has {layers}")

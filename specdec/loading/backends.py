@@ -12,13 +12,14 @@ import torch
 
 from attention.backends.base import AttentionBackend, GraphBackend
 from attention.backends.reference import TorchBackend
-from attention.cache.kv_cache import FP8, KVFormat
+from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
 _STORED = {"auto": None, "fp8": FP8}
+_LAYOUTS: dict[str, KVLayout] = {"auto": "NHD", "NHD": "NHD", "HND": "HND"}
 _LOCAL = "attention in chunks and temperature tuning (Llama 4)"
 
 
@@ -35,6 +36,23 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     if dtype not in _STORED:
         raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(_STORED)}")
     return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
+
+
+def kv_layout(layout: str) -> KVLayout:
+    """The order inside a page of the target's cache and the head's; see `attention.cache.kv_cache.CacheGroup`.
+
+    Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
+    MLA's cache, which has one head, the two are the same bytes.
+
+    Args:
+        layout: "auto" is NHD.
+
+    Raises:
+        InvalidInputError: an unknown name.
+    """
+    if layout not in _LAYOUTS:
+        raise InvalidInputError(f"kv_cache_layout={layout!r}: allowed are {', '.join(_LAYOUTS)}")
+    return _LAYOUTS[layout]
 
 
 @dataclass(frozen=True)

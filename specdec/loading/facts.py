@@ -95,7 +95,7 @@ def _cache(runner: GroupRunner) -> str:
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
-    return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {size:.3g} GiB"
+    return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
 
 
 def _start(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within
-from drafters.loops.chain.index import rows_batch
+from attention.batch.host import HostBatch, offsets_within, rows_batch
 from drafters.loops.modules.index import rows_before, shifted_batch
 from specdec.rounds.verification import TargetArrays
 

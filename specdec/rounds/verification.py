@@ -10,8 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from attention.batch.host import HostBatch, offsets_within
-from drafters.loops.chain.index import rows_batch
+from attention.batch.host import HostBatch, offsets_within, rows_batch
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule

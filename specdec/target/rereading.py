@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.hf.interface import attention_configs, attention_implementation
-from drafters.loops.chain.index import rows_batch
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.target.target import Target
 

@@ -12,12 +12,12 @@ import torch
 
 import attention.runner
 from attention.backends.reference import TorchBackend, attend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvalidInputError, InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec, TemperatureTuning
-from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(2, 1, 8, 8, scale=0.3)

@@ -21,10 +21,9 @@ from transformers import (
 )
 
 from attention.backends.invariant import InvariantBackend
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
-from drafters.loops.chain.index import rows_batch
 from specdec import Completion
 from specdec.errors import InvalidInputError, UnsupportedAttentionError
 from specdec.model import SpeculativeModel

@@ -12,13 +12,12 @@ from fakes import keep_gpu_busy
 
 from attention.backends.base import AttentionBackend
 from attention.backends.reference import TorchBackend
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 NUM_PAGES = 1200
@@ -223,10 +222,10 @@ def test_a_forgotten_scale_shows() -> None:
     assert pair.error(host_batch(*VERIFY, 16)) > 4e-3
 
 
-@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("window", "layout"), [(None, "NHD"), (100, "NHD"), (100, "HND")])
 @pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
-def test_attention_sinks(batch: tuple[list[int], list[int]], window: int | None) -> None:
-    pair = Pair(attention_spec((64, 8), 64, window=window, has_sinks=True), torch.bfloat16)
+def test_attention_sinks(batch: tuple[list[int], list[int]], window: int | None, layout: str) -> None:
+    pair = Pair(attention_spec((64, 8), 64, window=window, has_sinks=True), torch.bfloat16, layout=layout)
     assert pair.error(host_batch(*batch, 16)) <= 3e-3
     assert pair.sinks is not None
     pair.sinks = torch.zeros_like(pair.sinks)

@@ -8,14 +8,13 @@ import torch
 from fakes import keep_gpu_busy, split_as_by_flashinfer
 
 from attention.backends.reference import TorchBackend
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 from tests.gpu.test_flashinfer import host_batch as paged_batch
 from tests.gpu.test_flashinfer import metadata_of, relative_error
 

@@ -115,22 +115,25 @@ def drafted(completions: list[Completion]) -> list[list[int]]:
     return [[t for round_ in c.drafts or () for t in round_] for c in completions]
 
 
-@pytest.mark.parametrize("drafts", [0, 1, 5])
-def test_graphs_give_the_eager_tokens_and_drafts(drafts: int) -> None:
+@pytest.mark.parametrize(("drafts", "layout"), [(0, "NHD"), (1, "NHD"), (5, "NHD"), (5, "HND")])
+def test_graphs_give_the_eager_tokens_and_drafts(drafts: int, layout: str) -> None:
+    """In either layout, those of the eager path in the default one."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
-    eager, graphed = (model(drafts, graphs).generate(PROMPTS, params) for graphs in (False, True))
+    eager = model(drafts, False).generate(PROMPTS, params)
+    graphed = model(drafts, True, kv_cache_layout=layout).generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     if drafts:
         assert agreement(drafted(graphed), drafted(eager)) >= 0.97
 
 
-def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_packed_attention_gives_the_eager_tokens_and_drafts(monkeypatch: pytest.MonkeyPatch, layout: str) -> None:
     """The kernel of full batches, here for batches of any size."""
     params = SamplingParams(max_new_tokens=48, return_drafts=True)
     eager = model(5, False).generate(PROMPTS, params)
     monkeypatch.setattr("attention.backends.flashinfer.packed.splits_kv", lambda *args: False)
     launches = count_calls(monkeypatch, PackedKernel, "run")
-    graphed = model(5, True).generate(PROMPTS, params)
+    graphed = model(5, True, kv_cache_layout=layout).generate(PROMPTS, params)
     assert {4 * 6, 4} <= {len(query) for query, *_ in launches}  # verifications and draft steps
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97
     assert agreement(drafted(graphed), drafted(eager)) >= 0.97

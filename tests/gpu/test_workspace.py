@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attention.backends.flashinfer import backend as flashinfer_backend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CUDA = torch.device("cuda")
 PAGE = 16

@@ -19,7 +19,7 @@ from specdec.cli.generate import inspect as inspect_command
 from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
-from specdec.loading.backends import kv_format
+from specdec.loading.backends import kv_format, kv_layout
 from specdec.options import Choice, Kind, LoadOptions, Option, Switch, Whole, option_of
 
 
@@ -177,6 +177,7 @@ def test_cuda_graphs_on_a_command_line(line: list[str], value: str) -> None:
 
 def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
     kinds = {each.name: option_of(each).kind for each in fields(LoadOptions)}
-    stored = kinds["kv_cache_dtype"]
-    assert isinstance(stored, Choice) and isinstance(kinds["cuda_graphs"], Switch)
+    stored, order = kinds["kv_cache_dtype"], kinds["kv_cache_layout"]
+    assert isinstance(stored, Choice) and isinstance(order, Choice) and isinstance(kinds["cuda_graphs"], Switch)
+    assert [kv_layout(word) for word in order.words] == ["NHD", "NHD", "HND"]
     assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]

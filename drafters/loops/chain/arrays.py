@@ -7,14 +7,13 @@ from functools import cached_property
 
 import numpy as np
 
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
 from drafters.loops.chain.index import (
     AcceptedRows,
     DraftSteps,
     accepted_rows,
     draft_steps,
-    rows_batch,
     shifted_token_ids,
     step_batch,
 )

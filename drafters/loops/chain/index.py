@@ -139,29 +139,3 @@ def step_batch(steps: DraftSteps, step: int, block_table: np.ndarray, page_size:
         positions=steps.positions[step],
         page_size=page_size,
     )
-
-
-def rows_batch(
-    query_start_loc: np.ndarray, first_positions: np.ndarray, block_table: np.ndarray, page_size: int
-) -> HostBatch:
-    """A batch whose row i feeds consecutive positions from first_positions[i] on.
-
-    Args:
-        query_start_loc: [B+1] int32; first_positions: [B]; block_table: [B, P].
-
-    >>> b = rows_batch(np.array([0, 2, 3]), np.array([15, 4]), np.array([[5, 9], [3, 0]]), 16)
-    >>> b.positions.tolist(), b.slot_mapping.tolist(), b.seq_lens.tolist()
-    ([15, 16, 4], [95, 144, 52], [17, 5])
-    """
-    lens = np.diff(query_start_loc)
-    owner = np.repeat(np.arange(len(lens)), lens)
-    positions = np.arange(query_start_loc[-1]) + (first_positions - query_start_loc[:-1])[owner]
-    return HostBatch(
-        query_start_loc=query_start_loc.astype(np.int32),
-        seq_lens=(first_positions + lens).astype(np.int32),
-        num_computed_tokens=first_positions.astype(np.int32),
-        block_table=block_table,
-        slot_mapping=slots_of(block_table, owner, positions, page_size),
-        positions=positions.astype(np.int64),
-        page_size=page_size,
-    )

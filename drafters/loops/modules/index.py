@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.batch.host import HostBatch
-from drafters.loops.chain.index import rows_batch
+from attention.batch.host import HostBatch, rows_batch
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attention.batch.host import HostBatch, flat_pages, slots_of
+from attention.batch.host import HostBatch, flat_pages, rows_batch, slots_of
 from attention.errors import InvariantError
-from drafters.loops.chain.index import rows_batch
 
 TABLE = np.array([[7, 9, 0, 0], [3, 4, 8, 0], [1, 2, 5, 6]], np.int32)
 

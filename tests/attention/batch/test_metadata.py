@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import (
     BATCH_FIELDS,
     batch_arrays,
@@ -24,7 +25,6 @@ from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
 BATCH = rows_batch(np.array([0, 4, 5, 12]), np.array([3, 9, 0]), np.array([[2, 5], [1, 4], [6, 3]], np.int32), 8)

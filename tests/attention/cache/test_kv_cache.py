@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.backends.reference import TorchBackend, attend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, allocate, from_stored, gather, to_stored, write
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 CPU = torch.device("cpu")
 KEY = AttentionSpec(4, 2, 16, 16, scale=0.25)

@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, allocate, bytes_per_token
 from attention.hf.interface import attention_implementation
@@ -27,7 +28,6 @@ from attention.hf.mla import AbsorbedAttention, absorbed_attention, unexpanded
 from attention.hf.probe import probe
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 from specdec.target.selftest import self_test
 from specdec.target.target import Target, probe_target
 

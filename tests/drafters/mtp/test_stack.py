@@ -12,12 +12,12 @@ import torch
 from fakes import random_prompts
 
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.errors import HeadLoadError
 from drafters.loops.base import Draft
-from drafters.loops.chain.index import rows_batch
 from drafters.loops.modules.index import module_batch, module_rows, module_step
 from drafters.loops.modules.run import draft_modules, module_prefill
 from drafters.loops.modules.staged import ModulePass

@@ -212,13 +212,15 @@ def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
     "options",
     [
         {},
+        {"kv_cache_layout": "HND"},
+        pytest.param({"kv_cache_layout": "HND", "kv_cache_tokens": 88}, marks=pytest.mark.slow),
         pytest.param({"kv_cache_tokens": 88}, marks=pytest.mark.slow),
         pytest.param({"page_size": 1}, marks=pytest.mark.slow),
         pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_and_drafts_are_those_of_the_eager_path(
-    graphs_on_cpu: list[Replayed], kind: str, options: dict[str, int]
+    graphs_on_cpu: list[Replayed], kind: str, options: dict[str, Any]
 ) -> None:
     sizes = {"num_speculative_tokens": 3, "max_num_seqs": 5, **options}
     make = table_head if kind == "table" else eagle3_head

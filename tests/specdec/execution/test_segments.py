@@ -25,12 +25,12 @@ from attention.backends.flashinfer.mla import MlaKernel, MlaPlan
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
 from attention.backends.reference import attend as dense_attend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 from specdec.execution.segments import AttentionCall, SegmentedGraph
 
 CPU = torch.device("cpu")

@@ -20,7 +20,9 @@ def loaded() -> Any:
 def test_attention_and_caches() -> None:
     facts = facts_of(loaded())
     assert facts["attention"] == dict.fromkeys(("target", "head"), "torch reference, cache float32")
-    assert facts["kv_cache"]["target"] == f"400 tokens in float32, {400 * 4 * 2 * 2 * 16 * 4 / 2**30:.3g} GiB"
+    assert (
+        facts["kv_cache"]["target"] == f"400 tokens in float32, NHD pages, {400 * 4 * 2 * 2 * 16 * 4 / 2**30:.3g} GiB"
+    )
     assert facts["engine"]["num_speculative_tokens"] == 2
     off = "off: backend 'torch' has none"
     assert facts["graphs"] == {"state": off} and ("CUDA graphs", off) in route_rows(facts)

@@ -12,10 +12,10 @@ from fakes import TINY, Operators, enlarge, random_prompts, table_head, tiny_lla
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.hf.probe import probe
 from drafters.base import FINAL_NORM
-from drafters.loops.chain.index import rows_batch
 from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
 from specdec.target.alterations import Alterations

@@ -10,11 +10,11 @@ import torch
 
 from attention.backends.flashinfer.backend import check_supported, routes, split_batch
 from attention.backends.flashinfer.wrapper import kernel_name
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-from drafters.loops.chain.index import rows_batch
 
 KEY = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)
 

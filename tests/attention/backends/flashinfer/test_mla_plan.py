@@ -24,9 +24,8 @@ from attention.backends.flashinfer.mla_plan import (
     write_all,
     write_lengths,
 )
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.errors import InvariantError
-from drafters.loops.chain.index import rows_batch
 
 SMS = st.sampled_from([132, 108, 7])
 HEADS = st.sampled_from([1, 4, 16, 128])

@@ -15,10 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention.batch.transforms.decode_first
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.transforms.decode_first import decode_first_swaps, swapped, token_order
 from attention.errors import InvalidInputError
-from drafters.loops.chain.index import rows_batch
 
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7)
 

@@ -13,11 +13,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import attention.batch.transforms.local_attention
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.live import LiveBatch
 from attention.batch.transforms.local_attention import local_attention, virtual_rows
 from attention.errors import InvalidInputError
-from drafters.loops.chain.index import rows_batch
 
 TABLES = np.arange(30, dtype=np.int32).reshape(3, 10)
 """Pages 0-9, 10-19 and 20-29."""

@@ -14,11 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import attention.batch.transforms.slices
-from attention.batch.host import HostBatch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.transforms.local_attention import local_attention
 from attention.batch.transforms.slices import request_slices, token_slices
 from attention.errors import InvalidInputError
-from drafters.loops.chain.index import rows_batch
 
 ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name != "page_size")
 Slicer = Callable[[HostBatch, Sequence[int]], tuple[HostBatch, ...]]

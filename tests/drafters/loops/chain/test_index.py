@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 import drafters.loops.chain.arrays
 import drafters.loops.chain.index
 import drafters.loops.lengths
-from attention.batch.host import slots_of
+from attention.batch.host import rows_batch, slots_of
 from attention.errors import InvariantError
 from drafters.loops.chain.index import (
     accepted_rows,
     draft_steps,
-    rows_batch,
     shifted_token_ids,
     step_batch,
 )
@@ -36,7 +35,7 @@ def test_the_examples_in_the_docstrings() -> None:
     modules = (drafters.loops.chain.index, drafters.loops.chain.arrays, drafters.loops.lengths)
     outcomes = [doctest.testmod(module) for module in modules]
     assert [outcome.failed for outcome in outcomes] == [0, 0, 0]
-    assert [outcome.attempted for outcome in outcomes] >= [9, 5, 5]
+    assert [outcome.attempted for outcome in outcomes] >= [8, 5, 5]
 
 
 def test_worked_example_draft_prefill() -> None:

@@ -8,12 +8,13 @@ import torch
 from fakes import eagle3_head, random_prompts, table_head, tiny_llama
 
 from attention.backends.reference import TorchBackend
+from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft
-from drafters.loops.chain.index import draft_steps, rows_batch, step_batch
+from drafters.loops.chain.index import draft_steps, step_batch
 from drafters.loops.chain.run import draft_chain
 from drafters.loops.chain.staged import DraftPrefill
 from drafters.oracle import oracle_drafts

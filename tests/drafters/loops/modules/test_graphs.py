@@ -126,6 +126,13 @@ def test_a_latent_mixture(graphs_on_cpu: list[Replayed], make: Make, modules: in
     check(make, "deepseek_v3", modules, PROMPTS, GREEDY, num_speculative_tokens=drafts, **SIZES)
 
 
+@pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, name: str) -> None:  # noqa: F811
+    graphed = check(make, name, 2, PROMPTS[:4], GREEDY, num_speculative_tokens=3, kv_cache_layout="HND", **SIZES)
+    assert {layer.layout for runner in graphed.runners for layer in runner.layers} == {"HND"}
+    assert sum(graph.replays for graph in graphs_on_cpu) > 20
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts", "temperature"), [(2, 4, 0.0), (3, 5, 0.0), (4, 4, 0.0), (3, 4, 0.9)])
 def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
