@@ -210,8 +210,7 @@ class _Buffers:
         if self.remote is None:
             return host, torch.from_numpy(host)
         torch_dtype = torch.from_numpy(np.empty(0, dtype)).dtype
-        with torch.no_grad():  # such views do not name the buffer, by which the compiler would tell them from others
-            return host, self.remote[start:stop].view(torch_dtype).view(shape)
+        return host, self.remote[start:stop].view(torch_dtype).view(shape)
 
 
 def _window(place: _Place, name: str, shape: tuple[int, ...]) -> tuple[np.ndarray, torch.Tensor]:

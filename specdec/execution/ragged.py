@@ -255,5 +255,8 @@ class RaggedPrefill:
 
 
 def _integers(count: int, device: torch.device) -> torch.Tensor:
-    """[count] int64, a view into bytes as those of a staging arena are: the compiler tells other tensors from them."""
-    return torch.zeros(_LEAST_TOKENS + 8 * count, dtype=torch.uint8, device=device)[_LEAST_TOKENS:].view(torch.int64)
+    """[count] int64, made as views of a staging arena are: the compiler tells views from other tensors, and from views
+    of another kind.
+    """
+    memory = torch.zeros(_LEAST_TOKENS + 8 * count, dtype=torch.uint8, device=device)
+    return memory[_LEAST_TOKENS:].view(torch.int64).view(count)
