@@ -57,6 +57,7 @@ def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: di
     import numpy as np
     import torch
 
+    from benchmarks.document import provenance
     from benchmarks.shapes import random_pair
     from benchmarks.synthetic import SAMPLED, Tokenizer
     from specdec import SamplingParams, SpeculativeModel
@@ -72,7 +73,8 @@ def measure(shape: str, drafts: int, rows: int, folder: Path | None, options: di
     if device.type == "cuda":
         torch.cuda.synchronize()
     imported = time.perf_counter()
-    yield {"imports_s": imported - begun}
+    yield {"imports_s": imported - begun} | provenance()
+    imported = time.perf_counter()
     model = SpeculativeModel.from_pretrained(
         *parts, tokenizer=Tokenizer(), num_speculative_tokens=drafts, max_num_seqs=rows, **options
     )

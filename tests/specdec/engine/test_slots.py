@@ -138,7 +138,7 @@ def test_rows_that_end_leave_padding_on_the_null_page() -> None:
 
 def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPatch) -> None:
     import drafters.loops.chain.index
-    from attention.errors import InvariantError
+    from specdec.errors import RoundFailedError
 
     def plus_one(table: np.ndarray, rows: np.ndarray, positions: np.ndarray, page_size: int) -> np.ndarray:
         first = positions - positions % 8
@@ -146,7 +146,7 @@ def test_the_watch_sees_a_page_crossing_by_plus_one(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(drafters.loops.chain.index, "slots_of", plus_one)
     model = tiny_llama()
-    with pytest.raises((AssertionError, KeyError, InvariantError)):
+    with pytest.raises((AssertionError, KeyError, RoundFailedError)):
         wrapped = Watch().wrap(model, table_head(model), num_speculative_tokens=4)
         wrapped.generate(random_prompts([5, 9, 12]), SamplingParams(max_new_tokens=20))
 
