@@ -81,21 +81,14 @@ def check(build: Make, name: str, modules: int, prompts: list[list[int]], params
     return graphed
 
 
+SLOW_PAIRS = [("mimo", 2, 1, 1), ("mimo", 2, 5, 4), ("mimo", 3, 2, 1), ("mimo", 3, 4, 4)]
+SLOW_PAIRS += [("ernie", 4, 1, 4), ("ernie", 4, 3, 1), ("ernie", 4, 5, 4)]
+
+
 @pytest.mark.parametrize(
-    ("name", "modules", "drafts"),
-    [
-        ("mimo", 2, 3),
-        ("mimo", 3, 5),
-        *(
-            pytest.param("mimo", modules, drafts, marks=pytest.mark.slow)
-            for modules in (2, 3)
-            for drafts in range(1, 6)
-            if (modules, drafts) not in ((2, 3), (3, 5))
-        ),
-        *(pytest.param("ernie", 4, drafts, marks=pytest.mark.slow) for drafts in range(1, 6)),
-    ],
+    ("name", "modules", "drafts", "page_size"),
+    [("mimo", 2, 3, 4), ("mimo", 3, 5, 4), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)],
 )
-@pytest.mark.parametrize("page_size", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
