@@ -77,19 +77,15 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
         UnsupportedModelError: the twin comes out wrong, or only fails through the paged attention; the message names
             the thresholds past which it does.
     """
-    with _one_thread():
-        return _tested(probed, thresholds(probed.model.config, max_model_len), max_model_len)
-
-
-def _tested(probed: TargetProbe, reach: Sequence[Threshold], max_model_len: int) -> TwinReport:
-    """See `twin_test`. reach: the thresholds that a request can pass."""
-    name = type(probed.model).__name__
+    model = probed.model
+    reach = thresholds(model.config, max_model_len)
+    name = type(model).__name__
     try:
         error = _errors(probed, reach, max_model_len)
     except _NoTwin as reason:
-        return TwinReport(tuple(reach), str(reason))
+        return TwinReport(reach, str(reason))
     if error is None:
-        return TwinReport(tuple(reach))
+        return TwinReport(reach)
     guilty = [t for t in reach if _right_without(probed, reach, [t], max_model_len)]
     if not guilty and len(reach) > 1 and _right_without(probed, reach, reach, max_model_len):
         guilty = list(reach)
@@ -102,20 +98,6 @@ def _tested(probed: TargetProbe, reach: Sequence[Threshold], max_model_len: int)
         f"paged attention does not see; requests of at most {least} tokens come out right: give max_model_len={least} "
         "or less"
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Operators on the CPU do not share their work: a twin's are so small that threads only wait for each other.
-
-    Beside compilers that keep all cores busy, that made seconds of a tenth of one.
-    """
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 class _NoTwin(Exception):
