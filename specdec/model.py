@@ -257,7 +257,7 @@ class SpeculativeModel:
         def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
             kind = kind if isinstance(kind, torch.dtype) else config.dtype
             begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
-            if place.type == "cuda" and options.cuda_graphs:
+            if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
                 warm_compiler()
 
         code = options.trust_remote_code
@@ -279,8 +279,6 @@ class SpeculativeModel:
         probed = probe_target(model)
         keys = [call.attention_spec for call in probed.calls]
         begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
-        if model.device.type == "cuda" and options.cuda_graphs:
-            warm_compiler()
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
         convention = MtpConvention(options.mtp_concat, options.mtp_feedback)

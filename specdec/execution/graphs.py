@@ -49,7 +49,7 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
-from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_buckets
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
 from specdec.execution.report import GraphReport
@@ -129,7 +129,7 @@ class GraphExecutor:
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
-        self._mixed = mixed_buckets(config, rows)
+        self._mixed = {mixed_bucket(config, n) for n in rows}
         self._alterations = Alterations(self)
         target.alterations.on_undo(self._alterations.undo)
         self._head = head = None if drafter is None else drafter.head
@@ -197,10 +197,11 @@ class GraphExecutor:
 
     def _rehearse(self) -> None:
         """Launch once what rounds launch, in buckets and, of sampled rows, in any shape."""
-        for n in self._fixed:
-            bucket = self._captured(n, rehearse)
-            if n == self._sizes[-1]:
-                rehearse_decisions(bucket.logits, n, self._query_len - 1, self._sampling.device, self._drawn)
+        most, *others = self._fixed
+        logits = self._captured(most, rehearse).logits
+        rehearse_decisions(logits, most, self._query_len - 1, self._sampling.device, self._drawn)
+        for n in others:
+            self._captured(n, rehearse)
 
     def release(self) -> None:
         """Leave the model and the head as they were: rounds run another way."""

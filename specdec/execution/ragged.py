@@ -46,14 +46,15 @@ def token_bucket(tokens: int, most: int) -> int:
     return min(-(-tokens // step) * step, max(most, 2))
 
 
-def mixed_buckets(config: EngineConfig, rows: Iterable[int]) -> set[int]:
-    """The tokens of the graphs that serve so many rows that decode, beside as many prompt tokens as a round may read.
+def mixed_bucket(config: EngineConfig, rows: int) -> int:
+    """The tokens of the graph that serves so many rows that decode, beside as many prompt tokens as a round may read.
 
-    >>> sorted(mixed_buckets(EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512), (32, 8, 1)))
-    [576, 640]
+    >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
+    >>> [mixed_bucket(config, rows) for rows in (32, 8, 1)]
+    [640, 576, 576]
     """
-    query_len, most = config.num_speculative_tokens + 1, config.max_num_batched_tokens
-    return {token_bucket(min(n * query_len + config.max_num_prefill_tokens, most), most) for n in rows}
+    tokens, most = rows * (config.num_speculative_tokens + 1), config.max_num_batched_tokens
+    return token_bucket(min(tokens + config.max_num_prefill_tokens, most), most)
 
 
 @dataclass(frozen=True)
@@ -109,15 +110,14 @@ class RaggedTarget:
         return graph.logits[:rows]
 
     def capture_expected(self, rows: Iterable[int]) -> None:
-        """Capture the largest bucket and the smallest, and those of so many rows that decode, see `mixed_buckets`.
+        """Capture the largest bucket and the smallest, and those of so many rows that decode, see `mixed_bucket`.
 
         Only rounds in which no row decodes have more tokens than these: each row gets one token of them, at most.
         """
         config, query_len = self._config, self._config.num_speculative_tokens + 1
         self._graph(token_bucket(self._most_tokens, self._most_tokens), self._index_bucket(config.max_num_seqs))
         for n in rows:
-            for tokens in mixed_buckets(config, (n,)):
-                self._graph(tokens, self._index_bucket(n * query_len))
+            self._graph(mixed_bucket(config, n), self._index_bucket(n * query_len))
         self._graph(token_bucket(1, self._most_tokens), self._few_indices)
 
     @property

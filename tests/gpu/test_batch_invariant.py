@@ -156,12 +156,12 @@ def made(kind: str, dtype: torch.dtype) -> tuple[PreTrainedModel, Eagle3Head]:
     return target.to(CUDA, dtype), head.to(CUDA, dtype)
 
 
-def generated(
-    backend: str, dtype: torch.dtype, drafts: int, rows: int, batched: int, kind: str = "llama"
-) -> list[list[int]]:
-    """Answers to all questions. Random models soon repeat themselves: many short answers have more to decide."""
+def loaded(
+    backend: str, dtype: torch.dtype, drafts: int, rows: int, batched: int, kind: str = "llama", **options: str
+) -> SpeculativeModel:
+    """A copy of a random target, with its head where drafts are made, from CUDA graphs."""
     target, head = made(kind, dtype)
-    model = SpeculativeModel.from_pretrained(
+    return SpeculativeModel.from_pretrained(
         copy.deepcopy(target),
         head if drafts else None,
         num_speculative_tokens=drafts or None,
@@ -171,7 +171,15 @@ def generated(
         max_model_len=512,
         max_num_batched_tokens=batched,
         cuda_graphs=True,
+        **options,
     )
+
+
+def generated(
+    backend: str, dtype: torch.dtype, drafts: int, rows: int, batched: int, kind: str = "llama"
+) -> list[list[int]]:
+    """Answers to all questions. Random models soon repeat themselves: many short answers have more to decide."""
+    model = loaded(backend, dtype, drafts, rows, batched, kind)
     return [c.token_ids for c in model.generate(QUESTIONS, SamplingParams(max_new_tokens=12))]
 
 
@@ -208,19 +216,7 @@ def sampled(
     drafts: int, rows: int, batched: int, beside_greedy: bool = False, backend: str = "batch_invariant"
 ) -> list[Completion]:
     """Sampled answers to all questions, with a seed each. beside_greedy: every other row is a greedy request."""
-    target, head = made("llama", torch.bfloat16)
-    model = SpeculativeModel.from_pretrained(
-        copy.deepcopy(target),
-        head if drafts else None,
-        num_speculative_tokens=drafts or None,
-        backend=backend,
-        tokenizer=Tokenizer(),
-        max_num_seqs=rows,
-        max_model_len=512,
-        max_num_batched_tokens=batched,
-        cuda_graphs=True,
-        draft_sampling="greedy",
-    )
+    model = loaded(backend, torch.bfloat16, drafts, rows, batched, draft_sampling="greedy")
     greedy = SamplingParams(max_new_tokens=9)
     each = 2 if beside_greedy else 1
     asked = [params for own in SEEDED for params in (own, greedy)[:each]]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import agreement, drafted
 from fakes import count_calls
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto import AutoModelForCausalLM
@@ -96,21 +97,6 @@ def model(
         max_model_len=512,
         cuda_graphs=graphs,
     )
-
-
-def agreement(ours: list[Any], others: list[Any]) -> float:
-    """Share of positions with equal ids, up to each sequence's first difference and one beyond."""
-    same = total = 0
-    for a, b in zip(ours, others, strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        same += len(a) if first is None else first
-        total += len(a) if first is None else first + 1
-    return same / total
-
-
-def drafted(completions: list[Completion]) -> list[list[int]]:
-    """All draft ids of each completion, one round after the other."""
-    return [[t for round_ in c.drafts or () for t in round_] for c in completions]
 
 
 def check(ours: list[Completion], others: list[Completion], least: float) -> None:

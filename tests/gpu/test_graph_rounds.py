@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from agreement import agreement, drafted
 from fakes import count_calls, engine_of, keep_gpu_busy
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -21,7 +22,6 @@ from benchmarks.trace import SYNCHRONISE, traced
 from benchmarks.workload import Load
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
-from specdec import Completion
 from specdec.errors import RoundFailedError
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
@@ -98,21 +98,6 @@ def test_target_draft_prefill_and_draft_step_are_each_compiled_once() -> None:
         loaded.generate(PROMPTS, SamplingParams(max_new_tokens=8, ignore_eos=True))
         loaded.generate(PROMPTS[:1], SamplingParams(max_new_tokens=8, ignore_eos=True, temperature=1.0))
     assert counters["stats"]["unique_graphs"] - before == 3
-
-
-def agreement(ours: list[Any], others: list[Any]) -> float:
-    """Share of positions with equal ids, up to each sequence's first difference and one beyond."""
-    same = total = 0
-    for a, b in zip(ours, others, strict=True):
-        first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), None)
-        same += len(a) if first is None else first
-        total += len(a) if first is None else first + 1
-    return same / total
-
-
-def drafted(completions: list[Completion]) -> list[list[int]]:
-    """All draft ids of each completion, one round after the other."""
-    return [[t for round_ in c.drafts or () for t in round_] for c in completions]
 
 
 @pytest.mark.parametrize(("drafts", "layout"), [(0, "NHD"), (1, "NHD"), (5, "NHD"), (5, "HND")])
