@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import agreement, drafted
 from fakes import count_calls
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.auto import AutoModelForCausalLM
@@ -23,6 +22,7 @@ from specdec.execution.ragged import RaggedPrefill
 from specdec.execution.verification import DraftedVerification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.agreement import agreement, drafted
 
 CUDA = torch.device("cuda")
 VOCAB, HIDDEN = 512, 256

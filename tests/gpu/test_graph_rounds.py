@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from agreement import agreement, drafted
 from fakes import count_calls, engine_of, keep_gpu_busy
 from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -26,6 +25,7 @@ from specdec.errors import RoundFailedError
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
+from tests.agreement import agreement, drafted
 from tests.specdec.execution.test_transfers import full_rounds
 
 CUDA = torch.device("cuda")
