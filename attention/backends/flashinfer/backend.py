@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -50,12 +51,12 @@ PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
 chosen from the mean query length."""
-FA3_QUERY = 512
+FA3_QUERY = 128
 """Prompt chunks of at least this many tokens per row on average take fa3.
 
-On an H200 it needs 22 % of fa2's time at 512 tokens, 57 % at 2,048 and 64 % at 8,192 (bench_attention); 16 rows of 128
-tokens take as long, and its plan costs the host 60-420 µs more, once per batch. With few query tokens it is up to
-4 times slower than fa2.
+On an H200 it needs 93 % of fa2's time at 128 tokens, 31 % at 256, 22 % at 512, 57 % at 2,048 and 64 % at 8,192
+(bench_attention); 16 rows of 128 tokens take as long, and its plan costs the host 16-420 µs more, once per batch. With
+few query tokens it is up to 4 times slower than fa2.
 """
 _HOPPER = (9, 0)
 
@@ -112,10 +113,16 @@ class _Ring:
 
 
 class FlashInferBuilder:
-    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
+    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered.
+
+    Short ones of one length, as in a verification, are packed where those of a graph are: a row is then attended alike
+    in rounds of any shape.
+    """
 
     def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
         """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it."""
+        self._key = key
+        self._packs = partial(is_packed, group, key, dtype, device=workspace.device)
         self._rings: dict[Route, _Ring] = {
             route: _Ring(workspace, group, key, dtype, route)
             for route in routes(key, dtype, group.format.dtype_for(dtype), workspace.device)
@@ -130,10 +137,16 @@ class FlashInferBuilder:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
         for part in split_batch(metadata):
-            kernel = self._rings[self._route(part)].next()
+            kernel = self._kernel(part)
             kernel.plan(part)
             planned.append((kernel, kernel.generation, part.start))
         return FlashInferPlan(tuple(planned))
+
+    def _kernel(self, part: Part) -> Kernel | PackedKernel:
+        query_len = part.query_len
+        if query_len is not None and self._packs(rows=len(part.seq_lens), query_len=query_len):
+            return PackedKernel(self._key)
+        return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
         is_long = part.stop - part.start >= FA3_QUERY * len(part.seq_lens)
@@ -271,7 +284,7 @@ class FlashInferBackend:
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
         rows = least_unsplit(key, self._workspace.device)
         packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
-        packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
+        packed = f"; verifications of {rows} rows or more packed ({MOST_QUERIES} queries a KV head)" if packs else ""
         return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
 
     def fixed_builder(

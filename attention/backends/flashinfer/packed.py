@@ -1,4 +1,4 @@
-"""Attention of full batches with short queries, by a kernel of ours instead of FlashInfer's.
+"""Attention of many rows with short queries of one length, by a kernel of ours instead of FlashInfer's.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
 verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
@@ -29,8 +29,8 @@ def is_packed(
 
 
 class PackedKernel:
-    """What `flashinfer_kernel.Kernel` is for a fixed batch, but with nothing to plan: it finds pages and lengths where
-    those of the last planned batch lay."""
+    """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
+    planned batch lay."""
 
     def __init__(self, key: AttentionSpec) -> None:
         self.generation = 0
@@ -53,4 +53,5 @@ class PackedKernel:
         assert self._part is not None and sinks is None
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
-        launch_packed(query, layer_kv, self._key, *places, out)
+        tokens = part.stop - part.start
+        launch_packed(query[:tokens], layer_kv, self._key, *places, out[:tokens])
