@@ -37,6 +37,8 @@ from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.norm_kernel import launch_norm
 from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
+from specdec.ops.silu import silu_product
+from specdec.ops.silu_kernel import launch_silu_product
 
 CPU = torch.device("cpu")
 
@@ -231,6 +233,17 @@ def test_rotation_of_a_draft_head(heads: tuple[int, int], dim: int) -> None:
     outs = tuple(x.transpose(0, 1)[None] for x in out.split(heads, 1))
     launch_rotation(*(x.transpose(0, 1)[None] for x in (q, k, cos, sin)), outs)
     assert torch.equal(out, rotated_together(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("width", [48, 1100])
+def test_silu_product(width: int) -> None:
+    """Of the halves of one matmul's result, and of two tensors."""
+    fused = torch.randn(1, 5, 2 * width, dtype=torch.float16)
+    gate, up = fused.split(width, -1)
+    for args in ((gate, up), (gate[0].contiguous(), up[0]), (gate.transpose(1, 2).contiguous().transpose(1, 2), up)):
+        out = launch_silu_product(*args)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, silu_product(*args), rtol=torch.finfo(torch.float16).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 16])

@@ -24,7 +24,7 @@ def prefill_budget(config: EngineConfig, decoding_tokens: int) -> int:
         return left
     budget = min(left, config.max_num_prefill_tokens)
     begun = (decoding_tokens + budget) % TILE_TOKENS
-    return budget - begun if begun <= min(TILE_TOKENS, budget // 2) // 2 else budget
+    return budget - begun if begun <= 3 * min(TILE_TOKENS, budget // 2) // 4 else budget
 
 
 def loop_limits(config: EngineConfig) -> LoopSize:
