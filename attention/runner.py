@@ -83,6 +83,16 @@ class GroupRunner:
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     @property
+    def runners(self) -> tuple[GroupRunner, ...]:
+        """Itself: the one group of these layers. See `attention.groups.GroupedRunner`."""
+        return (self,)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.group.page_size
+
+    @property
     def batch_invariant(self) -> bool:
         """See `AttentionBackend.batch_invariant`."""
         return self._backend.batch_invariant

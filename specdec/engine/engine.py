@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from attention.cache.pages import BlockTables
+from attention.cache.windowed import WindowedTables
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
@@ -72,8 +73,8 @@ class Engine:
         self._next_id = 0
         self._change = Change(self._mend)
         self._start([])
-        capacity = self.scheduler.target_pages.capacity_tokens
-        self._admission = Admission(target, tokenizer, config, eos_token_ids, capacity)
+        pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
+        self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
     def _start(self, waiting: list[Request]) -> None:
         """Empty tables, all pages free, and these requests waiting."""
@@ -81,7 +82,9 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         head_pages = None if drafter is None else self._pages(c.num_head_pages)
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules)
+        sizes = (c.max_num_seqs, c.max_model_len, c.page_size)
+        windowed = [WindowedTables(pool.num_pages, *sizes, pool.window) for pool in c.windowed]
+        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules, windowed)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()

@@ -13,18 +13,22 @@ steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, slots_at
+from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import BatchBuffers
+from attention.batch.metadata import BatchBuffers, group_fields, group_sizes
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
+from attention.batch.transforms.windowed import first_listed, pages_from
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
+from specdec.config import EngineConfig
+from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
 from specdec.rounds.passes import LaterPassesSection
 from specdec.rounds.randomness import SamplingRound
@@ -47,6 +51,25 @@ class _Pages:
             page_size=shape.page_size,
             page_indptr=buffers.page_indptr,
         )
+
+
+class _WindowedPages:
+    """Where the pages of one of the target's windowed cache groups stand: lists that begin near the window."""
+
+    def __init__(self, buffers: BatchBuffers, window: int, shape: StaticShape) -> None:
+        self._window = window
+        self._start, self._seq_lens = np.zeros(shape.rows, np.int64), np.zeros(shape.rows, np.int32)
+        self._buffers = replace(buffers, seq_lens=self._seq_lens)
+        self.pages = _Pages(self._buffers, self._start, shape)
+
+    def write(self, start: np.ndarray, table: np.ndarray, shape: StaticShape) -> LiveBatch:
+        """Lengths and the page list of verifications from `start` [rows] on; table: [rows, P] by logical page."""
+        first = first_listed(start, self._window, shape.page_size)
+        np.subtract(start, first, out=self._start)
+        counts = _write_page_counts(self._buffers, self._start, shape)
+        listed = pages_from(table, first // shape.page_size, int(counts.max()))
+        write_pages(self.pages.indices, listed, counts)
+        return self.pages.batch.over(listed)
 
 
 class _LaterPass:
@@ -79,11 +102,24 @@ def _write_lengths(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape)
     return counts
 
 
+def _write_page_counts(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape) -> np.ndarray:
+    """The same of lists that begin on a later page: last_page_len is that of the whole rows."""
+    np.add(start, shape.query_len, out=buffers.seq_lens, casting="unsafe")
+    counts = page_counts_of(buffers.seq_lens, shape.page_size)
+    np.cumsum(counts, out=buffers.page_indptr[1:], dtype=np.int32)
+    return counts
+
+
 class _TargetPlace:
     """One host buffer of a verification, as views in the shapes in which they are computed."""
 
     def __init__(
-        self, host: Mapping[str, np.ndarray], shape: StaticShape, passes: int, later: LaterPassesSection
+        self,
+        host: Mapping[str, np.ndarray],
+        shape: StaticShape,
+        passes: int,
+        later: LaterPassesSection,
+        windows: Sequence[int],
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = VerificationSection.buffers(host)
@@ -94,6 +130,8 @@ class _TargetPlace:
         self.batch = batch
         buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
         self.groups = [_Pages(each, self.start, shape) for each in buffers]
+        windowed = zip(batch.groups("target", len(windows), host), windows, strict=True)
+        self.windowed = [_WindowedPages(own, window, shape) for own, window in windowed]
         places = np.arange(rows * query_len).reshape(rows, query_len)
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
         self.later: list[_LaterPass] = []
@@ -110,21 +148,32 @@ class _TargetPlace:
 class FixedTarget:
     """Verifications of bonus tokens in a fixed shape, and the draft prefill after them."""
 
-    def __init__(self, shape: StaticShape, passes: int, device: torch.device) -> None:
-        """passes: of the draft prefill, the M of M modules; 0 without a head."""
+    def __init__(
+        self,
+        shape: StaticShape,
+        passes: int,
+        device: torch.device,
+        windows: Sequence[int] = (),
+        entries: Sequence[int] = (),
+    ) -> None:
+        """passes: of the draft prefill, the M of M modules; 0 without a head.
+
+        windows, entries: of the target's further cache groups, and the most pages on the list of each.
+        """
         self._shape = shape
         self.later = LaterPassesSection(passes)
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
         head = HeadPagesSection.fields if passes else ()
-        fields = (*VerificationSection.static_fields, *head, *self.later.fields)
+        groups = group_fields("target", len(windows))
+        fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields)
         place = shape.rows, shape.query_len, shape.page_entries
         sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
-        self._bucket = bucket_of(**sizes)
+        self._bucket = bucket_of(**sizes, **group_sizes("target", entries))
         self._arena = StagingArena(fields, self._bucket, device)
         hosts = self._arena.hosts(self._bucket)
-        self._places = [_TargetPlace(host, shape, passes, self.later) for host in hosts]
+        self._places = [_TargetPlace(host, shape, passes, self.later, windows) for host in hosts]
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
@@ -137,17 +186,28 @@ class FixedTarget:
         counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())
         batches: list[HostBatch] = []
+        others: list[HostBatch] = []
+        for windowed, given in zip(place.windowed, target.windowed, strict=True):
+            table = covering(given.block_table, len(counts), width)
+            self._write_slots(windowed.pages, table, pages, within, own)
+            others.append(windowed.write(place.start, table, self._shape))
         for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
             assert own_table is not None
             table = covering(own_table, len(counts), width)
-            slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=group.slots)
-            if own is not None:
-                group.slots *= own
+            self._write_slots(group, table, pages, within, own)
             write_pages(group.indices, table, counts)
-            batches.append(group.batch.over(table))
+            batches.append(group.batch.over(table, () if batches else tuple(others)))
         if place.later:
             batches += self._write_later(place, target, table, own)
         return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
+
+    def _write_slots(
+        self, group: _Pages, table: np.ndarray, pages: np.ndarray, within: np.ndarray, own: np.ndarray | None
+    ) -> None:
+        """Slots of all tokens on a group's pages, table [rows, P]; own: see `_write_tokens`."""
+        slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=group.slots)
+        if own is not None:
+            group.slots *= own
 
     def _write_later(
         self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
@@ -159,10 +219,9 @@ class FixedTarget:
         for each in place.later:
             counts = each.write(place.start, self._shape)
             pages, within = np.divmod(each.positions, self._shape.page_size)
-            slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=each.pages.slots)
+            self._write_slots(each.pages, table, pages, within, own)
             if own is not None:
                 each.positions *= own
-                each.pages.slots *= own
             write_pages(each.pages.indices, table, counts)
             batches.append(each.pages.batch.over(table))
         return batches
@@ -185,6 +244,12 @@ class FixedTarget:
         if target.sources is not None:
             place.sources[: len(target.sources)] = target.sources
         return own
+
+
+def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
+    """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
+    shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
+    return FixedTarget(shape, passes, device, windows, static_entries(config, shape))
 
 
 class FixedSampling:

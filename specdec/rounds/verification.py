@@ -5,12 +5,14 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
+from attention.batch.transforms.windowed import windowed_batch
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
@@ -29,6 +31,18 @@ class Verified:
     rows: np.ndarray
     num_drafts: np.ndarray
     num_accepted: np.ndarray
+
+
+@dataclass(frozen=True)
+class WindowedTable:
+    """Pages in one of the target's windowed cache groups. block_table: [B, P] by logical page, freed ones are null."""
+
+    window: int
+    block_table: np.ndarray
+
+    def rows(self, rows: np.ndarray) -> WindowedTable:
+        """Those of some rows [B]."""
+        return WindowedTable(self.window, self.block_table[rows])
 
 
 @dataclass(frozen=True)
@@ -68,6 +82,7 @@ class TargetArrays:
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         request_rows: [B] RowTable rows.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
+        windowed: the rows' pages of the target's further cache groups.
     """
 
     start: np.ndarray
@@ -84,6 +99,7 @@ class TargetArrays:
     page_size: int
     request_rows: np.ndarray
     sources: np.ndarray | None = None
+    windowed: tuple[WindowedTable, ...] = ()
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -125,8 +141,12 @@ class TargetArrays:
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
         logits_indices, logit_index = self._logits_indices()
         width = np.arange(1, self.max_drafts + 1)
+        batch = rows_batch(starts, self.start, self.block_table, self.page_size)
+        if self.windowed:
+            groups = tuple(windowed_batch(batch, each.block_table, each.window) for each in self.windowed)
+            batch = replace(batch, other_groups=groups)
         return TargetInputs(
-            batch=rows_batch(starts, self.start, self.block_table, self.page_size),
+            batch=batch,
             token_ids=token_ids,
             draft_places=np.flatnonzero(drafted),
             draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
@@ -153,11 +173,12 @@ def target_arrays(
     page_size: int,
     head_table: np.ndarray | None = None,
     ahead: bool = False,
+    windowed: Sequence[WindowedTable] = (),
 ) -> TargetArrays:
     """The next verification.
 
     Args:
-        block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
+        block_table, head_table, windowed: [R, P] of the target's and the head's pages, by RowTable row.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
@@ -180,6 +201,7 @@ def target_arrays(
         page_size=page_size,
         request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
+        windowed=tuple(each.rows(rows) for each in windowed),
     )
 
 
@@ -190,13 +212,14 @@ def target_after(
     drafts: np.ndarray,
     block_table: np.ndarray,
     head_table: np.ndarray | None,
+    windowed: tuple[WindowedTable, ...] = (),
 ) -> TargetArrays:
     """The verification after one of bonus tokens, of the same rows in their order.
 
     Args:
         num_accepted: [B] what that one accepts; bonus_tokens: [B] its next tokens, anything where only the device has
             them.
-        drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
+        drafts: [B] of the new one; block_table, head_table, windowed: [B, P] of the target's pages and of the head's.
     """
     read = tokens_accepted(target.num_new, num_accepted)
     return TargetArrays(
@@ -213,11 +236,15 @@ def target_after(
         following=target.following,
         page_size=target.page_size,
         request_rows=target.request_rows,
+        windowed=windowed,
     )
 
 
-def empty_target(page_size: int) -> TargetArrays:
-    """A verification without rows: padded, it is what graphs are captured on."""
+def empty_target(page_size: int, windows: Sequence[int] = ()) -> TargetArrays:
+    """A verification without rows: padded, it is what graphs are captured on. windows: of the further cache groups."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none)
+    groups = tuple(WindowedTable(window, table) for window in windows)
+    return TargetArrays(
+        none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none, windowed=groups
+    )
