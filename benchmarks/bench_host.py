@@ -17,18 +17,20 @@ import torch
 from document import publish
 
 from attention.cache.pages import BlockTables
+from attention.cache.windowed import WindowedTables
 from drafters.loops.chain.run import ChainLoop
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, WindowedPool
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.drafting import draft_input
 from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import Verified, target_arrays
+from specdec.rounds.verification import Verified, WindowedTable, target_arrays
 
 PAGE_SIZE = 16
 CONTEXT = 1024
+WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -40,14 +42,17 @@ class State:
     table: RowTable
     target_pages: BlockTables
     head_pages: BlockTables
+    windowed_pages: tuple[WindowedTables, ...]
     transfer: RoundTransfer
 
 
-def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
-    """A steady-state decoding batch with random lengths and acceptances."""
+def make_state(rows: int, num_drafts: int, seed: int = 0, windows: tuple[int, ...] = ()) -> State:
+    """A steady-state decoding batch with random lengths and acceptances; windows: of further cache groups."""
     rng = np.random.default_rng(seed)
     num_pages = rows * 2 * CONTEXT // PAGE_SIZE + 1
-    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, rows * (num_drafts + 1), PAGE_SIZE, num_pages)
+    pools = tuple(WindowedPool(window, num_pages) for window in windows)
+    tokens = rows * (num_drafts + 1)
+    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, tokens, PAGE_SIZE, num_pages, windowed=pools)
     table = RowTable(rows, config.max_model_len)
     lengths = rng.integers(CONTEXT - 256, CONTEXT, rows)
     for length in lengths:
@@ -57,46 +62,55 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
     table.computed[:] = table.prefill[:] = table.length - 1  # every row is at its bonus token
     table.mark_batch(order)
     pages = [BlockTables(config.num_pages, rows, config.max_model_len, PAGE_SIZE) for _ in range(2)]
-    for tables in pages:
+    sizes = (rows, config.max_model_len, PAGE_SIZE)
+    windowed = tuple(WindowedTables(pool.num_pages, *sizes, pool.window) for pool in config.windowed)
+    for tables in (*pages, *windowed):
         tables.resize(order.tolist(), (table.length[order] + num_drafts).tolist())
     full = np.full(rows, num_drafts)
     verified = Verified(np.arange(rows + 1) * (num_drafts + 1), order, full, accepted)
     schedule = Schedule(order, np.ones(rows, np.int64), full)
     loop = ChainLoop(None)  # type: ignore[arg-type]  # arrays and packing ask nothing of a head
     transfer = RoundTransfer(loop, config, torch.device("cpu"))
-    return State(schedule, verified, table, pages[0], pages[1], transfer)
+    return State(schedule, verified, table, pages[0], pages[1], windowed, transfer)
 
 
 def prepare(state: State) -> None:
-    """One round's preparation, as `Launcher.after` does it."""
+    """One round's preparation, as `Scheduler.schedule` and `Launcher.after` do it."""
+    rows = state.schedule.rows
     width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
     draft = draft_input(state.verified, state.schedule, state.table, head, PAGE_SIZE)
-    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
+    for pages in state.windowed_pages:
+        pages.free_behind(rows, state.table.computed[rows])
+        pages.extend(rows, state.table.length[rows] + state.schedule.num_drafts)
+    windowed = [WindowedTable(pages.window, pages.table[:, :width]) for pages in state.windowed_pages]
+    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE, windowed=windowed)
     sampling = sampling_round(target, state.schedule.rows, state.table)
     state.transfer.send(draft, target, sampling)
 
 
-def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:
-    """p50 and p99 of one preparation in microseconds."""
-    state = make_state(rows, num_drafts)
+def measure(rows: int, num_drafts: int, rounds: int, windows: tuple[int, ...] = ()) -> dict[str, float]:
+    """p50 and p99 of one preparation in microseconds; windows: of further cache groups."""
+    state = make_state(rows, num_drafts, windows=windows)
     times = []
     for _ in range(rounds + 20):
         start = time.perf_counter_ns()
         prepare(state)
         times.append((time.perf_counter_ns() - start) / 1e3)
     p50, p99 = (round(float(p), 1) for p in np.percentile(times[20:], [50, 99]))
-    return {"rows": rows, "num_speculative_tokens": num_drafts, "p50_us": p50, "p99_us": p99}
+    groups = 1 + len(windows)
+    return {"rows": rows, "num_speculative_tokens": num_drafts, "groups": groups, "p50_us": p50, "p99_us": p99}
 
 
 @click.command()
 @click.option("--rounds", default=500, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
 def main(rounds: int, out: Path | None) -> None:
-    """Measure B = 1, 8, 64, 256 and K = 3, 5."""
-    results = [measure(rows, drafts, rounds) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
+    """Measure B = 1, 8, 64, 256 and K = 3, 5, of one cache group and of two."""
+    sizes = [(rows, drafts) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
+    results = [measure(*size, rounds, windows) for windows in ((), (WINDOW,)) for size in sizes]
     for r in results:
-        size = f"K={r['num_speculative_tokens']} B={r['rows']:>3}"
+        size = f"groups={r['groups']} K={r['num_speculative_tokens']} B={r['rows']:>3}"
         click.echo(f"{size}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
     publish({"benchmark": "host", "results": results, "context": CONTEXT, "page_size": PAGE_SIZE}, out)
 

@@ -14,7 +14,6 @@ steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -24,7 +23,7 @@ from attention.batch.live import LiveBatch
 from attention.batch.metadata import BatchBuffers, group_fields, group_sizes
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
-from attention.batch.transforms.windowed import first_listed, pages_from
+from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -58,18 +57,35 @@ class _WindowedPages:
 
     def __init__(self, buffers: BatchBuffers, window: int, shape: StaticShape) -> None:
         self._window = window
-        self._start, self._seq_lens = np.zeros(shape.rows, np.int64), np.zeros(shape.rows, np.int32)
-        self._buffers = replace(buffers, seq_lens=self._seq_lens)
-        self.pages = _Pages(self._buffers, self._start, shape)
+        self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
+        self._buffers = buffers
+        self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
 
-    def write(self, start: np.ndarray, table: np.ndarray, shape: StaticShape) -> LiveBatch:
+    def write(self, start: np.ndarray, table: np.ndarray, shape: StaticShape) -> WindowedBatch:
         """Lengths and the page list of verifications from `start` [rows] on; table: [rows, P] by logical page."""
-        first = first_listed(start, self._window, shape.page_size)
-        np.subtract(start, first, out=self._start)
-        counts = _write_page_counts(self._buffers, self._start, shape)
-        listed = pages_from(table, first // shape.page_size, int(counts.max()))
-        write_pages(self.pages.indices, listed, counts)
-        return self.pages.batch.over(listed)
+        buffers, size = self._buffers, shape.page_size
+        first = first_listed(start, self._window, size)
+        np.subtract(start, first, out=self._start, casting="unsafe")
+        np.add(self._start, shape.query_len, out=self._seq_lens)
+        first_pages, counts = first // size, page_counts_of(self._seq_lens, size)
+        np.cumsum(counts, out=buffers.page_indptr[1:])
+        pages = listed_pages(table, first_pages, counts)
+        indices = buffers.page_indices[: len(pages)]
+        indices[:] = pages
+        return WindowedBatch(
+            table,
+            first_pages,
+            query_start_loc=buffers.query_start_loc,
+            seq_lens=self._seq_lens,
+            num_computed_tokens=self._start,
+            slot_mapping=buffers.slot_mapping,
+            positions=buffers.positions,
+            page_size=size,
+            other_groups=(),
+            page_counts=counts,
+            page_indptr=buffers.page_indptr,
+            page_indices=indices,
+        )
 
 
 class _LaterPass:
@@ -98,14 +114,6 @@ def _write_lengths(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape)
     counts += 1
     np.add(last, 1, out=buffers.seq_lens, casting="unsafe")
     np.add(within, 1, out=buffers.last_page_len, casting="unsafe")
-    np.cumsum(counts, out=buffers.page_indptr[1:], dtype=np.int32)
-    return counts
-
-
-def _write_page_counts(buffers: BatchBuffers, start: np.ndarray, shape: StaticShape) -> np.ndarray:
-    """The same of lists that begin on a later page: last_page_len is that of the whole rows."""
-    np.add(start, shape.query_len, out=buffers.seq_lens, casting="unsafe")
-    counts = page_counts_of(buffers.seq_lens, shape.page_size)
     np.cumsum(counts, out=buffers.page_indptr[1:], dtype=np.int32)
     return counts
 
@@ -189,12 +197,12 @@ class FixedTarget:
         others: list[HostBatch] = []
         for windowed, given in zip(place.windowed, target.windowed, strict=True):
             table = covering(given.block_table, len(counts), width)
-            self._write_slots(windowed.pages, table, pages, within, own)
+            self._write_slots(windowed.slots, table, pages, within, own)
             others.append(windowed.write(place.start, table, self._shape))
         for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
             assert own_table is not None
             table = covering(own_table, len(counts), width)
-            self._write_slots(group, table, pages, within, own)
+            self._write_slots(group.slots, table, pages, within, own)
             write_pages(group.indices, table, counts)
             batches.append(group.batch.over(table, () if batches else tuple(others)))
         if place.later:
@@ -202,12 +210,12 @@ class FixedTarget:
         return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
 
     def _write_slots(
-        self, group: _Pages, table: np.ndarray, pages: np.ndarray, within: np.ndarray, own: np.ndarray | None
+        self, slots: np.ndarray, table: np.ndarray, pages: np.ndarray, within: np.ndarray, own: np.ndarray | None
     ) -> None:
-        """Slots of all tokens on a group's pages, table [rows, P]; own: see `_write_tokens`."""
-        slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=group.slots)
+        """Slots [rows, query_len] of all tokens on a group's pages, table [rows, P]; own: see `_write_tokens`."""
+        slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=slots)
         if own is not None:
-            group.slots *= own
+            slots *= own
 
     def _write_later(
         self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
@@ -219,7 +227,7 @@ class FixedTarget:
         for each in place.later:
             counts = each.write(place.start, self._shape)
             pages, within = np.divmod(each.positions, self._shape.page_size)
-            self._write_slots(each.pages, table, pages, within, own)
+            self._write_slots(each.pages.slots, table, pages, within, own)
             if own is not None:
                 each.positions *= own
             write_pages(each.pages.indices, table, counts)

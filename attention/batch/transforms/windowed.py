@@ -19,6 +19,7 @@ A row at position 300 (two tokens, window 32, pages of 16 tokens) lists its page
 from __future__ import annotations
 
 from math import lcm
+from typing import Any
 
 import numpy as np
 
@@ -48,15 +49,37 @@ def most_listed_pages(window: int, query_len: int, page_size: int) -> int:
     return -(-(lcm(TILE_KEYS, page_size) - 1 + window - 1 + query_len) // page_size)
 
 
-def pages_from(block_table: np.ndarray, first_pages: np.ndarray, width: int) -> np.ndarray:
-    """block_table [B, P] -> [B, width]: every row from its page first_pages[i] on; past the table its last entry.
+class WindowedBatch(HostBatch):
+    """Rows whose page lists begin on a later page than the first.
 
-    >>> pages_from(np.array([[7, 9, 5], [3, 4, 0]]), np.array([1, 0]), 2).tolist()
-    [[9, 5], [3, 4]]
+    The page list is cut out of the tables directly. Only the torch backend and the checks read `block_table`, so that
+    is cut out when it is asked for.
     """
-    columns = first_pages[:, None] + np.arange(width)
-    np.minimum(columns, block_table.shape[1] - 1, out=columns)
-    return np.take_along_axis(block_table, columns, 1)
+
+    def __init__(self, logical: np.ndarray, first_pages: np.ndarray, **arrays: Any) -> None:
+        """logical: [B, P] by logical page; first_pages: [B]. arrays: the fields of HostBatch but the block table, and
+        `page_counts`, `page_indptr` and `page_indices`."""
+        vars(self).update(arrays, _logical=logical, _first_pages=first_pages)
+
+    @property
+    def _listed(self) -> np.ndarray:
+        columns = self._first_pages[:, None] + np.arange(int(self.page_counts.max(initial=0)))  # type: ignore[attr-defined]
+        logical: np.ndarray = self._logical  # type: ignore[attr-defined]
+        return np.take_along_axis(logical, np.minimum(columns, logical.shape[1] - 1), 1)
+
+    block_table: Any = property(lambda self: self._listed)
+
+
+def listed_pages(table: np.ndarray, first_pages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate counts[i] entries of every row of table [B, P] from column first_pages[i] on: [sum(counts)].
+
+    >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([1, 0]), np.array([2, 1])).tolist()
+    [9, 5, 3]
+    """
+    ends = np.cumsum(counts)
+    places = np.repeat(np.arange(0, table.size, table.shape[1]) + first_pages - (ends - counts), counts)
+    places += np.arange(len(places))
+    return table.take(places)
 
 
 def windowed_batch(batch: HostBatch, block_table: np.ndarray, window: int) -> HostBatch:
@@ -66,19 +89,23 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, window: int) -> Ho
         block_table: [B, P] the rows' pages in that group by logical page; the null page where they are freed.
         window: of the group's layers, see `AttentionSpec`.
     """
-    size = batch.page_size
+    size, rows = batch.page_size, batch.num_reqs
     first = first_listed(batch.num_computed_tokens, window, size)
-    first_pages = first // size
-    seq_lens = batch.seq_lens - first
-    width = int(page_counts_of(seq_lens, size).max(initial=0))
-    listed = pages_from(block_table, first_pages, width)
-    owner = np.repeat(np.arange(batch.num_reqs), batch.query_lens)
-    return HostBatch(
+    first_pages, seq_lens = first // size, batch.seq_lens - first
+    counts = page_counts_of(seq_lens, size)
+    page_indptr = np.zeros(rows + 1, np.int32)
+    np.cumsum(counts, out=page_indptr[1:])
+    return WindowedBatch(
+        block_table,
+        first_pages,
         query_start_loc=batch.query_start_loc,
-        seq_lens=seq_lens.astype(np.int32),
-        num_computed_tokens=(batch.num_computed_tokens - first).astype(np.int32),
-        block_table=listed,
-        slot_mapping=slots_of(block_table, owner, batch.positions, size),
+        seq_lens=seq_lens,
+        num_computed_tokens=batch.num_computed_tokens - first,
+        slot_mapping=slots_of(block_table, np.repeat(np.arange(rows), batch.query_lens), batch.positions, size),
         positions=batch.positions,
         page_size=size,
+        other_groups=(),
+        page_counts=counts,
+        page_indptr=page_indptr,
+        page_indices=listed_pages(block_table, first_pages, counts),
     )
