@@ -152,7 +152,7 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
             each.validate()
     views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
     table = staged.views.get(f"{prefix}.block_table")
-    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, **views)
+    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, other_groups=(), **views)
     if not batch.other_groups:
         return own
     groups = zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True)
@@ -161,8 +161,14 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
 
 def _of_group(own: CommonAttentionMetadata, prefix: str, staged: Staged, batch: HostBatch) -> CommonAttentionMetadata:
     """The rows of `own` on another group's pages."""
-    views = {name: staged[f"{prefix}.{name}"] for name, _, _ in _GROUP_FIELDS}
-    return replace(own, host=batch, block_table=None, **views)
+    return replace(
+        own,
+        host=batch,
+        block_table=None,
+        slot_mapping=staged[f"{prefix}.slot_mapping"],
+        page_indices=staged[f"{prefix}.page_indices"],
+        page_indptr=staged[f"{prefix}.page_indptr"],
+    )
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from attention.cache.pages import BlockTables
-from attention.cache.windowed import WindowedTables
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
@@ -22,7 +21,7 @@ from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.recovery import Change, rewound
-from specdec.engine.scheduler import Scheduler, Usage
+from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
@@ -82,8 +81,7 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         head_pages = None if drafter is None else self._pages(c.num_head_pages)
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        sizes = (c.max_num_seqs, c.max_model_len, c.page_size)
-        windowed = [WindowedTables(pool.num_pages, *sizes, pool.window) for pool in c.windowed]
+        windowed = [windowed_tables(c, pool) for pool in c.windowed]
         self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules, windowed)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None

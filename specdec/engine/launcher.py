@@ -50,7 +50,7 @@ class VerifyingRound(LaunchedRound):
 class Tables:
     """Block tables of the target's pages, and of the head's (None without a head), cut to the width of a round.
 
-    windowed: of the target's further cache groups.
+    windowed: of the target's further cache groups, whole, and of the round's rows.
     """
 
     target: np.ndarray
@@ -59,8 +59,7 @@ class Tables:
 
     def rows(self, rows: np.ndarray) -> Tables:
         """Those of some rows [B]."""
-        head = None if self.head is None else self.head[rows]
-        return Tables(self.target[rows], head, tuple(each.rows(rows) for each in self.windowed))
+        return Tables(self.target[rows], None if self.head is None else self.head[rows], self.windowed)
 
 
 class Launcher:
@@ -148,7 +147,7 @@ class Launcher:
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
         pages, head = self._scheduler.target_pages, self._scheduler.head_pages
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
-        windowed = tuple(WindowedTable(g.window, g.table[:, :width]) for g in self._scheduler.windowed_pages)
+        windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
         return Tables(pages.table[:, :width], None if head is None else head.table[:, :width], windowed)
 
     def _schedule(self) -> tuple[Schedule, Tables] | None:

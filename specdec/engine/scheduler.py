@@ -14,7 +14,7 @@ from attention.cache.windowed import WindowedTables
 from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
@@ -38,6 +38,12 @@ class Usage:
     target_pages: int = 0
     head_pages: int = 0
     windowed_pages: int = 0
+
+
+def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
+    """Empty block tables of a windowed group: with a row that is nobody's, and room for padding tokens after a row."""
+    length = config.max_model_len + config.num_speculative_tokens + 1
+    return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
 
 
 class Scheduler:

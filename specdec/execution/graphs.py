@@ -364,7 +364,7 @@ class GraphExecutor:
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
-        target = empty_target(self._page_size, self._windows)
+        target = empty_target(self._page_size, self._windows, self._query_len)
         batch, passes, staged = self._fixed[rows].send(target)
         device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
         if not passes:

@@ -112,13 +112,13 @@ def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: 
     Raises:
         CacheTooSmallError: it is.
     """
+    needed = tokens * token_bytes + windowed_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         has = f"{_gib(free)} of {_gib(total)} free"
     else:
-        free, has = host_bytes(), f"{_gib(host_bytes() or 0)}"
-    needed = tokens * token_bytes + windowed_bytes
-    if free is not None and needed > free:
+        free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
+    if needed > free:
         beside = f", {_gib(windowed_bytes)} of it for layers with a sliding window" if windowed_bytes else ""
         raise CacheTooSmallError(
             f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{beside}); {device} has {has}: room for "

@@ -31,7 +31,7 @@ from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
 from specdec.rounds.passes import LaterPassesSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.verification import TargetArrays
+from specdec.rounds.verification import TargetArrays, WindowedTable
 
 
 class _Pages:
@@ -59,22 +59,22 @@ class _WindowedPages:
         self._window = window
         self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
         self._buffers = buffers
+        self.rows = np.zeros(shape.rows, np.int64)
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
 
-    def write(self, start: np.ndarray, table: np.ndarray, shape: StaticShape) -> WindowedBatch:
-        """Lengths and the page list of verifications from `start` [rows] on; table: [rows, P] by logical page."""
-        buffers, size = self._buffers, shape.page_size
+    def write(self, start: np.ndarray, table: WindowedTable, shape: StaticShape) -> WindowedBatch:
+        """Lengths and the page list of verifications from `start` [rows] on."""
+        buffers, size, count = self._buffers, shape.page_size, len(table.rows)
+        self.rows[:count], self.rows[count:] = table.rows, len(table.block_table) - 1
         first = first_listed(start, self._window, size)
         np.subtract(start, first, out=self._start, casting="unsafe")
         np.add(self._start, shape.query_len, out=self._seq_lens)
-        first_pages, counts = first // size, page_counts_of(self._seq_lens, size)
+        counts = page_counts_of(self._seq_lens, size)
         np.cumsum(counts, out=buffers.page_indptr[1:])
-        pages = listed_pages(table, first_pages, counts)
+        pages = listed_pages(table.block_table, self.rows, first // size, counts)
         indices = buffers.page_indices[: len(pages)]
         indices[:] = pages
         return WindowedBatch(
-            table,
-            first_pages,
             query_start_loc=buffers.query_start_loc,
             seq_lens=self._seq_lens,
             num_computed_tokens=self._start,
@@ -196,13 +196,12 @@ class FixedTarget:
         batches: list[HostBatch] = []
         others: list[HostBatch] = []
         for windowed, given in zip(place.windowed, target.windowed, strict=True):
-            table = covering(given.block_table, len(counts), width)
-            self._write_slots(windowed.slots, table, pages, within, own)
-            others.append(windowed.write(place.start, table, self._shape))
+            others.append(windowed.write(place.start, given, self._shape))
+            self._write_slots(windowed.slots, given.block_table, windowed.rows, pages, within, own)
         for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
             assert own_table is not None
             table = covering(own_table, len(counts), width)
-            self._write_slots(group.slots, table, pages, within, own)
+            self._write_slots(group.slots, table, self._rows, pages, within, own)
             write_pages(group.indices, table, counts)
             batches.append(group.batch.over(table, () if batches else tuple(others)))
         if place.later:
@@ -210,10 +209,16 @@ class FixedTarget:
         return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
 
     def _write_slots(
-        self, slots: np.ndarray, table: np.ndarray, pages: np.ndarray, within: np.ndarray, own: np.ndarray | None
+        self,
+        slots: np.ndarray,
+        table: np.ndarray,
+        rows: np.ndarray,
+        pages: np.ndarray,
+        within: np.ndarray,
+        own: np.ndarray | None,
     ) -> None:
-        """Slots [rows, query_len] of all tokens on a group's pages, table [rows, P]; own: see `_write_tokens`."""
-        slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=slots)
+        """Slots [rows, query_len] of all tokens on a group's pages, in these rows of `table`; own: `_write_tokens`."""
+        slots_at(table, rows[:, None], pages, within, self._shape.page_size, out=slots)
         if own is not None:
             slots *= own
 
@@ -227,7 +232,7 @@ class FixedTarget:
         for each in place.later:
             counts = each.write(place.start, self._shape)
             pages, within = np.divmod(each.positions, self._shape.page_size)
-            self._write_slots(each.pages.slots, table, pages, within, own)
+            self._write_slots(each.pages.slots, table, self._rows, pages, within, own)
             if own is not None:
                 each.positions *= own
             write_pages(each.pages.indices, table, counts)

@@ -35,14 +35,18 @@ class Verified:
 
 @dataclass(frozen=True)
 class WindowedTable:
-    """Pages in one of the target's windowed cache groups. block_table: [B, P] by logical page, freed ones are null."""
+    """The rows' pages in one of the target's windowed cache groups.
+
+    Attributes:
+        window: of its layers.
+        block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row is
+            nobody's, and P has room for the padding tokens after the longest row.
+        rows: [B] where the rows of the batch are there.
+    """
 
     window: int
     block_table: np.ndarray
-
-    def rows(self, rows: np.ndarray) -> WindowedTable:
-        """Those of some rows [B]."""
-        return WindowedTable(self.window, self.block_table[rows])
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -143,7 +147,7 @@ class TargetArrays:
         width = np.arange(1, self.max_drafts + 1)
         batch = rows_batch(starts, self.start, self.block_table, self.page_size)
         if self.windowed:
-            groups = tuple(windowed_batch(batch, each.block_table, each.window) for each in self.windowed)
+            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.windowed)
             batch = replace(batch, other_groups=groups)
         return TargetInputs(
             batch=batch,
@@ -173,12 +177,13 @@ def target_arrays(
     page_size: int,
     head_table: np.ndarray | None = None,
     ahead: bool = False,
-    windowed: Sequence[WindowedTable] = (),
+    windowed: tuple[WindowedTable, ...] = (),
 ) -> TargetArrays:
     """The next verification.
 
     Args:
-        block_table, head_table, windowed: [R, P] of the target's and the head's pages, by RowTable row.
+        block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
+        windowed: of the schedule's rows.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
@@ -201,7 +206,7 @@ def target_arrays(
         page_size=page_size,
         request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
-        windowed=tuple(each.rows(rows) for each in windowed),
+        windowed=windowed,
     )
 
 
@@ -219,7 +224,8 @@ def target_after(
     Args:
         num_accepted: [B] what that one accepts; bonus_tokens: [B] its next tokens, anything where only the device has
             them.
-        drafts: [B] of the new one; block_table, head_table, windowed: [B, P] of the target's pages and of the head's.
+        drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
+        windowed: of these rows.
     """
     read = tokens_accepted(target.num_new, num_accepted)
     return TargetArrays(
@@ -240,11 +246,15 @@ def target_after(
     )
 
 
-def empty_target(page_size: int, windows: Sequence[int] = ()) -> TargetArrays:
-    """A verification without rows: padded, it is what graphs are captured on. windows: of the further cache groups."""
+def empty_target(page_size: int, windows: Sequence[int] = (), query_len: int = 1) -> TargetArrays:
+    """A verification without rows: padded to rows of `query_len` tokens, it is what graphs are captured on.
+
+    windows: of the further cache groups.
+    """
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    groups = tuple(WindowedTable(window, table) for window in windows)
+    nobody = np.zeros((1, query_len), np.int32)
+    groups = tuple(WindowedTable(window, nobody, none) for window in windows)
     return TargetArrays(
         none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none, windowed=groups
     )

@@ -73,7 +73,9 @@ def grouped_batch() -> HostBatch:
     starts, computed = np.array([0, 3, 4]), np.array([300, 150])
     tables = [np.random.default_rng(i).permutation(np.arange(1, 161)).reshape(2, 80).astype(np.int32) for i in range(3)]
     batch = rows_batch(starts, computed, tables[0], 4)
-    return replace(batch, other_groups=(windowed_batch(batch, tables[1], 40), windowed_batch(batch, tables[2], 12)))
+    return replace(
+        batch, other_groups=tuple(windowed_batch(batch, tables[i], np.arange(2), w) for i, w in ((1, 40), (2, 12)))
+    )
 
 
 def test_only_slots_and_page_lists_travel_again() -> None:

@@ -9,7 +9,7 @@ A row at position 300 (two tokens, window 32, pages of 16 tokens) lists its page
 >>> from attention.batch.host import rows_batch
 >>> starts, computed = np.array([0, 2]), np.array([300])
 >>> batch = rows_batch(starts, computed, np.arange(1, 21, dtype=np.int32)[None], 16)
->>> windowed = windowed_batch(batch, np.arange(41, 61, dtype=np.int32)[None], 32)
+>>> windowed = windowed_batch(batch, np.arange(41, 61, dtype=np.int32)[None], np.array([0]), 32)
 >>> windowed.num_computed_tokens.tolist(), windowed.seq_lens.tolist(), windowed.page_indices.tolist()
 ([44], [46], [57, 58, 59])
 >>> windowed.slot_mapping.tolist(), windowed.positions.tolist()
@@ -52,60 +52,59 @@ def most_listed_pages(window: int, query_len: int, page_size: int) -> int:
 class WindowedBatch(HostBatch):
     """Rows whose page lists begin on a later page than the first.
 
-    The page list is cut out of the tables directly. Only the torch backend and the checks read `block_table`, so that
-    is cut out when it is asked for.
+    The lists are cut out of the tables directly. Only the torch backend and the checks read `block_table`, so that is
+    made of the lists when it is asked for.
     """
 
-    def __init__(self, logical: np.ndarray, first_pages: np.ndarray, **arrays: Any) -> None:
-        """logical: [B, P] by logical page; first_pages: [B]. arrays: the fields of HostBatch but the block table, and
-        `page_counts`, `page_indptr` and `page_indices`."""
-        vars(self).update(arrays, _logical=logical, _first_pages=first_pages)
+    def __init__(self, **arrays: Any) -> None:
+        """arrays: the fields of HostBatch but the block table, and `page_counts`, `page_indptr`, `page_indices`."""
+        vars(self).update(arrays)
 
-    @property
-    def _listed(self) -> np.ndarray:
-        columns = self._first_pages[:, None] + np.arange(int(self.page_counts.max(initial=0)))  # type: ignore[attr-defined]
-        logical: np.ndarray = self._logical  # type: ignore[attr-defined]
-        return np.take_along_axis(logical, np.minimum(columns, logical.shape[1] - 1), 1)
+    def _table(self) -> np.ndarray:
+        used = np.arange(int(self.page_counts.max(initial=0))) < self.page_counts[:, None]
+        table = np.zeros(used.shape, np.int32)
+        table[used] = self.page_indices
+        return table
 
-    block_table: Any = property(lambda self: self._listed)
+    block_table: Any = property(_table)
 
 
-def listed_pages(table: np.ndarray, first_pages: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Concatenate counts[i] entries of every row of table [B, P] from column first_pages[i] on: [sum(counts)].
+def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate counts[i] entries of row rows[i] of table [R, P] from column first_pages[i] on: [sum(counts)].
 
-    >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([1, 0]), np.array([2, 1])).tolist()
+    >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([0, 1]), np.array([1, 0]), np.array([2, 1])).tolist()
     [9, 5, 3]
     """
-    ends = np.cumsum(counts)
-    places = np.repeat(np.arange(0, table.size, table.shape[1]) + first_pages - (ends - counts), counts)
+    before = np.cumsum(counts)
+    before -= counts
+    places = np.repeat(rows * table.shape[1] + first_pages - before, counts)
     places += np.arange(len(places))
     return table.take(places)
 
 
-def windowed_batch(batch: HostBatch, block_table: np.ndarray, window: int) -> HostBatch:
+def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, window: int) -> HostBatch:
     """The rows of `batch` on a group's pages.
 
     Args:
-        block_table: [B, P] the rows' pages in that group by logical page; the null page where they are freed.
+        block_table: [R, P] pages in that group by logical page; the null page where they are freed.
+        rows: [B] the batch's rows there.
         window: of the group's layers, see `AttentionSpec`.
     """
-    size, rows = batch.page_size, batch.num_reqs
+    size = batch.page_size
     first = first_listed(batch.num_computed_tokens, window, size)
     first_pages, seq_lens = first // size, batch.seq_lens - first
     counts = page_counts_of(seq_lens, size)
-    page_indptr = np.zeros(rows + 1, np.int32)
+    page_indptr = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=page_indptr[1:])
     return WindowedBatch(
-        block_table,
-        first_pages,
         query_start_loc=batch.query_start_loc,
         seq_lens=seq_lens,
         num_computed_tokens=batch.num_computed_tokens - first,
-        slot_mapping=slots_of(block_table, np.repeat(np.arange(rows), batch.query_lens), batch.positions, size),
+        slot_mapping=slots_of(block_table, np.repeat(rows, batch.query_lens), batch.positions, size),
         positions=batch.positions,
         page_size=size,
         other_groups=(),
         page_counts=counts,
         page_indptr=page_indptr,
-        page_indices=listed_pages(block_table, first_pages, counts),
+        page_indices=listed_pages(block_table, rows, first_pages, counts),
     )

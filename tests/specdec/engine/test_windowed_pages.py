@@ -17,7 +17,7 @@ from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables, most_owned_pages
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.admission import Admission
-from specdec.engine.scheduler import Scheduler
+from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.errors import CacheTooSmallError
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
@@ -36,7 +36,7 @@ class Windowed(Scheduler):
         config = EngineConfig(DRAFTS, LONGEST, SEQS, BUDGET, PAGE, num_pages, windowed=(pool,))
         self.table = RowTable(SEQS, LONGEST)
         pages, head = (BlockTables(n, SEQS, LONGEST, PAGE) for n in (num_pages, config.num_head_pages))
-        windowed = WindowedTables(windowed_pages, SEQS, LONGEST, PAGE, WINDOW)
+        windowed = windowed_tables(config, pool)
         super().__init__(config, self.table, pages, head, windowed_pages=(windowed,))
 
     @property
@@ -92,7 +92,7 @@ class Rounds:
         self.check(schedule.rows, start, schedule.num_new + schedule.num_drafts)
         target = target_arrays(
             schedule, table, scheduler.target_pages.table, PAGE,
-            windowed=[WindowedTable(WINDOW, scheduler.near.table)],
+            windowed=(WindowedTable(WINDOW, scheduler.near.table, schedule.rows),),
         )  # fmt: skip
         target.inputs.batch.validate()
         target.inputs.batch.other_groups[0].validate()

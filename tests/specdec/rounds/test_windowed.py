@@ -34,6 +34,14 @@ def table(rows: int, page_size: int, first: int) -> np.ndarray:
     return np.arange(first, first + rows * width, dtype=np.int32).reshape(rows, width)
 
 
+def group_table(page_size: int, window: int) -> np.ndarray:
+    """As a group has it: a row more, and room for padding tokens."""
+    width = -(-(LONGEST + DRAFTS + 1) // page_size)
+    pages = np.arange(10000 * window, 10000 * window + (ROWS + 1) * width, dtype=np.int32).reshape(ROWS + 1, width)
+    pages[-1] = 0
+    return pages
+
+
 def target_of(rows: list[tuple[int, int]], page_size: int, windows: tuple[int, ...] = WINDOWS) -> TargetArrays:
     start, drafts = (np.array([row[i] for row in rows], np.int64) for i in (0, 1))
     ones, count = np.ones(len(rows), np.int64), len(rows)
@@ -51,7 +59,7 @@ def target_of(rows: list[tuple[int, int]], page_size: int, windows: tuple[int, .
         following=ones,
         page_size=page_size,
         request_rows=np.arange(count),
-        windowed=tuple(WindowedTable(w, table(count, page_size, 10000 * w)) for w in windows),
+        windowed=tuple(WindowedTable(w, group_table(page_size, w), np.arange(count)[::-1]) for w in windows),
     )
 
 

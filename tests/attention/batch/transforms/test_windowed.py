@@ -50,7 +50,7 @@ def attended(
     whole = rows_batch(starts, np.array(computed), tables.table, page)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(windowed_module, "TILE_KEYS", tile)
-        batch = windowed_batch(whole, tables.table, window)
+        batch = windowed_batch(whole, tables.table, np.arange(rows), window)
         batch.validate()
         most = max(most_listed_pages(window, n, page) for n in lens)
         assert int(batch.page_counts.max()) <= most
