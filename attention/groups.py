@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
@@ -21,7 +22,7 @@ from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVFormat, LayerKV
 from attention.errors import InvalidInputError
-from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
+from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
 from attention.spec import AttentionSpec
 
 
@@ -95,6 +96,55 @@ class PlannedGroups:
     groups: tuple[PlannedBatch, ...]
 
 
+class Runner(Protocol):
+    """The attention of a model's layers: a `GroupRunner`, or a `GroupedRunner` where they are in several groups."""
+
+    @property
+    def runners(self) -> tuple[GroupRunner, ...]:
+        """Of each group, the first first."""
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Cache tensors in the order of the model's layers."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `AttentionBackend.batch_invariant`."""
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """Kernels that are built in the background."""
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Planned:
+        """Plan a batch. No device synchronisation."""
+
+    def blank(self, metadata: CommonAttentionMetadata) -> Planned:
+        """See `GroupRunner.blank`."""
+
+    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> Planner:
+        """See `GroupRunner.fixed_planner`."""
+
+    def attend(
+        self,
+        planned: Any,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `layer` of the model; planned: what `plan` or a planner of it gave. See `GroupRunner.attend`."""
+
+
+Planned = PlannedBatch | PlannedGroups
+"""A batch that a `Runner` has planned."""
+
+
 class GroupedPlanner:
     """A `FixedPlanner` of every group."""
 
@@ -166,7 +216,7 @@ class GroupedRunner:
         """See `GroupRunner.blank`."""
         return PlannedGroups(metadata, tuple(runner.blank(metadata) for runner in self.runners))
 
-    def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> GroupedPlanner:
+    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> GroupedPlanner:
         """A planner of every group, see `GroupRunner.fixed_planner`; `beside` is for the first group's."""
         first, *others = self.runners
         own = (first.fixed_planner(rows, query_len, beside), *(g.fixed_planner(rows, query_len) for g in others))
@@ -193,7 +243,7 @@ def runner_of(
     windowed: Sequence[tuple[int, int]],
     dtype: torch.dtype,
     device: torch.device,
-) -> GroupRunner | GroupedRunner:
+) -> Runner:
     """The attention of a group of all layers, divided where there are windowed groups. See `GroupedRunner`."""
     if not windowed:
         return GroupRunner(backend, group, dtype, device)

@@ -13,11 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from attention.groups import GroupedRunner, PlannedGroups
+from attention.groups import Planned, Runner
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.probe import AttentionCall, probe
-from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import FINAL_NORM
 from specdec.errors import (
     UNNAMED_ERRORS,
@@ -247,7 +246,7 @@ class Target:
     def __init__(
         self,
         probed: TargetProbe,
-        runner: GroupRunner | GroupedRunner,
+        runner: Runner,
         aux_layers: tuple[int, ...],
         max_tokens: int,
     ) -> None:
@@ -269,7 +268,7 @@ class Target:
     def forward(
         self,
         token_ids: torch.Tensor,
-        planned: PlannedBatch | PlannedGroups,
+        planned: Planned,
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
