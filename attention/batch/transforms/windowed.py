@@ -92,14 +92,14 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, 
     """
     size = batch.page_size
     first = first_listed(batch.num_computed_tokens, window, size)
-    first_pages, seq_lens = first // size, batch.seq_lens - first
+    first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)
     counts = page_counts_of(seq_lens, size)
     page_indptr = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(counts, out=page_indptr[1:])
     return WindowedBatch(
         query_start_loc=batch.query_start_loc,
         seq_lens=seq_lens,
-        num_computed_tokens=batch.num_computed_tokens - first,
+        num_computed_tokens=(batch.num_computed_tokens - first).astype(np.int32),
         slot_mapping=slots_of(block_table, np.repeat(rows, batch.query_lens), batch.positions, size),
         positions=batch.positions,
         page_size=size,

@@ -88,6 +88,8 @@ def test_a_fixed_shape_lists_the_pages_of_a_ragged_round(
             for number, (group, right) in enumerate(zip(batch.other_groups, ragged, strict=True), 1):
                 group.validate()
                 right.validate()
+                for name in ("seq_lens", "num_computed_tokens", "page_indptr", "page_indices", "query_start_loc"):
+                    assert getattr(group, name).dtype == getattr(right, name).dtype == np.int32, name
                 count = len(rows)
                 assert group.seq_lens[:count].tolist() == right.seq_lens.tolist()
                 assert group.num_computed_tokens[:count].tolist() == right.num_computed_tokens.tolist()
