@@ -5,7 +5,6 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -14,6 +13,7 @@ import numpy as np
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from drafters.loops.lengths import draft_room, tokens_accepted
+from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -246,15 +246,11 @@ def target_after(
     )
 
 
-def empty_target(page_size: int, windows: Sequence[int] = (), query_len: int = 1) -> TargetArrays:
-    """A verification without rows: padded to rows of `query_len` tokens, it is what graphs are captured on.
-
-    windows: of the further cache groups.
-    """
+def empty_target(config: EngineConfig) -> TargetArrays:
+    """A verification without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    nobody = np.zeros((1, query_len), np.int32)
-    groups = tuple(WindowedTable(window, nobody, none) for window in windows)
-    return TargetArrays(
-        none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none, windowed=groups
-    )
+    nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
+    windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
+    lens = (none, none, none, 0, tokens, none)
+    return TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed)
