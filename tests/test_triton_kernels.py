@@ -108,7 +108,7 @@ def test_packed_attention(
     scratch = Scratch.on(torch.device("cpu"), query_len * heads[0] // heads[1], dim)
     for x in (scratch.sums, scratch.stats):
         x.fill_(torch.nan)
-    launch_packed(query, layer, key, *args, out, scratch)
+    launch_packed(query, layer, key, *args, out, scratch, query_len)
     assert not scratch.arrived.any()
     keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
     for row, length in enumerate(lengths):

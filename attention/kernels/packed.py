@@ -224,22 +224,22 @@ def launch_packed(
     last_page_len: torch.Tensor,
     out: torch.Tensor,
     scratch: Scratch,
+    query_len: int,
 ) -> None:
-    """Attend, causally, B rows with equally many tokens each.
+    """Attend, causally, B rows with `query_len` tokens each.
 
     Args:
-        query: [B·q, Hq, D], the last dimension contiguous, and out: the same, contiguous.
+        query: [B·query_len, Hq, D], the last dimension contiguous, and out: the same, contiguous; anything may follow.
         page_indptr: [B+1] int32; page_indices: int32, the pages of all rows; last_page_len: [B] int32.
         scratch: for as many queries a row.
     """
     rows = len(last_page_len)
-    tokens = len(query) // rows
     pages, (slot, head) = layer.keys, layer.slot_and_head
     if checking():
-        require(len(query) == rows * tokens, f"{len(query)} tokens are not {rows} equal rows")
+        require(len(query) >= rows * query_len, f"{len(query)} tokens are no {rows} rows of {query_len}")
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(pages.stride() == layer.values.stride(), "keys and values lie differently")
-    heads, width = key.num_kv_heads, _width(tokens * (key.num_q_heads // key.num_kv_heads))
+    heads, width = key.num_kv_heads, _width(query_len * (key.num_q_heads // key.num_kv_heads))
     tiles = tiling(rows * heads, width, scratch.multiprocessors, scratch.shared_bytes)
     wanted = max(1, tiles.each * scratch.multiprocessors // heads)
     if checking():
@@ -256,7 +256,7 @@ def launch_packed(
         scratch.stats,
         scratch.arrived,
         key.scale * math.log2(math.e),
-        tokens,
+        query_len,
         query.stride(0),
         query.stride(1),
         pages.stride(0),
