@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 
 from attention.backends.reference import attend as dense_attend
+from attention.errors import InvalidInputError
 from drafters.base import Attend, Head
 from drafters.mtp.stack import MtpStack
 
@@ -29,6 +30,7 @@ def oracle_drafts(
     aux_hidden_states: torch.Tensor,
     num_drafts: int,
     choose: ChooseDraft = most_probable,
+    only_last: bool = False,
 ) -> list[int]:
     """Drafts after a committed prefix, recomputed without a cache.
 
@@ -36,16 +38,25 @@ def oracle_drafts(
         token_ids: [L+1] int64: the prefix t_0 … t_L, t_L being the bonus token (sampled, not yet read by the target).
         aux_hidden_states: [L, A·Ht] true target states at positions 0 … L-1.
         num_drafts: how many drafts to make. choose: how; sampled drafts are drawn with the uniform of their position.
+        only_last: attend for the last position alone, in L steps instead of L². Of a head with one attention layer no
+            other position's attention reaches a draft; for prefixes too long for an [L, L] mask.
 
     Returns:
         Target-vocabulary ids of drafts 1 … num_drafts.
+
+    Raises:
+        InvalidInputError: `only_last` for a head with several attention layers.
     """
+    if only_last and len(head.attention_specs) > 1:
+        raise InvalidInputError(
+            f"only_last is for heads with one attention layer; this one has {len(head.attention_specs)}"
+        )
     hidden = head.fuse(aux_hidden_states)  # [L, H]
     ids = token_ids[1:]
     drafts: list[int] = []
     for _ in range(num_drafts):
         positions = torch.arange(len(ids), device=ids.device)
-        x = head.forward(ids, hidden, positions, _full_attend(head, len(ids)))
+        x = head.forward(ids, hidden, positions, _full_attend(head, len(ids), 1 if only_last else len(ids)))
         last = x[-1:]
         chosen = choose(len(token_ids) + len(drafts), head.logits(last))
         drafts.append(int(head.to_target_ids(chosen)[0]))
@@ -85,15 +96,19 @@ def oracle_module_drafts(
     return drafts
 
 
-def _full_attend(head: Head, length: int) -> Attend:
+def _full_attend(head: Head, length: int, queries: int | None = None) -> Attend:
+    """Attention over `length` positions, of the last `queries` of them (default all); 0 for the others."""
+    first = 0 if queries is None else length - queries
+
     def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         attention_spec = head.attention_specs[layer]
         position = torch.arange(length, device=query.device)
-        mask = position <= position[:, None]
+        mask = position <= position[first:, None]  # [queries, L]
         if attention_spec.window is not None:
-            mask &= position > position[:, None] - attention_spec.window
-        q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))
-        out = dense_attend(q, k, v, mask[None, None], attention_spec)  # [1, Hq, L, Dv]
-        return out[0].transpose(0, 1).to(query.dtype)
+            mask &= position > position[first:, None] - attention_spec.window
+        q, k, v = (states.transpose(0, 1)[None] for states in (query[first:], key, value))
+        out = dense_attend(q, k, v, mask[None, None], attention_spec)  # [1, Hq, queries, Dv]
+        own = out[0].transpose(0, 1).to(query.dtype)
+        return own if not first else torch.cat([own.new_zeros(first, *own.shape[1:]), own])
 
     return attend
