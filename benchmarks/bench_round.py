@@ -6,6 +6,12 @@ Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is t
 and resampling kernels run; their result is replaced on the device afterwards (`benchmarks.synthetic`). A step is the
 wall time between two completed device-to-host reads of a full batch.
 
+With --long the first row of every batch has a prompt of so many tokens, for the others --prompt holds; it is read before
+them, so that all rows decode together. For a row of 65,536 keys beside 15 short ones, at two shapes:
+
+    python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.json
+    python -m benchmarks.bench_round --shape deepseek-v2-lite --drafts 3 --rows 16 --long 65536 --repeats 2 --trace "" ...
+
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
 """
 
@@ -145,10 +151,31 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
     return SpeculativeModel(probe_target(pair.target), Tokenizer(), head, backend, config, True)
 
 
-def prompts(rows: int, lengths: tuple[int, int], vocab: int) -> list[list[int]]:
-    """Random prompts with lengths from `lengths[0]` to `lengths[1]`."""
+def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = None) -> list[list[int]]:
+    """Random prompts with lengths from `lengths[0]` to `lengths[1]`; the first one of `long` tokens where that is given.
+
+    >>> [len(ids) for ids in prompts(3, (4, 4), 9, 20)]
+    [20, 4, 4]
+    """
     rng = np.random.default_rng(1)
-    return [rng.integers(0, vocab, n).tolist() for n in rng.integers(lengths[0], lengths[1] + 1, rows)]
+    sizes = rng.integers(lengths[0], lengths[1] + 1, rows)
+    if long is not None:
+        sizes[0] = long
+    return [rng.integers(0, vocab, n).tolist() for n in sizes]
+
+
+def sizes_of(
+    drafts: int, batches: list[int], prompt: int, new_tokens: int, long: int | None, page_size: int = 16
+) -> EngineConfig:
+    """An engine for batches of so many rows, with pages for `prompt` and `new_tokens` tokens a row, and for one long one.
+
+    >>> [sizes_of(5, [8, 16], 512, 256, long).num_pages for long in (None, 65_536)]
+    [785, 4849]
+    """
+    short, longest = prompt + new_tokens + 16, max(prompt, long or 0) + new_tokens + 16
+    rows = max(batches)
+    pages = (rows - 1) * -(-short // page_size) + -(-longest // page_size) + 1
+    return EngineConfig(drafts, longest, rows, max(8192, rows * (drafts + 1)), page_size, pages)
 
 
 def measure(
@@ -181,9 +208,9 @@ def measure(
 
 
 def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) -> dict[str, Any]:
-    """The least time of a round, and the experts that it counts."""
+    """The least time of a round, and the experts that it counts. Of rows of any lengths the mean counts: bytes add up."""
     rows = len(sequences)
-    context = sum(map(len, sequences)) // rows - new_tokens // 2
+    context = sum(map(len, sequences)) / rows - new_tokens / 2
     experts = pair.experts(sequences, drafts, new_tokens)
     found: dict[str, Any] = {"floor_ms": pair.floor_ms(rows, drafts, context, experts)}
     if experts[0].layers:
@@ -258,6 +285,7 @@ def measured(
 @click.option("--drafts", type=int, default=5, show_default=True, help="K; 0 is no speculation.")
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
+@click.option("--long", "long_prompt", type=click.IntRange(1), help="Prompt of the first row; default as the others.")
 @click.option("--new-tokens", type=int, default=256, show_default=True)
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
@@ -276,6 +304,7 @@ def main(
     drafts: int,
     rows: str,
     prompt: tuple[int, int],
+    long_prompt: int | None,
     new_tokens: int,
     repeats: int,
     acceptance: float,
@@ -294,10 +323,7 @@ def main(
     pair = random_pair(shape, torch.bfloat16, torch.device("cuda"))
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
-    length = prompt[1] + new_tokens + 16
-    pages = max(batches) * -(-length // 16) + 1
-    tokens = max(8192, max(batches) * (drafts + 1))
-    config = EngineConfig(drafts, length, max(batches), tokens, 16, pages)
+    config = sizes_of(drafts, batches, prompt[1], new_tokens, long_prompt)
     vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
     kind, read = Kind(sampled, greedy_share), Moments()
     model = engine(pair, config, backend, plan_from)
@@ -310,15 +336,17 @@ def main(
     common |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, "start_s": start_s, **provenance()}
     common |= {"sampled": True, "greedy_share": greedy_share} if sampled else {}
     common |= {} if entropy is None else {"entropy": entropy}
+    common |= {} if long_prompt is None else {"long": long_prompt}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
     lines: list[dict[str, Any]] = []
     try:
         for batch in batches:
-            ids = prompts(batch, prompt, vocab)
+            ids = prompts(batch, prompt, vocab, long_prompt)
             lines.append(common | {"rows": batch} | measured(model, read, pair, ids, kind, new_tokens, repeats))
         for line in lines:  # last: once CUPTI has been on, a process launches every graph slowly
             if str(line["rows"]) in trace.split(","):
-                ids, params = prompts(line["rows"], prompt, vocab), kind.params(line["rows"], new_tokens)
+                ids = prompts(line["rows"], prompt, vocab, long_prompt)
+                params = kind.params(len(ids), new_tokens)
                 with full_rounds(model, read, ids, params) as go_on:
                     line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
     finally:

@@ -118,10 +118,12 @@ class Pair:
         layers = max(verify.layers, 1)
         return verify, verify.scaled(1 / layers), step.scaled(1 / layers)
 
-    def floor_ms(self, rows: int, drafts: int, context: int, experts: tuple[ExpertWork, ...]) -> float:
+    def floor_ms(self, rows: int, drafts: int, context: float, experts: tuple[ExpertWork, ...]) -> float:
         """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate.
 
-        Of experts, only the weights of those that were chosen count. Every draft is a pass of the head, and each later
+        context: keys a row, the mean of rows of any lengths. Attention's operations do not count: 6 queries of 4 heads
+        over a key are 12 operations a byte, a sixteenth of what a GPU makes in the time of that byte. Of experts, only
+        the weights of those that were chosen count. Every draft is a pass of the head, and each later
         one of several modules has a pass more, in the draft prefill; of that only memory counts.
         """
         verify, first, step = experts
