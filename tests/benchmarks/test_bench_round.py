@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
-from benchmarks.bench_round import Kind, Moments, full_rounds
+from benchmarks.bench_round import Kind, Moments, floor, full_rounds
+from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
 from specdec.acceptance.packed import Outcome
 
 
@@ -69,3 +71,14 @@ def test_too_few_tokens_for_full_rounds_are_refused() -> None:
     made = full_rounds(Rows(read), read, [[1], [1]], Kind().params(2, 40))  # type: ignore[arg-type]
     with made as go_on, pytest.raises(ValueError, match="40 new tokens leave 4 rounds of 2 decoding rows"):
         go_on(30)
+
+
+def test_the_floor_of_uneven_rows_counts_every_key() -> None:
+    """Of one long row beside short ones it is that of the weights, and of all rows' keys and values."""
+    pair, drafts = random_pair("tiny", torch.float32, torch.device("cpu")), 3
+    rows = [[1] * 9000, [1] * 37, [1] * 44]
+    experts = pair.experts(rows, drafts, 20)
+    of_target, of_head = pair.cache_bytes
+    keys = sum(len(row) - 10 for row in rows)
+    more = floor(pair, rows, drafts, 20)["floor_ms"] - pair.floor_ms(3, drafts, 0, experts)
+    assert more == pytest.approx(1e3 * keys * (of_target + drafts * of_head) / COPY_BYTES_PER_S)

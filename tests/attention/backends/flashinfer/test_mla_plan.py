@@ -82,10 +82,8 @@ def walk(arrays: Arrays, tiles: Tiles, heads: int) -> dict[int, list[tuple[int, 
     return written
 
 
-@pytest.mark.slow
-@settings(max_examples=60)
-@given(ROWS, HEADS, SMS)
-def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
+def check_plan(rows: list[tuple[int, int]], heads: int, sms: int) -> SplitKV:
+    """Every (token, head) pair reads every key that it sees once, and the arrays say where the rows' pages are."""
     host = host_batch(rows)
     tiles, split, _, arrays = planned(host, heads, sms)
     assert len(split.tile) <= tiles.most_items
@@ -100,6 +98,24 @@ def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int
     count = len(split.tile)
     assert (arrays["kv_indptr"][:count] == host.page_indptr[split.row]).all()
     assert (arrays["kv_len"][:count] == host.seq_lens[split.row]).all()
+    return split
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@given(ROWS, HEADS, SMS)
+def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
+    check_plan(rows, heads, sms)
+
+
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("query_len", [1, 4])
+def test_a_row_of_65_536_keys_beside_short_ones(query_len: int, heads: int) -> None:
+    """Its KV chunks go to most clusters, and their partial results fit the workspace (see `walk`)."""
+    rows = [(query_len, 65_536 - query_len), *((query_len, n) for n in (5, 800, 16, 300, 37, 1200, 64))]
+    split = check_plan(rows, heads, 132)
+    busy = int((np.diff(split.starts) > 0).sum())
+    assert busy > 0.6 * (len(split.starts) - 1)
 
 
 @pytest.mark.slow

@@ -67,6 +67,21 @@ def test_every_plan_fits(heads: tuple[int, int], dim: int) -> None:
                 assert plan(key, ragged, pages, page_size, graph=False).nbytes <= split_bytes(key, SMS)
 
 
+@pytest.mark.parametrize("heads", [(32, 8), (128, 1), (71, 1), (8, 8)])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_row_of_65_536_keys_beside_short_ones_fits(heads: tuple[int, int], page_size: int) -> None:
+    """A long row is split into more parts, but there are no more blocks for them than in any other batch."""
+    key, rng = AttentionSpec(*heads, 128, 128, scale=1.0), np.random.default_rng(0)
+    for rows in (1, 2, 16, 33, 128):
+        pages = rng.integers(1, 1 + 1200 // page_size, rows)
+        pages[0] = 65_536 // page_size
+        for query_len in (1, 6, 17):
+            fixed = plan(key, np.full(rows, query_len), pages, page_size, graph=True)
+            assert fixed.nbytes <= split_bytes(key, SMS, rows, query_len)
+            assert 0 < fixed.used <= fixed.reserved
+            assert plan(key, np.full(rows, query_len), pages, page_size, graph=False).nbytes <= split_bytes(key, SMS)
+
+
 def test_the_constant_of_old_was_not_enough_for_every_batch() -> None:
     """More than 256 MiB: one KV head, 128 query heads, 31 drafts, 200 rows."""
     key = AttentionSpec(128, 1, 128, 128, scale=1.0)
