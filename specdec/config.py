@@ -51,6 +51,7 @@ class EngineConfig:
     seed: int = 0
     draft_sampling: str = "probabilistic"
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
+    enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

@@ -219,6 +219,12 @@ class LoadOptions:
             Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
         ),
     )
+    enable_prefix_caching: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(), "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible."
+        ),
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),

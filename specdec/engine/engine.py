@@ -12,7 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from attention.cache.pages import BlockTables
+from attention.cache.pages import BlockTables, PageAllocator
+from attention.cache.prefix import PrefixCache
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
@@ -20,12 +21,14 @@ from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
+from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
+from specdec.execution.verification import DraftedVerification
 from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
@@ -76,12 +79,20 @@ class Engine:
         self._admission = Admission(target, tokenizer, config, eos_token_ids, capacity)
 
     def _start(self, waiting: list[Request]) -> None:
-        """Empty tables, all pages free, and these requests waiting."""
+        """Empty tables, all pages free, nothing cached, and these requests waiting."""
         c, drafter = self.config, self._drafter
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
-        head_pages = None if drafter is None else self._pages(c.num_head_pages)
+        num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules)
+        cache = None
+        if c.enable_prefix_caching:
+            cache = PrefixCache(c.page_size, c.num_pages, num_head_pages, num_modules)
+        pages = self._pages(c.num_pages, None if cache is None else cache.pages)
+        head_pages = None
+        if num_head_pages is not None:
+            head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
+        self._prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, num_modules)
+        self.scheduler = Scheduler(c, self.table, pages, head_pages, num_modules, self._prefixes, self._counters)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()
@@ -92,9 +103,9 @@ class Engine:
         num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
-    def _pages(self, num_pages: int) -> BlockTables:
+    def _pages(self, num_pages: int, allocator: PageAllocator | None) -> BlockTables:
         c = self.config
-        return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
+        return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size, allocator)
 
     @property
     def stats(self) -> EngineStats:
@@ -167,6 +178,12 @@ class Engine:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
         return self._admission.check(token_ids, params)
 
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""
+        if self._prefixes is not None:
+            with self._change:
+                self._prefixes.clear()
+
     def abort(self, request_ids: Sequence[int]) -> None:
         """Forget requests, wherever they are; their rows and pages are free at once."""
         with self._change:
@@ -191,7 +208,8 @@ class Engine:
             outcome = self._read(current)  # the round's one device-to-host read
             draft = self._launcher.draft_steps(current, outcome)  # the draft prefill is done: the device goes on
             upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
-            committed = commit(current.schedule, current.target, outcome, self.table)
+            head_has_read = isinstance(current.verification, DraftedVerification)
+            committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
             owners = self._retire(current, committed)
             self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts

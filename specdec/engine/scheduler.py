@@ -9,11 +9,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.cache.pages import BlockTables
+from attention.cache.prefix import NOTHING, Found
 from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig
 from specdec.engine.faults import Isolated
+from specdec.engine.prefixes import Prefixes
+from specdec.engine.stats import Counters
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
@@ -51,11 +54,17 @@ class Scheduler:
         target_pages: BlockTables,
         head_pages: BlockTables | None,
         num_modules: int = 1,
+        prefixes: Prefixes | None = None,
+        counters: Counters | None = None,
     ) -> None:
-        """num_modules: M of a drafter of several multi-token-prediction modules, else 1."""
+        """num_modules: M of a drafter of several multi-token-prediction modules, else 1. prefixes: of the prefix cache
+        over the same rows and pages; None without one. counters: what is counted of it.
+        """
         self._config = config
         self._table = table
         self._num_modules = num_modules
+        self._prefixes = prefixes
+        self._counters = counters or Counters()
         self.target_pages = target_pages
         self.head_pages = head_pages
         self.waiting: deque[Request] = deque()
@@ -74,6 +83,8 @@ class Scheduler:
         if checking():
             for pages in pools:
                 pages.validate()
+            if self._prefixes is not None:
+                self._prefixes.cache.validate()
         rows = self._config.max_num_seqs - self._table.num_free
         return Usage(requests, len(self.waiting), len(self.running), rows, *(pages.num_used for pages in pools))
 
@@ -88,6 +99,8 @@ class Scheduler:
         """
         schedule = self._running_rows()
         if self._reserved(schedule):
+            if self._prefixes is not None:
+                self._prefixes.register_read(schedule.rows[schedule.num_drafts > 0])
             schedule = self._with_admitted(schedule)
         else:
             while not self._reserved(schedule):
@@ -192,6 +205,8 @@ class Scheduler:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
             size(self.head_pages, rows, wanted)
+        if checking() and self._prefixes is not None:
+            self._prefixes.check_writable(rows)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -199,27 +214,38 @@ class Scheduler:
             return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
         budget = self._prefill_budget(schedule.num_tokens - reads) - reads
-        rows, chunks, promised = [], [], 0
-        while self.waiting and budget > 0 and self._table.num_free:
+        rows: list[int] = []
+        chunks: list[int] = []
+        later: list[Request] = []
+        promised = 0
+        while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting[0]
             prefill, drafts = self._entry(request)
-            promised += self.target_pages.pages_for(len(request.committed) + max(drafts, 1))
-            if promised > self.target_pages.allocator.num_free:
+            found = NOTHING if self._prefixes is None else self._prefixes.find(request, prefill)
+            if self._prefixes is not None and self._prefixes.worth_waiting(request, prefill, found):
+                later.append(self.waiting.popleft())
+                continue
+            own = self.target_pages.pages_for(len(request.committed) + max(drafts, 1)) - len(found.pages)
+            if promised + own + self._num_idle(found) > self.target_pages.allocator.num_free:
                 break
+            promised += own
             with Isolated() as fault:
-                self._open(request, prefill)
+                self._open(request, prefill, found)
             self.waiting.popleft()
             if fault.error is not None:
+                promised -= own
                 self.refused.append((request, fault.error))
                 continue
             rows.append(request.row)
-            chunks.append(min(prefill, budget))
+            chunks.append(min(int(self._table.pending(np.array([request.row]))[0]), budget))
             budget -= chunks[-1]
-        self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64), False)
+        self.waiting.extendleft(reversed(later))
+        admitted, lens = np.array(rows, np.int64), np.array(chunks, np.int64)
+        self._reserve(admitted, self._table.computed[admitted] + lens, False)
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
-            np.concatenate([schedule.rows, np.array(rows, np.int64)]),
-            np.concatenate([schedule.num_new, np.array(chunks, np.int64)]),
+            np.concatenate([schedule.rows, admitted]),
+            np.concatenate([schedule.num_new, lens]),
             np.concatenate([schedule.num_drafts, no_drafts]),
         )
 
@@ -236,7 +262,12 @@ class Scheduler:
         drafts = int(self._drafts_at(np.array(length - 1), np.array(request.num_drafts), np.array(request.limit)))
         return (length - 1, drafts) if drafts else (length, 0)
 
-    def _open(self, request: Request, prefill: int) -> None:
+    def _num_idle(self, found: Found) -> int:
+        """Pages of `found` that count as free until they are held."""
+        return 0 if self._prefixes is None else self._prefixes.cache.num_idle(found)
+
+    def _open(self, request: Request, prefill: int, found: Found) -> None:
+        page_size = self._config.page_size
         request.row = self._table.open(
             request.committed,
             request.limit,
@@ -245,8 +276,16 @@ class Scheduler:
             request.params,
             request.eos_token_ids,
             prefill,
+            len(found.pages) * page_size,
         )
-        request.times.admitted = request.times.admitted or time.perf_counter()
+        if self._prefixes is not None:
+            self._prefixes.enter(request, found)
+        if not request.times.admitted:
+            request.times.admitted = time.perf_counter()
+            request.prefix_hit_tokens = found.num_pages * page_size
+            request.cached_tokens = len(found.pages) * page_size
+            if self._prefixes is not None and request.params.cache_prefix:
+                self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
     def _preempt(self, request: Request) -> None:
@@ -258,6 +297,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _close(self, request: Request) -> None:
+        if self._prefixes is not None:
+            self._prefixes.leave(request.row)
         self.target_pages.release(request.row)
         if self.head_pages is not None:
             self.head_pages.release(request.row)

@@ -68,6 +68,7 @@ class TargetArrays:
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         request_rows: [B] RowTable rows.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
+        begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
     """
 
     start: np.ndarray
@@ -84,6 +85,7 @@ class TargetArrays:
     page_size: int
     request_rows: np.ndarray
     sources: np.ndarray | None = None
+    begins: np.ndarray | None = None
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -180,6 +182,7 @@ def target_arrays(
         page_size=page_size,
         request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
+        begins=table.begin[rows],
     )
 
 
@@ -213,6 +216,7 @@ def target_after(
         following=target.following,
         page_size=target.page_size,
         request_rows=target.request_rows,
+        begins=target.begins,
     )
 
 

@@ -289,7 +289,7 @@ def _not_shifted(module: int, *place: Any) -> HostBatch:
 
 
 def _not_split(
-    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, table: np.ndarray, page_size: int
+    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, table: np.ndarray, page_size: int, *_: Any
 ) -> HostBatch:
     return shifted_batch(0, query_start_loc, np.maximum(first_positions - module, 0), table, page_size)
 

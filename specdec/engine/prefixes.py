@@ -1,0 +1,159 @@
+"""Which pages requests take from the prefix cache, and which they leave in it.
+
+What is cached, and when:
+
+- The pages of a prompt are registered while it is read in chunks: before each schedule, those that committed rounds
+  have written whole, and that the head has read (or will, in the draft loop that this schedule starts, before any round
+  that the schedule lets in).
+- The pages of generated tokens are registered when the request gives up its row: at its end, at an abort, at a
+  preemption. So a round that only decodes does nothing here. Rejected drafts are in no page: only committed tokens are.
+- A request without drafts leaves no pages of the head; one that drafts takes only pages that a head has read.
+- After a failed or interrupted round rows and pages are made anew, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attention.cache.pages import BlockTables
+from attention.cache.prefix import NOTHING, Found, PrefixCache
+from specdec.requests.request import Request
+from specdec.rounds.rows import RowTable
+
+
+class Prefixes:
+    """The prefix cache of one scheduler's rows.
+
+    A row *owes* pages while it reads tokens whose pages it has not registered yet: waiting requests that begin with
+    the same tokens wait for them, rather than read them, too.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        table: RowTable,
+        target_pages: BlockTables,
+        head_pages: BlockTables | None,
+        num_following: int = 1,
+    ) -> None:
+        """target_pages, head_pages: over the cache's allocators. num_following: see `PrefixCache`."""
+        self.cache = cache
+        self._table = table
+        self._target_pages = target_pages
+        self._head_pages = head_pages
+        self._num_following = num_following
+        self._sharing: set[int] = set()
+        self._owing: dict[int, int] = {}
+
+    def find(self, request: Request, prefill: int) -> Found:
+        """What a waiting request begins with that reads `prefill` tokens before it decodes."""
+        if not request.params.cache_prefix:
+            return NOTHING
+        return self.cache.find(request.committed[:prefill], self._drafts(request.num_drafts))
+
+    def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
+        """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
+        if not self._owing or not request.params.cache_prefix:
+            return False
+        size, drafts = self.cache.page_size, self._drafts(request.num_drafts)
+        tokens, rows = request.committed[:prefill], self._table
+        for row, registered in self._owing.items():
+            if drafts and not rows.drafts[row]:
+                continue
+            stop = min(prefill, int(rows.prefill[row])) // size * size
+            begin = found.num_pages * size
+            if registered > found.num_pages or stop <= begin:
+                continue
+            if (tokens[begin : begin + size] != rows.tokens[row, begin : begin + size]).any():
+                continue
+            differs = np.flatnonzero(tokens[:stop] != rows.tokens[row, :stop])
+            shared = int(differs[0] if len(differs) else stop) // size
+            if self.cache.num_taken(shared, prefill, drafts) > len(found.pages):
+                return True
+        return False
+
+    def enter(self, request: Request, found: Found) -> None:
+        """A request got a row: it holds what was found, and will register what it reads."""
+        row, pages = request.row, len(found.pages)
+        if not request.params.cache_prefix:
+            return
+        self.cache.hold(found)
+        self._target_pages.begin(row, found.pages)
+        if self._head_pages is not None:
+            self._head_pages.begin(row, found.head_pages)
+        self._sharing.add(row)
+        if int(self._table.prefill[row]) // self.cache.page_size > pages:
+            self._owing[row] = pages
+
+    def register_read(self, drafting: np.ndarray) -> None:
+        """Register what rows have read of their prompts.
+
+        Args:
+            drafting: rows of the next round that have drafts. Their head, and that of rows that go on reading, gets to
+                the end of what was committed before any later round.
+        """
+        if not self._owing:
+            return
+        table = self._table
+        reading = np.array(list(self._owing), np.int64)
+        reads_on = np.concatenate([reading[table.prefilling(reading)], drafting])
+        table.head_computed[reads_on] = table.computed[reads_on]
+        for row, registered in list(self._owing.items()):
+            target, head = self._final(row)
+            final = min(target, head) if self._drafts(int(table.drafts[row])) else target
+            if final > registered:
+                self._register(row, final, final)
+                self._owing[row] = final
+            if final >= table.prefill[row] // self.cache.page_size:
+                del self._owing[row]
+
+    def leave(self, row: int) -> None:
+        """A row is about to give up its pages: register all that are final."""
+        if row not in self._sharing:
+            return
+        self._sharing.remove(row)
+        self._owing.pop(row, None)
+        target, head = self._final(row)
+        self._register(row, target, min(target, head))
+
+    def clear(self) -> None:
+        """Forget everything, and register nothing of rows that run now."""
+        self.cache.clear()
+        self._sharing.clear()
+        self._owing.clear()
+
+    def check_writable(self, rows: np.ndarray) -> None:
+        """Whether the next round of these rows writes to pages of their own alone.
+
+        Raises:
+            InvariantError: to a page that is registered, or that another row holds.
+        """
+        size, table = self.cache.page_size, self._table
+        for row in rows.tolist():
+            begin = int(table.computed[row])
+            self.cache.pages.check_writable(self._target_pages.pages_of(row)[begin // size :])
+            if self._head_pages is not None and self.cache.head_pages is not None:
+                begin = max(begin - self._num_following + 1, int(table.begin[row]))  # of the last module
+                self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
+
+    def _drafts(self, num_drafts: int) -> bool:
+        return num_drafts > 0 and self._head_pages is not None
+
+    def _final(self, row: int) -> tuple[int, int]:
+        """Pages of a row whose entries will not change: the target's, and the head's.
+
+        A row whose last tokens were dropped at an eos id has computed more than is committed. Module M-1's entry at p
+        is there once the states before p + M are read.
+        """
+        table, size = self._table, self.cache.page_size
+        committed = int(table.length[row])
+        target = min(int(table.computed[row]), committed)
+        head = min(int(table.head_computed[row]), committed - 1) - self._num_following + 1
+        return target // size, max(head, 0) // size
+
+    def _register(self, row: int, num_pages: int, num_head_pages: int) -> None:
+        heads: list[int] = []
+        if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
+            heads = self._head_pages.pages_of(row)[:num_head_pages]
+        tokens = self._table.tokens[row, : num_pages * self.cache.page_size]
+        self.cache.register(tokens, self._target_pages.pages_of(row)[:num_pages], heads)
