@@ -74,6 +74,12 @@ class SharedPages(PageAllocator):
             del self._idle[page]
             self._free.append(page)
 
+    def touch(self, page: int) -> None:
+        """An idle page counts as held until now."""
+        if page in self._idle:
+            del self._idle[page]
+            self._idle[page] = None
+
     def is_idle(self, page: int) -> bool:
         """Whether it is registered and nobody holds it."""
         return page in self._idle
@@ -107,8 +113,10 @@ class SharedPages(PageAllocator):
         """
         require(NULL_PAGE not in held, "the null page has an owner")
         counted = {page: n for page, n in enumerate(self._holders) if n}
-        wrong = sorted(page for page in counted.keys() | held.keys() if counted.get(page, 0) != held[page])
-        require(not wrong, f"pages whose holders are not those counted: {wrong[:8]}")
+        lost = sorted(counted.keys() - held.keys())
+        require(not lost, f"{len(lost)} pages are lost: {lost[:8]} have holders and stand in no row")
+        wrong = sorted(page for page, holders in held.items() if counted.get(page, 0) != holders)
+        require(not wrong, f"pages owned twice: {wrong[:8]} stand in other rows than the counted ones")
         require(self._idle.keys() <= self._registered, "a page that is not registered is idle")
         seen = Counter(counted.keys()) + Counter(self._idle.keys()) + Counter(self._free)
         require(NULL_PAGE not in seen, "the null page has an owner")

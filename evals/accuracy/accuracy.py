@@ -110,7 +110,8 @@ def _check_generates(name: str, output_type: str) -> None:
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
+    sides = [EngineLM(model, arm, **_options(plan, store, report)) for arm in plan.arms]
+    results = [_evaluate(side, prepared) for side in sides]
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
     return {
@@ -126,10 +127,18 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
         "scores": _scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
+        "prefix_cache": {arm.name: prefix_cache(side) for arm, side in zip(plan.arms, sides, strict=True)},
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
+
+
+def prefix_cache(side: EngineLM) -> Json:
+    """What the prefix cache had of the prompts that were generated from now: tokens, and the share of those found."""
+    prompts, found = side.prompt_tokens, side.prefix_hit_tokens
+    rate = found / prompts if prompts else None
+    return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
 
 
 def _options(plan: AccuracyPlan, store: RunStore, report: Report) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
+from specdec.target.live import WeightVersions
 from specdec.target.target import Target
 
 
@@ -73,6 +74,9 @@ class Engine:
         self._counters.start_transfers(self.executor.transfers)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+        head = None if drafter is None else drafter.head
+        modules = (module for module in (target.hf_model, head) if isinstance(module, torch.nn.Module))
+        self._weights = WeightVersions(*modules) if config.enable_prefix_caching else None
         self._change = Change(self._mend)
         self._start([])
         capacity = self.scheduler.target_pages.capacity_tokens
@@ -91,7 +95,7 @@ class Engine:
         head_pages = None
         if num_head_pages is not None:
             head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
-        self._prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, num_modules)
+        self._prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
         self.scheduler = Scheduler(c, self.table, pages, head_pages, num_modules, self._prefixes, self._counters)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
@@ -177,6 +181,11 @@ class Engine:
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
         return self._admission.check(token_ids, params)
+
+    def check_weights(self) -> None:
+        """Empty the prefix cache when weights have changed in place since the last call, see `WeightVersions`."""
+        if self._weights is not None and self._weights.changed():
+            self.forget_prefixes()
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""

@@ -34,14 +34,13 @@ class Prefixes:
         table: RowTable,
         target_pages: BlockTables,
         head_pages: BlockTables | None,
-        num_following: int = 1,
     ) -> None:
-        """target_pages, head_pages: over the cache's allocators. num_following: see `PrefixCache`."""
+        """target_pages, head_pages: over the cache's allocators."""
         self.cache = cache
         self._table = table
         self._target_pages = target_pages
         self._head_pages = head_pages
-        self._num_following = num_following
+        self._num_following = cache.num_following
         self._sharing: set[int] = set()
         self._owing: dict[int, int] = {}
 
@@ -55,26 +54,24 @@ class Prefixes:
         """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
         if not self._owing or not request.params.cache_prefix:
             return False
-        size, drafts = self.cache.page_size, self._drafts(request.num_drafts)
-        tokens, rows = request.committed[:prefill], self._table
+        drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
+        taken = len(found.pages)
+        begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
         for row, registered in self._owing.items():
-            if drafts and not rows.drafts[row]:
+            stop = min(prefill, int(rows.prefill[row]))
+            if registered > taken or stop < end or (drafts and not rows.drafts[row]):
                 continue
-            stop = min(prefill, int(rows.prefill[row])) // size * size
-            begin = found.num_pages * size
-            if registered > found.num_pages or stop <= begin:
-                continue
-            if (tokens[begin : begin + size] != rows.tokens[row, begin : begin + size]).any():
+            if (tokens[begin:end] != rows.tokens[row, begin:end]).any():
                 continue
             differs = np.flatnonzero(tokens[:stop] != rows.tokens[row, :stop])
-            shared = int(differs[0] if len(differs) else stop) // size
-            if self.cache.num_taken(shared, prefill, drafts) > len(found.pages):
+            common = int(differs[0]) if len(differs) else stop
+            if self.cache.num_shared(common, prefill, drafts) > taken:
                 return True
         return False
 
     def enter(self, request: Request, found: Found) -> None:
         """A request got a row: it holds what was found, and will register what it reads."""
-        row, pages = request.row, len(found.pages)
+        row = request.row
         if not request.params.cache_prefix:
             return
         self.cache.hold(found)
@@ -82,8 +79,8 @@ class Prefixes:
         if self._head_pages is not None:
             self._head_pages.begin(row, found.head_pages)
         self._sharing.add(row)
-        if int(self._table.prefill[row]) // self.cache.page_size > pages:
-            self._owing[row] = pages
+        if self._due(row) > len(found.pages):
+            self._owing[row] = len(found.pages)
 
     def register_read(self, drafting: np.ndarray) -> None:
         """Register what rows have read of their prompts.
@@ -104,7 +101,7 @@ class Prefixes:
             if final > registered:
                 self._register(row, final, final)
                 self._owing[row] = final
-            if final >= table.prefill[row] // self.cache.page_size:
+            if final >= self._due(row):
                 del self._owing[row]
 
     def leave(self, row: int) -> None:
@@ -139,6 +136,11 @@ class Prefixes:
     def _drafts(self, num_drafts: int) -> bool:
         return num_drafts > 0 and self._head_pages is not None
 
+    def _due(self, row: int) -> int:
+        """Pages that a row can register once it has read its prompt."""
+        following = self._num_following if self._drafts(int(self._table.drafts[row])) else 1
+        return max(int(self._table.prefill[row]) - following + 1, 0) // self.cache.page_size
+
     def _final(self, row: int) -> tuple[int, int]:
         """Pages of a row whose entries will not change: the target's, and the head's.
 
@@ -155,5 +157,5 @@ class Prefixes:
         heads: list[int] = []
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
-        tokens = self._table.tokens[row, : num_pages * self.cache.page_size]
+        tokens = self._table.tokens[row, : self._table.length[row]]
         self.cache.register(tokens, self._target_pages.pages_of(row)[:num_pages], heads)
