@@ -95,8 +95,8 @@ class Engine:
         head_pages = None
         if num_head_pages is not None:
             head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
-        self._prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
-        self.scheduler = Scheduler(c, self.table, pages, head_pages, num_modules, self._prefixes, self._counters)
+        prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
+        self.scheduler = Scheduler(c, self.table, pages, head_pages, num_modules, prefixes, self._counters)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()
@@ -189,9 +189,9 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""
-        if self._prefixes is not None:
-            with self._change:
-                self._prefixes.clear()
+        with self._change:
+            if self.scheduler.prefixes is not None:
+                self.scheduler.prefixes.clear()
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """Forget requests, wherever they are; their rows and pages are free at once."""

@@ -45,6 +45,7 @@ class Scheduler:
     Attributes:
         waiting, running: requests in order of arrival.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+        prefixes: what requests share through the prefix cache; None without one.
     """
 
     def __init__(
@@ -57,13 +58,13 @@ class Scheduler:
         prefixes: Prefixes | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """num_modules: M of a drafter of several multi-token-prediction modules, else 1. prefixes: of the prefix cache
-        over the same rows and pages; None without one. counters: what is counted of it.
+        """num_modules: M of a drafter of several multi-token-prediction modules, else 1. prefixes: over the same
+        rows and pages. counters: what is counted of it.
         """
         self._config = config
         self._table = table
         self._num_modules = num_modules
-        self._prefixes = prefixes
+        self.prefixes = prefixes
         self._counters = counters or Counters()
         self.target_pages = target_pages
         self.head_pages = head_pages
@@ -83,8 +84,8 @@ class Scheduler:
         if checking():
             for pages in pools:
                 pages.validate()
-            if self._prefixes is not None:
-                self._prefixes.cache.validate()
+            if self.prefixes is not None:
+                self.prefixes.cache.validate()
         rows = self._config.max_num_seqs - self._table.num_free
         return Usage(requests, len(self.waiting), len(self.running), rows, *(pages.num_used for pages in pools))
 
@@ -99,8 +100,8 @@ class Scheduler:
         """
         schedule = self._running_rows()
         if self._reserved(schedule):
-            if self._prefixes is not None:
-                self._prefixes.register_read(schedule.rows[schedule.num_drafts > 0])
+            if self.prefixes is not None:
+                self.prefixes.register_read(schedule.rows[schedule.num_drafts > 0])
             schedule = self._with_admitted(schedule)
         else:
             while not self._reserved(schedule):
@@ -205,8 +206,8 @@ class Scheduler:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
             size(self.head_pages, rows, wanted)
-        if checking() and self._prefixes is not None:
-            self._prefixes.check_writable(rows)
+        if checking() and self.prefixes is not None:
+            self.prefixes.check_writable(rows)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -221,8 +222,8 @@ class Scheduler:
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting[0]
             prefill, drafts = self._entry(request)
-            found = NOTHING if self._prefixes is None else self._prefixes.find(request, prefill)
-            if self._prefixes is not None and self._prefixes.worth_waiting(request, prefill, found):
+            found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
+            if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
                 later.append(self.waiting.popleft())
                 continue
             own = self.target_pages.pages_for(len(request.committed) + max(drafts, 1)) - len(found.pages)
@@ -264,7 +265,7 @@ class Scheduler:
 
     def _num_idle(self, found: Found) -> int:
         """Pages of `found` that count as free until they are held."""
-        return 0 if self._prefixes is None else self._prefixes.cache.num_idle(found)
+        return 0 if self.prefixes is None else self.prefixes.cache.num_idle(found)
 
     def _open(self, request: Request, prefill: int, found: Found) -> None:
         page_size = self._config.page_size
@@ -278,13 +279,13 @@ class Scheduler:
             prefill,
             len(found.pages) * page_size,
         )
-        if self._prefixes is not None:
-            self._prefixes.enter(request, found)
+        if self.prefixes is not None:
+            self.prefixes.enter(request, found)
         if not request.times.admitted:
             request.times.admitted = time.perf_counter()
             request.prefix_hit_tokens = found.num_pages * page_size
             request.cached_tokens = len(found.pages) * page_size
-            if self._prefixes is not None and request.params.cache_prefix:
+            if self.prefixes is not None and request.params.cache_prefix:
                 self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
@@ -297,8 +298,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _close(self, request: Request) -> None:
-        if self._prefixes is not None:
-            self._prefixes.leave(request.row)
+        if self.prefixes is not None:
+            self.prefixes.leave(request.row)
         self.target_pages.release(request.row)
         if self.head_pages is not None:
             self.head_pages.release(request.row)

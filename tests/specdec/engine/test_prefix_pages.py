@@ -68,7 +68,7 @@ class HashDevice:
         self.reads: Any = self
         self.transfers = 0
         self.engine: Any = None
-        self.fail = ""
+        self.fail, self.error = "", ArithmeticError
         self._modules, self._graphs = modules, graphs
         self._target = np.full((config.num_pages, SIZE), UNKNOWN)
         self._head = np.full((modules, config.num_head_pages, SIZE), UNKNOWN)
@@ -129,7 +129,7 @@ class HashDevice:
     def _break(self, stage: str) -> None:
         if self.fail == stage:
             self.fail = ""
-            raise (KeyboardInterrupt if self._rng.random() < 0.5 else ArithmeticError)(stage)
+            raise self.error(stage)
 
     def _decide(self, tokens: np.ndarray, length: int, drafts: np.ndarray, width: int) -> tuple[int, np.ndarray]:
         """Accept, and note the committed tokens."""
@@ -165,6 +165,10 @@ class HashDevice:
         """Every module over the states [start, end), of which those before `stop` are of committed tokens."""
         for m in range(self._modules):
             first, last = max(start - m, begin), max(end - m, begin)
+            if first == last:
+                continue
+            if first < start and start == self.engine.table.begin[row]:
+                raise Wrong(f"module {m}: the first round of a request has no vector of a round before at {first}")
             self._slots(self._head[m], table, f"module {m}", first, last, known[1 + m :])
 
     def _drafts(self, rows: DraftingRows, request_rows: np.ndarray) -> np.ndarray:
@@ -233,6 +237,7 @@ class Traffic:
         """One round; what ended must be what the model says."""
         if self.rng.random() < faults:
             self.device.fail = self.rng.choice(("draft", "verify", "read"))
+            self.device.error = self.rng.choice((ArithmeticError, KeyboardInterrupt))
         try:
             updates = self.engine.step()
         except KeyboardInterrupt:
@@ -267,7 +272,14 @@ class Traffic:
         assert self.engine.usage() == Usage()
 
 
-@pytest.mark.parametrize(("modules", "graphs", "requests"), [(1, False, 5000), (1, True, 3000), (2, True, 1000), (3, False, 1000)])
+def cache_of(engine: Engine) -> PrefixCache:
+    assert engine.scheduler.prefixes is not None
+    return engine.scheduler.prefixes.cache
+
+
+@pytest.mark.parametrize(
+    ("modules", "graphs", "requests"), [(1, False, 3500), (1, True, 3500), (2, True, 1500), (3, False, 1500)]
+)
 def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bool, requests: int) -> None:
     traffic = Traffic(modules + graphs, modules, graphs)
     traffic.run(requests, faults=0.003, aborts=0.02)
@@ -280,8 +292,8 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 
 def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     evicted: list[int] = []
-    plain = PrefixCache._evict
-    monkeypatch.setattr(PrefixCache, "_evict", lambda self, page: (evicted.append(page), plain(self, page))[1])
+    plain = PrefixCache._forget
+    monkeypatch.setattr(PrefixCache, "_forget", lambda self, old: (evicted.append(old.page), plain(self, old))[1])
     Traffic(3).run(200)
     assert len(evicted) > 100
 
@@ -361,14 +373,18 @@ def test_rows_of_modules_before_the_beginning_are_found(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("stage", ["draft", "verify", "read"])
-def test_a_failed_round_leaves_nothing_cached(stage: str) -> None:
+@pytest.mark.parametrize("error", [ArithmeticError, KeyboardInterrupt])
+def test_a_failed_round_leaves_nothing_cached(stage: str, error: Any) -> None:
     traffic = Traffic(7)
     traffic.run(20)
-    traffic.submit()
+    for _ in range(3):
+        traffic.asked[traffic.engine.submit([1] * 30, SamplingParams(max_new_tokens=8))] = [1] * 30, 8
     traffic.engine.step()
-    assert traffic.engine._prefixes is not None and traffic.engine._prefixes.cache.pages.registered_pages()
-    traffic.device.fail = stage
-    while traffic.device.fail and traffic.engine.has_work:
+    before = cache_of(traffic.engine)
+    assert before.pages.registered_pages()
+    traffic.device.fail, traffic.device.error = stage, error
+    while traffic.device.fail:
         traffic.round()
-    assert not traffic.engine._prefixes.cache.pages.registered_pages()
+    traffic.engine.abort([])  # the next change mends what an interrupt left
+    assert cache_of(traffic.engine) is not before and not cache_of(traffic.engine).pages.registered_pages()
     traffic.run(20)
