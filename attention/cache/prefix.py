@@ -230,9 +230,9 @@ class PrefixCache:
             self._add(entry)
 
     def _offer_headless(self, entry: _Entry) -> None:
-        """It is of no use beside any other; what is there counts as used now."""
-        if not entry.node.entries:
-            self._add(entry)
+        """It is of no use beside one that the head has read; what is there counts as used now."""
+        if entry.node.entries.keys() <= {_ANY}:
+            self._offer(entry)
             return
         for old in entry.node.entries.values():
             self.pages.touch(old.page)

@@ -116,6 +116,12 @@ def shifted_batch(
     >>> batch = shifted_batch(1, np.array([0, 3, 5, 6]), np.array([5, 0, 0]), np.array([[7], [8], [9]]), 16)
     >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
     ([0, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0], [7, 0, 8, 0])
+
+    The first of them once more, when it begins at 5:
+
+    >>> batch = shifted_batch(1, np.array([0, 3]), np.array([5]), np.array([[7]]), 16, np.array([5]))
+    >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
+    ([0, 1, 3], [0, 5, 6], [0, 7])
     """
     lens = np.diff(query_start_loc)
     least = np.zeros_like(lens) if begins is None else begins
