@@ -222,7 +222,8 @@ class LoadOptions:
     enable_prefix_caching: bool | Literal["auto"] = field(
         default="auto",
         metadata=_about(
-            Switch(), "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible."
+            Switch(),
+            "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
         ),
     )
     gpu_memory_utilization: float = field(

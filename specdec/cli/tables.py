@@ -44,7 +44,9 @@ def prompt_tokens(completions: Sequence[Completion]) -> str:
         sum(getattr(c.stats, name) for c in completions)
         for name in ("prompt_tokens", "prefix_hit_tokens", "cached_tokens")
     )
-    return f"{read}, of these {found} found ({found / max(read, 1):.0%}), {cached} not read again" if found else str(read)
+    return (
+        f"{read}, of these {found} found ({found / max(read, 1):.0%}), {cached} not read again" if found else str(read)
+    )
 
 
 def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:

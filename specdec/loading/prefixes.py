@@ -9,7 +9,7 @@ from specdec.errors import InvalidInputError
 
 
 def choose_prefix_caching(loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"]) -> str:
-    """"on", or "off: " and the reason.
+    """ "on", or "off: " and the reason.
 
     Args:
         loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.

@@ -84,7 +84,8 @@ def found_by(completions: list[Any]) -> list[tuple[int, int]]:
 def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
     on, off = (
-        wrap(tiny_llama(), head, num_speculative_tokens=5, enable_prefix_caching=use, **options) for use in (True, False)
+        wrap(tiny_llama(), head, num_speculative_tokens=5, enable_prefix_caching=use, **options)
+        for use in (True, False)
     )
     expected = lived(off.generate(PROMPTS, PARAMS))
     for call in range(3):

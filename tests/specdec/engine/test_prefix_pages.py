@@ -83,7 +83,9 @@ class HashDevice:
         """The draft loop after a commit."""
         self._break("draft")
         loop: DraftInput = round_.draft
-        lens = np.diff(accepted_rows(loop.query_start_loc, loop.num_drafts, loop.num_accepted, loop.order).query_start_loc)
+        lens = np.diff(
+            accepted_rows(loop.query_start_loc, loop.num_drafts, loop.num_accepted, loop.order).query_start_loc
+        )
         assert loop.begins is not None
         for i, row in enumerate(loop.request_rows.tolist()):
             stop, begin = int(loop.committed_lens[i]), int(loop.begins[i])

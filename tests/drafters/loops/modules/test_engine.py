@@ -104,7 +104,9 @@ SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5,
     "options",
     [
         {},
-        pytest.param({"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}, marks=pytest.mark.slow
+        ),
         pytest.param({"page_size": 1}, marks=pytest.mark.slow),
     ],
     ids=["whole", "chunks shorter than the modules are many", "pages shorter than the modules are many"],
@@ -132,7 +134,8 @@ def test_drafts_on_pages_of_other_requests(
     monkeypatch.setenv("SPECDEC_CHECK", "0")
     plain = DraftInput
     monkeypatch.setattr(
-        "specdec.rounds.drafting.DraftInput", lambda **given: plain(**{**given, "begins": np.zeros_like(given["begins"])})
+        "specdec.rounds.drafting.DraftInput",
+        lambda **given: plain(**{**given, "begins": np.zeros_like(given["begins"])}),
     )
     wrapped.refresh()
     completions = wrapped.generate(SHARED, GREEDY)
