@@ -40,6 +40,7 @@ class EngineConfig:
         max_num_prefill_tokens: most prompt tokens of a target forward in which other rows decode, of all prompts
             together: it bounds how much longer a prompt makes the time between two tokens of those rows. Where no row
             decodes, `max_num_batched_tokens` alone holds.
+        enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
     """
 
     num_speculative_tokens: int

@@ -47,14 +47,16 @@ class _Node:
         return any(entry.head for entry in self.entries.values())
 
 
-@dataclass(frozen=True)
 class _Entry:
     """A page of the target, and that of the head (0: none) where these tokens follow."""
 
-    node: _Node
-    following: bytes
-    page: int
-    head: int
+    __slots__ = ("following", "head", "node", "page")
+
+    def __init__(self, node: _Node, following: bytes, page: int, head: int) -> None:
+        self.node = node
+        self.following = following
+        self.page = page
+        self.head = head
 
 
 @dataclass(frozen=True)
@@ -165,9 +167,9 @@ class PrefixCache:
             if child is None:
                 child = node.children[key] = _Node(node, key)
             if i < len(head_pages):
-                self._offer(_Entry(child, following[i], pages[i], head_pages[i]))
+                self._offer(child, following[i], pages[i], head_pages[i])
             else:
-                self._offer_headless(_Entry(child, _ANY, pages[i], _NO_PAGE))
+                self._offer_headless(child, pages[i])
             node = child
 
     def clear(self) -> None:
@@ -221,29 +223,25 @@ class PrefixCache:
             node, count = child, count + 1
         return count
 
-    def _offer(self, entry: _Entry) -> None:
-        old = entry.node.entries.get(entry.following)
-        if old is not None and old.page != entry.page and self.pages.is_idle(old.page):
+    def _offer(self, node: _Node, following: bytes, page: int, head: int) -> None:
+        old = node.entries.get(following)
+        if old is not None:
+            if old.page == page or not self.pages.is_idle(old.page):
+                return
             self._drop(old)
-            old = None
-        if old is None:
-            self._add(entry)
+        entry = node.entries[following] = self._entries[page] = _Entry(node, following, page, head)
+        self.pages.register(page)
+        if head and self.head_pages is not None:
+            self._head_entries[head] = entry
+            self.head_pages.register(head)
 
-    def _offer_headless(self, entry: _Entry) -> None:
+    def _offer_headless(self, node: _Node, page: int) -> None:
         """It is of no use beside one that the head has read; what is there counts as used now."""
-        if entry.node.entries.keys() <= {_ANY}:
-            self._offer(entry)
+        if node.entries.keys() <= {_ANY}:
+            self._offer(node, _ANY, page, _NO_PAGE)
             return
-        for old in entry.node.entries.values():
+        for old in node.entries.values():
             self.pages.touch(old.page)
-
-    def _add(self, entry: _Entry) -> None:
-        entry.node.entries[entry.following] = entry
-        self._entries[entry.page] = entry
-        self.pages.register(entry.page)
-        if entry.head and self.head_pages is not None:
-            self._head_entries[entry.head] = entry
-            self.head_pages.register(entry.head)
 
     def _drop(self, entry: _Entry) -> None:
         del entry.node.entries[entry.following], self._entries[entry.page]

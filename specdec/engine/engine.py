@@ -14,6 +14,7 @@ import torch
 
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import PrefixCache
+from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
@@ -88,9 +89,7 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        cache = None
-        if c.enable_prefix_caching:
-            cache = PrefixCache(c.page_size, c.num_pages, num_head_pages, num_modules)
+        cache = self._prefix_cache(num_head_pages)
         pages = self._pages(c.num_pages, None if cache is None else cache.pages)
         head_pages = None
         if num_head_pages is not None:
@@ -106,6 +105,17 @@ class Engine:
         self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, self._queue_verification)
         num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
+
+    def _prefix_cache(self, num_head_pages: int | None) -> PrefixCache | None:
+        """Raises InvalidInputError where the head's draft loop does not allow one, see `choose_prefix_caching`."""
+        c, drafter = self.config, self._drafter
+        if not c.enable_prefix_caching:
+            return None
+        if drafter is None:
+            return PrefixCache(c.page_size, c.num_pages)
+        if not isinstance(drafter.loop, SharesPages):
+            raise InvalidInputError(f"enable_prefix_caching=True: not with {drafter.loop.name}; give False")
+        return PrefixCache(c.page_size, c.num_pages, num_head_pages, drafter.loop.num_following)
 
     def _pages(self, num_pages: int, allocator: PageAllocator | None) -> BlockTables:
         c = self.config

@@ -19,6 +19,7 @@ from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
 
 
 class Prefixes:
@@ -82,19 +83,18 @@ class Prefixes:
         if self._due(row) > len(found.pages):
             self._owing[row] = len(found.pages)
 
-    def register_read(self, drafting: np.ndarray) -> None:
+    def register_read(self, schedule: Schedule) -> None:
         """Register what rows have read of their prompts.
 
         Args:
-            drafting: rows of the next round that have drafts. Their head, and that of rows that go on reading, gets to
-                the end of what was committed before any later round.
+            schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
+                head of those with drafts, and of those that go on reading, gets to the end of what is committed.
         """
         if not self._owing:
             return
-        table = self._table
-        reading = np.array(list(self._owing), np.int64)
-        reads_on = np.concatenate([reading[table.prefilling(reading)], drafting])
-        table.head_computed[reads_on] = table.computed[reads_on]
+        table, rows = self._table, schedule.rows
+        head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
+        table.head_computed[head_reads] = table.computed[head_reads]
         for row, registered in list(self._owing.items()):
             target, head = self._final(row)
             final = min(target, head) if self._drafts(int(table.drafts[row])) else target

@@ -101,7 +101,7 @@ class Scheduler:
         schedule = self._running_rows()
         if self._reserved(schedule):
             if self.prefixes is not None:
-                self.prefixes.register_read(schedule.rows[schedule.num_drafts > 0])
+                self.prefixes.register_read(schedule)
             schedule = self._with_admitted(schedule)
         else:
             while not self._reserved(schedule):

@@ -49,8 +49,8 @@ class SamplingParams:
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
             whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
-        cache_prefix: begin with pages that earlier requests left in the prefix cache, and leave this one's there. False:
-            neither. Without effect where the model was loaded with enable_prefix_caching=False.
+        cache_prefix: begin with pages that earlier requests left in the prefix cache, and leave this one's there.
+            False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
     """
 
     max_new_tokens: int = 256

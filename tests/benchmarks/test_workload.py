@@ -42,7 +42,6 @@ from benchmarks.workload import (
     until_first_token,
     waits,
 )
-
 from specdec import SamplingParams
 
 LOAD = Load(requests=400, prompt=(64, 1024), output=(32, 384))
@@ -98,12 +97,16 @@ def test_percentiles() -> None:
     assert between_updates([])["tokens_an_update"] == 0
 
 
-@pytest.fixture
-def model() -> Any:
+def tiny_pair(prefix_caching: bool) -> Any:
     target = tiny_llama()
-    wrapped = wrap(target, table_head(target), num_speculative_tokens=2)
+    wrapped = wrap(target, table_head(target), num_speculative_tokens=2, enable_prefix_caching=prefix_caching)
     decide(wrapped, DrawnAcceptance(0.8, VOCAB, np.random.default_rng(0), torch.device("cpu")))
     return wrapped
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_pair(prefix_caching=False)
 
 
 @pytest.mark.parametrize("rate", [0.0, 500.0])
@@ -124,8 +127,9 @@ def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     assert free_everywhere(model)
 
 
-def test_prompts_that_begin_alike_end_to_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_that_begin_alike_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: nothing is taken from the cache, so there is nothing to compare."""
+    model = tiny_pair(prefix_caching=True)
     found = shared_prefix(model, 41, 6, 3, VOCAB, seed=0)
     assert (found["cached_tokens"], found["prefix"], found["own"], found["repeats"]) == (40, 41, 6, 3)
     cached, uncached = (found[f"first_token_{name}_ms_median"] for name in ("cached", "uncached"))

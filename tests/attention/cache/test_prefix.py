@@ -209,7 +209,7 @@ def test_other_tokens_of_the_same_hash_are_not_found(monkeypatch: pytest.MonkeyP
 def test_the_checkers_find_planted_defects() -> None:
     cache, tables = filled([1, 1, 2, 2], leave=False)
     cache.pages.hold(tables.pages_of(0)[:1])
-    with pytest.raises(InvariantError, match="owned twice: .* stand in other rows"):
+    with pytest.raises(InvariantError, match=r"owned twice: .* stand in other rows"):
         tables.validate()
     cache, tables = filled([1, 1, 2, 2], leave=False)
     with pytest.raises(InvariantError, match="would write to pages that others may read"):

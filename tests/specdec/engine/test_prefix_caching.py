@@ -1,4 +1,4 @@
-"""Requests that begin alike share pages: tokens and draft ids stay what they are, and what is found is what there is."""
+"""Requests that begin alike share pages: tokens and draft ids are the same, and all that is there is found."""
 
 from __future__ import annotations
 
@@ -115,9 +115,9 @@ def test_a_conversation_finds_its_own_answers() -> None:
     wrapped = wrap(tiny_llama(), head, num_speculative_tokens=3)
     (first,) = wrapped.generate(PROMPTS[0], replace(PARAMS, max_new_tokens=30))
     said = PROMPTS[0] + first.token_ids
-    (second,) = wrapped.generate(said + [3, 4, 5], PARAMS)
+    (second,) = wrapped.generate([*said, 3, 4, 5], PARAMS)
     assert second.stats.cached_tokens >= len(said) - 3 - 1 - 2 * SIZE > len(PROMPTS[0])
-    assert second.token_ids == hf_greedy(said + [3, 4, 5], NEW) and wrong_rounds(head, second) == []
+    assert second.token_ids == hf_greedy([*said, 3, 4, 5], NEW) and wrong_rounds(head, second) == []
 
 
 def test_samples_of_one_prompt_read_it_once() -> None:
@@ -182,7 +182,7 @@ def test_a_loop_that_does_not_say_what_its_entries_depend_on_is_not_cached() -> 
     assert choose_prefix_caching(None, "auto") == choose_prefix_caching(None, True) == "on"
     assert choose_prefix_caching(loop, "auto").startswith("off: odd loops do not say")
     assert choose_prefix_caching(loop, False) == "off: enable_prefix_caching=False"
-    with pytest.raises(InvalidInputError, match="enable_prefix_caching=True: odd loops.*give False or 'auto'"):
+    with pytest.raises(InvalidInputError, match=r"enable_prefix_caching=True: odd loops.*give False or 'auto'"):
         choose_prefix_caching(loop, True)
 
 

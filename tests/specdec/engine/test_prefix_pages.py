@@ -1,8 +1,8 @@
 """Ten thousand random requests under eviction pressure, on a device that knows what every slot of every page must hold.
 
 The device has no model: a token follows from all before it by a hash, and what a slot of a page holds is the hash of
-the tokens on which its keys and values would depend. So a page that is read by a request that it does not belong to, too
-early, or after it was overwritten, is found at once, on the target's side and on the head's.
+the tokens on which its keys and values would depend. So a page that is read by a request that it does not belong to,
+too early, or after it was overwritten, is found at once, on the target's side and on the head's.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class Traffic:
         target: Any = SimpleNamespace(
             hf_model=SimpleNamespace(device=torch.device("cpu")), num_embeddings=VOCAB, vocab_size=VOCAB
         )
-        drafter: Any = SimpleNamespace(head=None, loop=SimpleNamespace(num_modules=modules))
+        drafter: Any = SimpleNamespace(head=None, loop=SimpleNamespace(num_modules=modules, num_following=modules))
         self.engine = Engine(target, drafter, LetterTokenizer(), config, (), self.device)  # type: ignore[arg-type]
         self.engine.use(self.device, queue_verification=bool(seed % 2))  # type: ignore[arg-type]
         self.device.engine = self.engine
