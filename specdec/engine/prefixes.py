@@ -96,7 +96,7 @@ class Prefixes:
         head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
         table.head_computed[head_reads] = table.computed[head_reads]
         for row, registered in list(self._owing.items()):
-            target, head = self._final(row)
+            target, head = self.final_pages(row)
             final = min(target, head) if self._drafts(int(table.drafts[row])) else target
             if final > registered:
                 self._register(row, final, final)
@@ -110,7 +110,7 @@ class Prefixes:
             return
         self._sharing.remove(row)
         self._owing.pop(row, None)
-        target, head = self._final(row)
+        target, head = self.final_pages(row)
         self._register(row, target, min(target, head))
 
     def clear(self) -> None:
@@ -133,16 +133,8 @@ class Prefixes:
                 begin = max(begin - self._num_following + 1, int(table.begin[row]))  # of the last module
                 self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
 
-    def _drafts(self, num_drafts: int) -> bool:
-        return num_drafts > 0 and self._head_pages is not None
-
-    def _due(self, row: int) -> int:
-        """Pages that a row can register once it has read its prompt."""
-        following = self._num_following if self._drafts(int(self._table.drafts[row])) else 1
-        return max(int(self._table.prefill[row]) - following + 1, 0) // self.cache.page_size
-
-    def _final(self, row: int) -> tuple[int, int]:
-        """Pages of a row whose entries will not change: the target's, and the head's.
+    def final_pages(self, row: int) -> tuple[int, int]:
+        """How many pages of a row have entries that will not change any more: of the target's, and of the head's.
 
         A row whose last tokens were dropped at an eos id has computed more than is committed. Module M-1's entry at p
         is there once the states before p + M are read.
@@ -152,6 +144,14 @@ class Prefixes:
         target = min(int(table.computed[row]), committed)
         head = min(int(table.head_computed[row]), committed - 1) - self._num_following + 1
         return target // size, max(head, 0) // size
+
+    def _drafts(self, num_drafts: int) -> bool:
+        return num_drafts > 0 and self._head_pages is not None
+
+    def _due(self, row: int) -> int:
+        """Pages that a row can register once it has read its prompt."""
+        following = self._num_following if self._drafts(int(self._table.drafts[row])) else 1
+        return max(int(self._table.prefill[row]) - following + 1, 0) // self.cache.page_size
 
     def _register(self, row: int, num_pages: int, num_head_pages: int) -> None:
         heads: list[int] = []

@@ -18,6 +18,7 @@ from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.requests.request import Request
+from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -160,18 +161,13 @@ class Scheduler:
         drafts = np.where(prefilling, 0, allowed)
         if drafts.all():
             return Schedule(rows, pending, drafts)
-        budget = self._prefill_budget(int((pending + drafts)[~prefilling].sum()))
+        budget = prefill_budget(self._config, int((pending + drafts)[~prefilling].sum()))
         for i in np.flatnonzero(prefilling):
             pending[i] = min(int(pending[i]), budget)
             budget -= int(pending[i])
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
-
-    def _prefill_budget(self, decoding_tokens: int) -> int:
-        """Prompt tokens that a round may read beside so many tokens of rows that decode."""
-        left = self._config.max_num_batched_tokens - decoding_tokens
-        return min(left, self._config.max_num_prefill_tokens) if decoding_tokens else left
 
     def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
@@ -214,7 +210,7 @@ class Scheduler:
         if not self.waiting:
             return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
-        budget = self._prefill_budget(schedule.num_tokens - reads) - reads
+        budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
         rows: list[int] = []
         chunks: list[int] = []
         later: list[Request] = []

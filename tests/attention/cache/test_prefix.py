@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+import attention.cache.prefix
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.shared import SharedPages
@@ -193,15 +195,18 @@ def test_a_page_of_the_head_is_found_by_what_follows() -> None:
     assert cache.find(np.array([1, 1, 4, 5], np.int32), False).num_pages == 1
 
 
+class Colliding(bytes):
+    """Bytes that all have one hash."""
+
+    def __hash__(self) -> int:
+        return 1
+
+    def __getitem__(self, part: Any) -> Any:
+        return Colliding(super().__getitem__(part))
+
+
 def test_other_tokens_of_the_same_hash_are_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys are compared byte by byte: -1 and -2 have one hash in Python, and so have pages made of a type like that."""
-
-    class Colliding(bytes):
-        def __hash__(self) -> int:
-            return 1
-
-    plain = PrefixCache._keys
-    monkeypatch.setattr(PrefixCache, "_keys", lambda self, tokens: [Colliding(key) for key in plain(self, tokens)])
+    monkeypatch.setattr(attention.cache.prefix, "_bytes_of", lambda tokens: Colliding(tokens.tobytes()))
     cache, _ = filled([1, 1, 2, 2])
     assert [pages_found(cache, *p) for p in ((1, 1, 2, 2), (1, 1, 3, 3), (2, 2, 1, 1))] == [2, 1, 0]
 

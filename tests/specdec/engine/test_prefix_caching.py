@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from fakes import (
+    count_calls,
     eagle3_head,
     free_everywhere,
     hf_greedy,
     random_prompts,
-    scheduler_of,
     table_head,
     tiny_llama,
     wrap,
@@ -28,6 +28,7 @@ from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names
 from specdec.loading.prefixes import choose_prefix_caching
 from specdec.requests.sampling import SamplingParams
+from specdec.rounds.rows import RowTable
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 SIZE, NEW = 4, 12
@@ -140,21 +141,26 @@ def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
         SamplingParams(cache_prefix="no")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("how", ["an aborted one", "a preempted one"])
-def test_pages_of_a_request_that_gave_up_its_row_are_found(how: str) -> None:
+def test_pages_of_an_aborted_request_are_found() -> None:
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=3)
     stream = wrapped.stream(PROMPTS[0], PARAMS)
     next(stream), next(stream)
-    scheduler = scheduler_of(wrapped)
-    if how == "an aborted one":
-        stream.close()
-        assert free_everywhere(wrapped)
-    else:
-        scheduler._preempt(scheduler.running[0])
-        *_, last = stream
-        assert last.completion is not None and last.completion.token_ids == hf_greedy(PROMPTS[0], NEW)
+    stream.close()
+    assert free_everywhere(wrapped)
     (completion,) = wrapped.generate(PROMPTS[0], PARAMS)
     assert completion.stats.cached_tokens == 24 and completion.token_ids == hf_greedy(PROMPTS[0], NEW)
+
+
+def test_a_preempted_request_finds_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as they were not needed meanwhile; generated ones among them."""
+    wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=3, kv_cache_tokens=88)
+    opened = count_calls(monkeypatch, RowTable, "open")
+    completions = wrapped.generate(PROMPTS[:3], replace(PARAMS, max_new_tokens=24))
+    again = [(len(args[0]), args[7]) for args in opened[3:]]
+    assert wrapped.engine_stats.preemptions == len(again) > 0
+    assert all(begin % SIZE == 0 and begin < tokens for tokens, begin in again)
+    assert any(begin > len(PROMPTS[0]) for _, begin in again)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS[:3]]
 
 
 def test_new_weights_empty_the_cache() -> None:

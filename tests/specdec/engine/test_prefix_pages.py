@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import LetterTokenizer
+from fakes import LetterTokenizer, count_calls
 
-import attention.cache.prefix
 from attention.cache.prefix import PrefixCache
+from attention.cache.shared import SharedPages
 from attention.errors import InvariantError
 from drafters.loops.base import DraftingRows, DraftInput
 from drafters.loops.chain.index import accepted_rows
@@ -293,11 +293,9 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
 
 
 def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    evicted: list[int] = []
-    plain = PrefixCache._forget
-    monkeypatch.setattr(PrefixCache, "_forget", lambda self, old: (evicted.append(old.page), plain(self, old))[1])
+    withdrawn = count_calls(monkeypatch, SharedPages, "withdraw")
     Traffic(3).run(200)
-    assert len(evicted) > 100
+    assert len(withdrawn) > 100
 
 
 def test_pages_of_the_head_are_never_short() -> None:
@@ -319,39 +317,29 @@ def _without_eviction(allocator: Any, allocate: Callable[[int], list[int]]) -> C
     return checked
 
 
-def _whatever_follows(self: Any, tokens: np.ndarray, num_pages: int) -> list[bytes]:
+def whatever_follows(self: Any, tokens: np.ndarray, num_pages: int) -> list[bytes]:
     return [b"-"] * num_pages
 
 
-_plain_final = Prefixes._final
+final_pages = Prefixes.final_pages
 
 
-def _before_the_commit(self: Any, row: int) -> tuple[int, int]:
-    target, head = _plain_final(self, row)
+def before_the_commit(self: Any, row: int) -> tuple[int, int]:
+    target, head = final_pages(self, row)
     return target + 1, head + 1
 
 
-def _head_too_early(self: Any, row: int) -> tuple[int, int]:
-    target, _ = _plain_final(self, row)
+def head_too_early(self: Any, row: int) -> tuple[int, int]:
+    target, _ = final_pages(self, row)
     return target, target
 
 
-def _dropped_tokens_too(self: Any, row: int) -> tuple[int, int]:
-    size = self.cache.page_size
-    return int(self._table.computed[row]) // size, _plain_final(self, row)[1]
-
-
 PLANTED: dict[str, tuple[Any, str, Any, int]] = {
-    "pages of the head are found whatever follows them": (PrefixCache, "_following", _whatever_follows, 1),
-    "pages are registered before the commit": (Prefixes, "_final", _before_the_commit, 1),
-    "the head's pages are registered with the target's": (Prefixes, "_final", _head_too_early, 1),
-    "of modules, too": (Prefixes, "_final", _head_too_early, 3),
-    "pages that are held are evicted": (
-        attention.cache.shared.SharedPages,
-        "hold",
-        lambda self, pages: None,
-        1,
-    ),
+    "pages of the head are found whatever follows them": (PrefixCache, "_following", whatever_follows, 1),
+    "pages are registered before the commit": (Prefixes, "final_pages", before_the_commit, 1),
+    "the head's pages are registered with the target's": (Prefixes, "final_pages", head_too_early, 1),
+    "of modules, too": (Prefixes, "final_pages", head_too_early, 3),
+    "pages that are held are evicted": (SharedPages, "hold", lambda self, pages: None, 1),
 }
 
 
