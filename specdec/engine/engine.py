@@ -75,9 +75,9 @@ class Engine:
         self._counters.start_transfers(self.executor.transfers)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
-        head = None if drafter is None else drafter.head
-        modules = (module for module in (target.hf_model, head) if isinstance(module, torch.nn.Module))
-        self._weights = WeightVersions(*modules) if config.enable_prefix_caching else None
+        self._weights: WeightVersions | None = None
+        if config.enable_prefix_caching:
+            self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
         self._start([])
         capacity = self.scheduler.target_pages.capacity_tokens

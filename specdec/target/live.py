@@ -126,7 +126,9 @@ class WeightVersions:
     not what is written through `.data` or `.detach()`. For inference tensors it counts nothing.
     """
 
-    def __init__(self, *modules: nn.Module) -> None:
+    def __init__(self, *parts: object) -> None:
+        """parts: modules; anything else has no weights."""
+        modules = (part for part in parts if isinstance(part, nn.Module))
         tensors = (p for module in modules for p in (*module.parameters(), *module.buffers()))
         self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
         self._seen = self._now()
