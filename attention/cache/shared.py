@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
 from attention.cache.pages import NULL_PAGE, PageAllocator
@@ -22,7 +22,7 @@ class SharedPages(PageAllocator):
         super().__init__(num_pages)
         self._holders = [0] * num_pages
         self._registered: set[int] = set()
-        self._idle: dict[int, None] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()  # its first one is found at once after any deletions
         self._evict = evict
 
     @property
@@ -77,8 +77,7 @@ class SharedPages(PageAllocator):
     def touch(self, page: int) -> None:
         """An idle page counts as held until now."""
         if page in self._idle:
-            del self._idle[page]
-            self._idle[page] = None
+            self._idle.move_to_end(page)
 
     def is_idle(self, page: int) -> bool:
         """Whether it is registered and nobody holds it."""

@@ -127,7 +127,7 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
         "scores": _scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
-        "prefix_cache": {arm.name: prefix_cache(side) for arm, side in zip(plan.arms, sides, strict=True)},
+        "timing": {"prefix_cache": {arm.name: prefix_cache(side) for arm, side in zip(plan.arms, sides, strict=True)}},
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },

@@ -1,4 +1,4 @@
-"""Requests that share pages on a GPU: rounds from graphs, prompts by segments, MLA, pages found as by the arithmetic."""
+"""Requests that share pages on a GPU: graphs, prompts by segments, MLA, and pages found as by the arithmetic."""
 
 from __future__ import annotations
 
