@@ -24,7 +24,7 @@ from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
-from specdec.engine.scheduler import Scheduler, Usage
+from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
@@ -80,8 +80,8 @@ class Engine:
             self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
         self._start([])
-        capacity = self.scheduler.target_pages.capacity_tokens
-        self._admission = Admission(target, tokenizer, config, eos_token_ids, capacity)
+        pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
+        self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
     def _start(self, waiting: list[Request]) -> None:
         """Empty tables, all pages free, nothing cached, and these requests waiting."""
@@ -95,7 +95,10 @@ class Engine:
         if num_head_pages is not None:
             head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
         prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
-        self.scheduler = Scheduler(c, self.table, pages, head_pages, num_modules, prefixes, self._counters)
+        windowed = [windowed_tables(c, pool) for pool in c.windowed]
+        self.scheduler = Scheduler(
+            c, self.table, pages, head_pages, num_modules, windowed, prefixes=prefixes, counters=self._counters
+        )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()
@@ -107,10 +110,12 @@ class Engine:
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
     def _prefix_cache(self, num_head_pages: int | None) -> PrefixCache | None:
-        """Raises InvalidInputError where the head's draft loop does not allow one, see `choose_prefix_caching`."""
+        """Raises InvalidInputError where there can be none, see `choose_prefix_caching`."""
         c, drafter = self.config, self._drafter
         if not c.enable_prefix_caching:
             return None
+        if c.windowed:
+            raise InvalidInputError("enable_prefix_caching=True: not with cache groups of sliding-window layers")
         if drafter is None:
             return PrefixCache(c.page_size, c.num_pages)
         if not isinstance(drafter.loop, SharesPages):

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found
+from attention.cache.windowed import WindowedTables
 from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
@@ -30,6 +32,7 @@ class Usage:
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
         target_pages, head_pages: pages of the target's and of the head's KV cache.
+        windowed_pages: pages of the target's further cache groups, all of them.
     """
 
     requests: int = 0
@@ -38,6 +41,13 @@ class Usage:
     rows: int = 0
     target_pages: int = 0
     head_pages: int = 0
+    windowed_pages: int = 0
+
+
+def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
+    """Empty block tables of a windowed group: with a row that is nobody's, and room for padding tokens after a row."""
+    length = config.max_model_len + config.num_speculative_tokens + 1
+    return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
 
 
 class Scheduler:
@@ -56,11 +66,15 @@ class Scheduler:
         target_pages: BlockTables,
         head_pages: BlockTables | None,
         num_modules: int = 1,
+        windowed_pages: Sequence[WindowedTables] = (),
+        *,
         prefixes: Prefixes | None = None,
         counters: Counters | None = None,
     ) -> None:
-        """num_modules: M of a drafter of several multi-token-prediction modules, else 1. prefixes: over the same
-        rows and pages. counters: what is counted of it.
+        """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
+
+        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages; not with further
+            groups. counters: what is counted of it.
         """
         self._config = config
         self._table = table
@@ -69,6 +83,7 @@ class Scheduler:
         self._counters = counters or Counters()
         self.target_pages = target_pages
         self.head_pages = head_pages
+        self.windowed_pages = tuple(windowed_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
@@ -81,14 +96,19 @@ class Scheduler:
 
     def usage(self, requests: int) -> Usage:
         """What the engine's `requests` hold. Raises InvariantError, in check mode, when a page has no owner or two."""
-        pools = [pages for pages in (self.target_pages, self.head_pages) if pages is not None]
+        target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
         if checking():
-            for pages in pools:
+            for pages in self._pools():
                 pages.validate()
             if self.prefixes is not None:
                 self.prefixes.cache.validate()
         rows = self._config.max_num_seqs - self._table.num_free
-        return Usage(requests, len(self.waiting), len(self.running), rows, *(pages.num_used for pages in pools))
+        held = (target.num_used, 0 if head is None else head.num_used, sum(pages.num_used for pages in windowed))
+        return Usage(requests, len(self.waiting), len(self.running), rows, *held)
+
+    def _pools(self) -> tuple[BlockTables, ...]:
+        """The block tables of all groups."""
+        return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
@@ -99,6 +119,8 @@ class Scheduler:
         else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by
         uniforms of their own.
         """
+        if self.windowed_pages:
+            self._free_behind_windows(np.array([r.row for r in self.running], np.int64))
         schedule = self._running_rows()
         if self._reserved(schedule):
             if self.prefixes is not None:
@@ -139,6 +161,7 @@ class Scheduler:
             return False
         bonus = table.computed[rows] + most
         drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, bonus, left)
+        self._free_behind_windows(rows)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
@@ -191,13 +214,24 @@ class Scheduler:
             return True
         return False
 
+    def _free_behind_windows(self, rows: np.ndarray) -> None:
+        """Free what lies behind the windows of these rows, by what is committed.
+
+        A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
+        """
+        for pages in self.windowed_pages:
+            pages.free_behind(rows, self._table.computed[rows])
+
     def _reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
         """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit.
 
-        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`.
+        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`. When a later
+        group has too few, earlier ones keep what was reserved: it is surplus, to be given back in the same way.
         """
         size = BlockTables.resize if exactly else BlockTables.extend
         size(self.target_pages, rows, tokens)
+        for pages in self.windowed_pages:
+            size(pages, rows, tokens)
         if self.head_pages is not None:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
@@ -214,7 +248,7 @@ class Scheduler:
         rows: list[int] = []
         chunks: list[int] = []
         later: list[Request] = []
-        promised = 0
+        promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting[0]
             prefill, drafts = self._entry(request)
@@ -222,8 +256,9 @@ class Scheduler:
             if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
                 later.append(self.waiting.popleft())
                 continue
-            own = self.target_pages.pages_for(len(request.committed) + max(drafts, 1)) - len(found.pages)
-            if promised + own + self._num_idle(found) > self.target_pages.allocator.num_free:
+            own = self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
+            own[0] -= len(found.pages)
+            if (promised + own > self._free_besides(found)).any():
                 break
             promised += own
             with Isolated() as fault:
@@ -246,6 +281,19 @@ class Scheduler:
             np.concatenate([schedule.num_drafts, no_drafts]),
         )
 
+    def _free_besides(self, found: Found) -> list[int]:
+        """Free pages of each of the target's groups once `found` is held: until then idle pages of it count as free."""
+        free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
+        if self.prefixes is not None:
+            free[0] -= self.prefixes.cache.num_idle(found)
+        return free
+
+    def _pages_of_entry(self, num_tokens: int, chunk: int) -> np.ndarray:
+        """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""
+        query_len = max(chunk, self._config.num_speculative_tokens + 1)
+        windowed = (pages.most_pages(num_tokens, query_len) for pages in self.windowed_pages)
+        return np.array([self.target_pages.pages_for(num_tokens), *windowed], np.int64)
+
     def _entry(self, request: Request) -> tuple[int, int]:
         """(tokens that a waiting request prefills, drafts of its first verification after that).
 
@@ -258,10 +306,6 @@ class Scheduler:
             return length, 0
         drafts = int(self._drafts_at(np.array(length - 1), np.array(request.num_drafts), np.array(request.limit)))
         return (length - 1, drafts) if drafts else (length, 0)
-
-    def _num_idle(self, found: Found) -> int:
-        """Pages of `found` that count as free until they are held."""
-        return 0 if self.prefixes is None else self.prefixes.cache.num_idle(found)
 
     def _open(self, request: Request, prefill: int, found: Found) -> None:
         page_size = self._config.page_size
@@ -296,8 +340,7 @@ class Scheduler:
     def _close(self, request: Request) -> None:
         if self.prefixes is not None:
             self.prefixes.leave(request.row)
-        self.target_pages.release(request.row)
-        if self.head_pages is not None:
-            self.head_pages.release(request.row)
+        for pages in self._pools():
+            pages.release(request.row)
         self._table.close(request.row)
         request.row = -1

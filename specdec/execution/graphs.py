@@ -63,7 +63,7 @@ from specdec.rounds.buckets import loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.alterations import Alterations
@@ -116,7 +116,7 @@ class GraphExecutor:
         self._target = target
         device = target.hf_model.device
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
-        self._page_size = config.page_size
+        self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._sizes, self._sent = rows[::-1], 0
@@ -125,7 +125,7 @@ class GraphExecutor:
         drafting = drafter is not None and self._query_len > 1
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
-        self._fixed = {n: FixedTarget(static_shape(config, n), self._num_modules, device) for n in rows}
+        self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -363,7 +363,7 @@ class GraphExecutor:
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
-        target = empty_target(self._page_size)
+        target = self._nobody
         batch, passes, staged = self._fixed[rows].send(target)
         device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
         if not passes:

@@ -190,6 +190,11 @@ def test_a_loop_that_does_not_say_what_its_entries_depend_on_is_not_cached() -> 
     assert choose_prefix_caching(loop, False) == "off: enable_prefix_caching=False"
     with pytest.raises(InvalidInputError, match=r"enable_prefix_caching=True: odd loops.*give False or 'auto'"):
         choose_prefix_caching(loop, True)
+    assert choose_prefix_caching(None, "auto", windowed=True).startswith("off: pages behind the window")
+    with pytest.raises(
+        InvalidInputError, match=r"pages behind the window.*give False or 'auto', or hybrid_kv_cache=Fal"
+    ):
+        choose_prefix_caching(None, True, windowed=True)
 
 
 def test_the_state_is_told() -> None:
