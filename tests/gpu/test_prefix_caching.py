@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.bench_prefix import five_shots
+from benchmarks.prefix import expected_hits
 from specdec import SamplingParams, SpeculativeModel
 from specdec.loading.builtin import builtin_names
 from specdec.requests.stats import pool_requests
-from tests.specdec.engine.test_prefix_caching import arithmetic, found_by, lived, shots
+from tests.specdec.engine.test_prefix_caching import found_by, lived
 
 pytestmark = pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 SIZES: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 16384, "device": "cuda"}
@@ -19,10 +21,10 @@ PARAMS = SamplingParams(max_new_tokens=64, return_drafts=True)
 
 def both(model: SpeculativeModel) -> tuple[list[Any], list[Any]]:
     """Without the cache, and with it; found is what there is."""
-    prompts = shots(model.tokenizer, 8)
+    prompts = [model.tokenizer.encode(text) for text in five_shots(8, None)]
     off = model.generate(prompts, replace(PARAMS, cache_prefix=False))
     on = model.generate(prompts, PARAMS)
-    assert found_by(on) == arithmetic(prompts, model.config.page_size, True)
+    assert found_by(on) == expected_hits(prompts, model.config.page_size, 1)
     assert model.engine_stats.prefix_hit_rate > 0.6
     return off, on
 

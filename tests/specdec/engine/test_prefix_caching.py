@@ -20,8 +20,9 @@ from fakes import (
 )
 
 from attention.cache.prefix import PrefixCache
+from benchmarks.bench_prefix import five_shots
+from benchmarks.prefix import expected_hits
 from drafters.base import Head
-from evals.data.arithmetic import problems
 from specdec import SpeculativeModel
 from specdec.cli.tables import prompt_tokens
 from specdec.errors import InvalidInputError
@@ -47,24 +48,6 @@ def head_of(kind: str) -> Head:
 
 def lived(completions: list[Any]) -> list[Any]:
     return [(c.token_ids, c.drafts, c.stats.rounds) for c in completions]
-
-
-def common(left: list[int], right: list[int]) -> int:
-    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
-
-
-def arithmetic(prompts: list[list[int]], size: int, drafts: bool) -> list[tuple[int, int]]:
-    """(tokens in pages found, tokens not read again) of each prompt of one call, after those before it.
-
-    All whole pages that it begins with as one before it does are found. Of these it reads the last one again if the
-    token after it is not the same, or there is none.
-    """
-    found = []
-    for i, prompt in enumerate(prompts):
-        most = max((common(prompt, before) for before in prompts[:i]), default=0)
-        read = most - 1 if drafts else min(most, len(prompt) - 1)
-        found.append((most // size * size, max(read, 0) // size * size))
-    return found
 
 
 def found_by(completions: list[Any]) -> list[tuple[int, int]]:
@@ -95,7 +78,7 @@ def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict
         assert [wrong_rounds(head, c) for c in completions] == [[]] * len(PROMPTS)
         assert free_everywhere(on)
         if not call and "kv_cache_tokens" not in options:
-            assert found_by(completions) == arithmetic(PROMPTS, options.get("page_size", SIZE), True)
+            assert found_by(completions) == expected_hits(PROMPTS, options.get("page_size", SIZE), 1)
     assert on.engine_stats.cached_tokens > 300 and off.engine_stats.prefix_query_tokens == 0
     assert (on.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
 
@@ -104,7 +87,7 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=5, max_num_seqs=9, max_num_batched_tokens=60)
     params = replace(PARAMS, num_speculative_tokens=0)
     completions = wrapped.generate(PROMPTS, params)
-    assert found_by(completions) == arithmetic(PROMPTS, SIZE, False)
+    assert found_by(completions) == expected_hits(PROMPTS, SIZE, 0)
     assert [c.token_ids for c in completions] == [hf_greedy(p, NEW) for p in PROMPTS]
     assert found_by(wrapped.generate(PROMPTS[:1], PARAMS)) == [(0, 0)], "no head has read these pages"
     assert found_by(wrapped.generate(PROMPTS[:1], params)) == [(24, 24)]
@@ -239,13 +222,6 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
     assert wrong
 
 
-def shots(tokenizer: Any, questions: int) -> list[list[int]]:
-    """Prompts with the same five worked problems before their own."""
-    drawn = problems("train", 5 + questions)
-    worked = "\n\n".join(f"Question: {p.question}\nAnswer: {p.answer}" for p in drawn[:5])
-    return [tokenizer.encode(f"{worked}\n\nQuestion: {p.question}\nAnswer:") for p in drawn[5:]]
-
-
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 @pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
 def test_prompts_of_five_shots_share_them(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,13 +229,13 @@ def test_prompts_of_five_shots_share_them(target: str, draft: str, monkeypatch: 
     monkeypatch.setenv("SPECDEC_CHECK", "0")
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}
     with SpeculativeModel.from_pretrained(target, draft, **sizes) as model:
-        prompts = shots(model.tokenizer, 6)
+        prompts = [model.tokenizer.encode(text) for text in five_shots(6, None)]
         params = SamplingParams(max_new_tokens=20, return_drafts=True)
         off = model.generate(prompts, replace(params, cache_prefix=False))
         on = model.generate(prompts, params)
         stats, read = model.engine_stats, sum(map(len, prompts))
         assert lived(on) == lived(off) and sum(sum(r.accepted for r in c.stats.rounds) for c in on) > 10
-        expected = arithmetic(prompts, 16, True)
+        expected = expected_hits(prompts, 16, 1)
         assert found_by(on) == expected
         assert stats.prefix_hit_rate == sum(found for found, _ in expected) / read > 0.6
         assert (stats.prefix_query_tokens, stats.cached_tokens) == (read, sum(taken for _, taken in expected))
