@@ -29,14 +29,6 @@ def refusal(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, page_
     return str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-def test_what_is_offered(dtype: torch.dtype, dim: int, page_size: int) -> None:
-    key = AttentionSpec(8, 2, dim, dim, scale=1.0, window=100, softcap=30.0)
-    check_supported(group(key, page_size), key, dtype)
-
-
 def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
     assert "float32" in refusal(dtype=torch.float32) and "float16 and bfloat16" in refusal(dtype=torch.float32)
     other_dim = refusal(replace(KEY, head_dim_k=96, head_dim_v=96))
