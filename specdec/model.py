@@ -198,9 +198,11 @@ class SpeculativeModel:
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: "auto", "torch", "flashinfer", or "batch_invariant": kernels by which a token's result has the same
-                bits whatever else is in the batch, so that half precision says the same with and without speculation.
-                Not with cuda_graphs=False; slower, see the README.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed, "torch" (the
+                reference) on a CPU. "flex": torch's FlexAttention, compiled at the first rounds; no CUDA graphs.
+                "batch_invariant": a token's result has the same bits whatever else is in the batch, so that half
+                precision says the same with and without speculation. Not with cuda_graphs=False; slower, see the
+                README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is

@@ -118,7 +118,7 @@ def check_graphs(
             "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
         )
     if cuda_graphs and not isinstance(backend, GraphBackend):
-        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
+        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU that has graphs, not {backend.name!r}")
     if loop is not None and not isinstance(loop, GraphLoop) and (cuda_graphs or backend.batch_invariant):
         raise InvalidInputError(
             f"{loop.name} run without CUDA graphs, and so not with backend='batch_invariant'; use "
@@ -171,7 +171,8 @@ def begin_kernels(
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The attention backend: "auto" is FlashInfer on CUDA and the torch reference elsewhere.
+    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed, the torch reference
+    elsewhere.
 
     Raises:
         InvalidInputError: unknown name, a backend for CUDA elsewhere, or FlashInfer not installed.
@@ -186,9 +187,15 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         from attention.backends.invariant import InvariantBackend
 
         return InvariantBackend()
-    if find_spec("flashinfer") is None:
+    has_flashinfer = find_spec("flashinfer") is not None
+    if name == "flex" or (name == "auto" and not has_flashinfer):
+        from attention.backends.flex import FlexBackend
+
+        return FlexBackend(device)
+    if not has_flashinfer:
         raise InvalidInputError(
-            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='torch' (slow on a GPU)"
+            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
+            "CUDA graphs"
         )
     from attention.backends.flashinfer.backend import FlashInferBackend
 

@@ -18,6 +18,8 @@ import torch
 
 from attention.backends.base import AttentionBackend
 from attention.backends.flashinfer.backend import check_supported as check_flashinfer
+from attention.backends.flex import FlexBackend
+from attention.backends.flex import check_supported as check_flex
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
@@ -74,8 +76,13 @@ def variants(window: int) -> dict[str, Variant]:
 VARIANTS = {"cpu": variants(window=9), "cuda": variants(window=100)}
 BATCHES = {"cpu": small_size(), "cuda": full_size()}
 EVERY_BATCH = ("plain", "HND, pages of 32, window", "8 bits, scaled", "MLA", "head dim 80")
-"""Variants that a GPU runs on every batch; the others on `FEW_BATCHES`."""
+"""Variants that run on every batch; the others on `FEW_BATCHES`, except by the reference, which is quick."""
 FEW_BATCHES = ("decode, medium", "mixed", "verify, q = 6", "single long, q = 6")
+NOT_ON_CUDA = {
+    ("flex", "pages of 1"): "page sizes that 16 divides; given 1",
+    ("flex", "pages of 8"): "divides; given 8",
+}
+"""What the compiled form refuses besides."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +136,12 @@ FLASHINFER = Contender(
 )
 CONTENDERS = {
     "torch": Contender(TorchBackend, TorchBackend(CPU).builder, (torch.float32, *HALF), {}),
+    "flex": Contender(
+        FlexBackend,
+        FlexBackend(CPU).builder,
+        (torch.float32, *HALF),
+        dict.fromkeys(LATENT, "does not serve MLA; use backend='flashinfer' or 'torch'"),
+    ),
     "flashinfer": FLASHINFER,
     "flashinfer, fixed": replace(FLASHINFER, fixed=True),
     "batch_invariant": Contender(
@@ -159,9 +172,11 @@ def cases(size: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
     return [
         (variant, batch, name)
         for variant in VARIANTS[size]
-        for batch in (BATCHES[size] if size == "cpu" or variant in EVERY_BATCH else FEW_BATCHES)
+        for batch in BATCHES[size]
         for name in names
         if variant not in CONTENDERS[name].refused and batch in CONTENDERS[name].batches(size)
+        if variant in EVERY_BATCH or batch in FEW_BATCHES or (name, size) == ("torch", "cpu")
+        if size == "cpu" or (name, variant) not in NOT_ON_CUDA
     ]
 
 
@@ -175,6 +190,13 @@ def test_a_variant_is_served_or_refused_by_name(name: str, variant: str) -> None
             continue
         with pytest.raises(UnsupportedAttentionError, match=contender.refused[variant]):
             contender.check(case.group(4), case.key, dtype)
+
+
+@pytest.mark.parametrize(("name", "variant"), NOT_ON_CUDA)
+def test_what_only_a_compiled_form_refuses(name: str, variant: str) -> None:
+    case = VARIANTS["cuda"][variant]
+    with pytest.raises(UnsupportedAttentionError, match=NOT_ON_CUDA[name, variant]):
+        check_flex(case.group(4), case.key, torch.bfloat16, torch.device("cuda"))
 
 
 @pytest.mark.parametrize(
@@ -202,7 +224,7 @@ def check(name: str, size: str, variant: str, batch: str, dtype: torch.dtype) ->
     given.assert_written(runner)
 
 
-@pytest.mark.parametrize(("variant", "batch", "name"), cases("cpu", ["torch"]))
+@pytest.mark.parametrize(("variant", "batch", "name"), cases("cpu", ["torch", "flex"]))
 def test_on_a_cpu(name: str, variant: str, batch: str) -> None:
     check(name, "cpu", variant, batch, torch.float32)
 
@@ -210,8 +232,10 @@ def test_on_a_cpu(name: str, variant: str, batch: str) -> None:
 @pytest.mark.parametrize("variant", ["plain", "softcap", "sinks", "8 bits, scaled", "MLA"])
 @pytest.mark.parametrize("batch", ["mixed", "verify, q = 5"])
 @pytest.mark.parametrize("dtype", HALF)
-def test_half_precision_of_the_reference(dtype: torch.dtype, batch: str, variant: str) -> None:
-    check("torch", "cpu", variant, batch, dtype)
+@pytest.mark.parametrize("name", ["torch", "flex"])
+def test_half_precision(name: str, dtype: torch.dtype, batch: str, variant: str) -> None:
+    if variant not in CONTENDERS[name].refused:
+        check(name, "cpu", variant, batch, dtype)
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: the kernels run compiled below")
@@ -264,7 +288,9 @@ def check_padding(name: str, size: str, variant: str, batch: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("batch", ["mixed", "verify, q = 3", "prefill"])
-@pytest.mark.parametrize(("name", "dtype"), [("torch", torch.float32), ("batch_invariant", torch.float16)])
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("torch", torch.float32), ("flex", torch.float32), ("batch_invariant", torch.float16)]
+)
 def test_padding_is_neither_written_nor_attended(name: str, dtype: torch.dtype, batch: str) -> None:
     if name == "batch_invariant" and os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("a GPU is here: the kernel runs compiled below")

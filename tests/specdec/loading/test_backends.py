@@ -1,4 +1,5 @@
-"""Kernels begin to be built from a configuration alone: the same ones that the model's layers ask for."""
+"""Which backend a device gets; and kernels begin to be built from a configuration alone: the same ones that the model's
+layers ask for."""
 
 from __future__ import annotations
 
@@ -18,7 +19,11 @@ from transformers import (
 
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
-from specdec.loading.backends import expected_keys
+from specdec.errors import InvalidInputError
+from specdec.loading import backends
+from specdec.loading.backends import choose_graphs, expected_keys, make_backend
+
+CUDA = torch.device("cuda")
 
 SIZES: dict[str, Any] = {
     "vocab_size": 32,
@@ -48,3 +53,26 @@ def test_what_a_configuration_does_not_say_plainly_is_left_to_the_model() -> Non
     assert expected_keys(GptOssConfig()) == []
     (latent,) = expected_keys(DeepseekV2Config())
     assert latent.value_in_key
+
+
+@pytest.fixture
+def without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "find_spec", lambda name: None)
+
+
+def test_without_flashinfer_a_gpu_takes_flex(without_flashinfer: None) -> None:
+    assert [make_backend(name, CUDA).name for name in ("auto", "flex", "torch")] == ["flex", "flex", "torch"]
+    assert make_backend("auto", torch.device("cpu")).name == "torch"
+    with pytest.raises(
+        InvalidInputError, match=r"FlashInfer is not installed: .*backend='flex', which has no CUDA graphs"
+    ):
+        make_backend("flashinfer", CUDA)
+
+
+def test_flex_runs_without_graphs_and_says_so() -> None:
+    choice = choose_graphs(make_backend("flex", CUDA), None, [], "auto")
+    assert (choice.wanted, choice.reason) == (False, "backend 'flex' has none")
+    with pytest.raises(
+        InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs, not 'flex'"
+    ):
+        choose_graphs(make_backend("flex", CUDA), None, [], True)
