@@ -34,6 +34,7 @@ from attention.spec import AttentionSpec
 
 _LEAST_DIM, _LEAST_PAGE = 16, 16
 """Triton's matmuls have at least so many columns and keys."""
+_WIDEST_HEAD = 256
 _TILE_BYTES = 16 << 10
 """Of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
 _FP8_CAPABILITY = (8, 9)
@@ -344,9 +345,10 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
         )
     if device.type != "cuda":
         return
-    if min(key.head_dim_k, key.head_dim_v) < _LEAST_DIM:
+    dims = (key.head_dim_k, key.head_dim_v)
+    if min(dims) < _LEAST_DIM or max(dims) > _WIDEST_HEAD:
         raise UnsupportedAttentionError(
-            f"{where} takes head dims from {_LEAST_DIM} on; given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"
+            f"{where} takes head dims from {_LEAST_DIM} to {_WIDEST_HEAD}; given {dims[0]} and {dims[1]}{elsewhere}"
         )
     if group.page_size % _LEAST_PAGE:
         raise UnsupportedAttentionError(

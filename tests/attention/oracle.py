@@ -95,10 +95,10 @@ class Rig:
             noise = torch.randn(pages.shape, generator=self._generator, device=self.device) * GARBAGE
             pages.copy_(noise.clamp(-400, 400).to(pages.dtype))
             pages[0] = 0
-        self._store(layer, self.batch.computed)
+        self.store(layer, self.batch.computed)
         return runner
 
-    def _store(self, layer: LayerKV, lengths: tuple[int, ...]) -> None:
+    def store(self, layer: LayerKV, lengths: tuple[int, ...]) -> None:
         """Write the first keys and values of every row, slot by slot of its own pages."""
         size = self.variant.page_size
         for row, length in enumerate(lengths):
@@ -153,7 +153,7 @@ class Rig:
         """Every row's keys and values are in its own pages, to the bit."""
         (layer,) = runner.layers
         before = [pages.clone() for pages in (layer.keys, layer.values)]
-        self._store(layer, self.batch.seq_lens)
+        self.store(layer, self.batch.seq_lens)
         for pages, old in zip((layer.keys, layer.values), before, strict=True):
             assert torch.equal(pages.view(_bits(pages.dtype)), old.view(_bits(pages.dtype)))
 

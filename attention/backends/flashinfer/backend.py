@@ -38,7 +38,8 @@ from attention.backends.flashinfer.wrapper import (
     least_unsplit,
     splits_kv,
 )
-from attention.backends.limits import HALF, check_heads
+from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
+from attention.backends.limits import HALF, HEAD_DIMS, check_heads, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -66,7 +67,8 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
     """Refuse what this backend does not offer, before anything is allocated.
 
     Raises:
-        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or MLA.
+        UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
+            with softcap as well.
     """
     if key.value_in_key:
         check_mla_supported(group, key, dtype)
@@ -77,6 +79,8 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -
         names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
         raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
     check_heads(key, where, elsewhere)
+    if not has_flashinfer_heads(key):
+        return  # our own kernel, which has no further limits
     if group.page_size not in PAGE_SIZES:
         raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
     if key.has_sinks and key.softcap is not None:
@@ -147,7 +151,7 @@ def start_building(
 
     fa3's comes first: nvcc takes twice as long for it.
     """
-    if dtype not in HALF:
+    if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
         return ()
     if key.value_in_key:
         return (building_latent(dtype, device),)
@@ -248,7 +252,8 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
 
 class FlashInferBackend:
     """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and MLA in absorbed form (fa3 on Hopper)."""
+    caches; and MLA in absorbed form (fa3 on Hopper). Heads of other widths than FlashInfer's take our own kernel, which
+    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes."""
 
     name = "flashinfer"
     batch_invariant = False
@@ -256,17 +261,23 @@ class FlashInferBackend:
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
 
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
+    def builder(
+        self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype
+    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
+        if not has_flashinfer_heads(key):
+            return InvariantBuilder()
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
+        if not has_flashinfer_heads(key):
+            return f"{own_kernel(group, key, dtype)} (FlashInfer has head dims {', '.join(map(str, HEAD_DIMS))})"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
         rows = least_unsplit(key, self._workspace.device)
@@ -282,9 +293,11 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
-    ) -> FixedBuilder | FixedMlaBuilder:
+    ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
+        if not key.value_in_key and not has_flashinfer_heads(key):
+            return InvariantBuilder()
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
         if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
             return FixedBuilder(PackedKernel(key), geometry)
@@ -308,7 +321,7 @@ class FlashInferBackend:
 
     def run(
         self,
-        plan: FlashInferPlan | MlaPlan,
+        plan: FlashInferPlan | MlaPlan | InvariantPlan,
         key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -323,6 +336,8 @@ class FlashInferBackend:
 
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)
+        if isinstance(plan, InvariantPlan):
+            return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:

@@ -111,7 +111,11 @@ def test_keys_of_a_tile(key: AttentionSpec, dtype: torch.dtype, page_size: int, 
     [
         (replace(KEY, value_in_key=True), GROUP, "does not serve MLA; use backend='flashinfer' or 'torch'"),
         (replace(KEY, num_q_heads=5), GROUP, "the 5 query heads to be a multiple of the 2 KV heads"),
-        (replace(KEY, head_dim_k=8, head_dim_v=8), GROUP, "head dims from 16 on; given 8 and 8; use backend='torch'"),
+        (
+            replace(KEY, head_dim_k=8, head_dim_v=8),
+            GROUP,
+            "head dims from 16 to 256; given 8 and 8; use backend='torch'",
+        ),
         (KEY, replace(GROUP, page_size=24), "page sizes that 16 divides; given 24; use backend='torch'"),
         (KEY, replace(GROUP, num_pages=1 << 20), r"at most 2,147,483,647 numbers; given 2,147,483,648: lower kv_cache"),
         (KEY, replace(GROUP, format=KVFormat(FP8)), "from compute capability 8.9 on; use kv_cache_dtype='auto'"),
