@@ -221,7 +221,8 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
-                "HND", head by head; "auto" is NHD. It changes no token: only where a key lies.
+                "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
+                changes no token: only where a key lies.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
@@ -314,7 +315,7 @@ class SpeculativeModel:
                 config,
                 options.cuda_graphs,
                 format=format,
-                layout=kv_layout(options.kv_cache_layout),
+                layout=kv_layout(options.kv_cache_layout, backend),
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
             )

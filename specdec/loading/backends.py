@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from attention.backends.base import AttentionBackend, GraphBackend
+from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.spec import AttentionSpec
@@ -19,7 +19,7 @@ from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
 
 _STORED = {"auto": None, "fp8": FP8}
-_LAYOUTS: dict[str, KVLayout] = {"auto": "NHD", "NHD": "NHD", "HND": "HND"}
+_LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 _LOCAL = "attention in chunks and temperature tuning (Llama 4)"
 
 
@@ -38,21 +38,21 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
-def kv_layout(layout: str) -> KVLayout:
+def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
     """The order inside a page of the target's cache and the head's; see `attention.cache.kv_cache.CacheGroup`.
 
     Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
     MLA's cache, which has one head, the two are the same bytes.
 
     Args:
-        layout: "auto" is NHD.
+        layout: "auto" is what the backend's kernels read best on its GPU (HND on Blackwell), else NHD.
 
     Raises:
         InvalidInputError: an unknown name.
     """
     if layout not in _LAYOUTS:
         raise InvalidInputError(f"kv_cache_layout={layout!r}: allowed are {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[layout]
+    return _LAYOUTS[layout] or (backend.preferred_layout if isinstance(backend, PrefersLayout) else "NHD")
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,17 @@ from attention.backends.flashinfer.mla import (
     run_mla,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
+from attention.backends.flashinfer.trtllm import (
+    WORKSPACE_BYTES,
+    FixedTrtllmBuilder,
+    TrtllmBuilder,
+    TrtllmKernel,
+    TrtllmPlan,
+    is_blackwell,
+    run_trtllm,
+    serves,
+    serves_key,
+)
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
     Kernel,
@@ -42,7 +53,7 @@ from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_ke
 from attention.backends.limits import HALF, HEAD_DIMS, check_heads, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
@@ -153,6 +164,8 @@ def start_building(
     """
     if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
         return ()
+    if serves_key(key, dtype, cache, device):
+        return ()
     if key.value_in_key:
         return (building_latent(dtype, device),)
     return tuple(building(cache, key, dtype, route) for route in reversed(routes(key, dtype, cache, device)))
@@ -260,12 +273,20 @@ class FlashInferBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
+        self._zeroed: torch.Tensor | None = None
+
+    @property
+    def preferred_layout(self) -> KVLayout:
+        """The order inside a page that its kernels read best on this device."""
+        return "HND" if is_blackwell(self._workspace.device) else "NHD"
 
     def builder(
         self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype
-    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder:
+    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder | TrtllmBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
+        if serves(group, key, dtype, self._workspace.device):
+            return TrtllmBuilder(self._trtllm(group, key))
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
         if not has_flashinfer_heads(key):
@@ -278,6 +299,8 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         if not has_flashinfer_heads(key):
             return f"{own_kernel(group, key, dtype)} (FlashInfer has head dims {', '.join(map(str, HEAD_DIMS))})"
+        if serves(group, key, dtype, self._workspace.device):
+            return f"FlashInfer trtllm-gen, {dtype_name(dtype)}, head dim {key.head_dim_k}, {group.layout} pages"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
         rows = least_unsplit(key, self._workspace.device)
@@ -293,9 +316,11 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
-    ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder:
+    ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder | FixedTrtllmBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
+        if serves(group, key, dtype, self._workspace.device):
+            return FixedTrtllmBuilder(self._trtllm(group, key), rows, query_len)
         if not key.value_in_key and not has_flashinfer_heads(key):
             return InvariantBuilder()
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
@@ -310,6 +335,13 @@ class FlashInferBackend:
         workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
+    def _trtllm(self, group: CacheGroup, key: AttentionSpec) -> TrtllmKernel:
+        """The Blackwell kernels for `key`, with the workspace that they alone use."""
+        device = self._workspace.device
+        if self._zeroed is None:
+            self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return TrtllmKernel(self._zeroed, group, key)
+
     def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
@@ -321,7 +353,7 @@ class FlashInferBackend:
 
     def run(
         self,
-        plan: FlashInferPlan | MlaPlan | InvariantPlan,
+        plan: FlashInferPlan | MlaPlan | InvariantPlan | TrtllmPlan,
         key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -336,6 +368,8 @@ class FlashInferBackend:
 
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)
+        if isinstance(plan, TrtllmPlan):
+            return run_trtllm(plan, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if isinstance(plan, InvariantPlan):
             return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if checking():
