@@ -198,8 +198,9 @@ class SpeculativeModel:
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed, "torch" (the
-                reference) on a CPU. "flex": torch's FlexAttention, compiled at the first rounds; no CUDA graphs.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm builds
+                of torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": torch's FlexAttention,
+                compiled at the first rounds; no CUDA graphs.
                 "batch_invariant": a token's result has the same bits whatever else is in the batch, so that half
                 precision says the same with and without speculation. Not with cuda_graphs=False; slower, see the
                 README.

@@ -309,7 +309,7 @@ class FlexBackend:
 
     @staticmethod
     def _write(layer_kv: LayerKV, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
-        if not keys.is_cuda:
+        if not keys.is_cuda or torch.version.hip is not None:  # our kernels are not tested on ROCm
             write(layer_kv, keys, values, slots)
             return
         from attention.kernels.write import write_kv
@@ -360,8 +360,11 @@ def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, d
             f"{where} addresses a layer's keys by 32 bits, at most {2**31 - 1:,} numbers; given {elements:,}: lower "
             "kv_cache_tokens"
         )
-    is_nvidia = torch.version.hip is None
-    if group.format.dtype == FP8 and is_nvidia and torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+    if group.format.dtype == FP8 and not _reads_8_bits(device):
         raise UnsupportedAttentionError(
-            f"{where} reads caches in 8 bits from compute capability 8.9 on; use kv_cache_dtype='auto'"
+            f"{where} reads caches in 8 bits on NVIDIA GPUs from compute capability 8.9 on; use kv_cache_dtype='auto'"
         )
+
+
+def _reads_8_bits(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY

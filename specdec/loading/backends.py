@@ -162,7 +162,7 @@ def begin_kernels(
     Args:
         name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
     """
-    if device.type == "cuda" and name in ("auto", "flashinfer") and find_spec("flashinfer") is not None:
+    if device.type == "cuda" and name in ("auto", "flashinfer") and _has_flashinfer():
         from attention.backends.flashinfer.backend import start_building
 
         cache = _STORED.get(kv_cache_dtype) or dtype
@@ -171,11 +171,12 @@ def begin_kernels(
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed, the torch reference
-    elsewhere.
+    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed and on a ROCm build, the
+    torch reference elsewhere.
 
     Raises:
-        InvalidInputError: unknown name, a backend for CUDA elsewhere, or FlashInfer not installed.
+        InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not
+            installed.
     """
     if name not in BACKENDS:
         raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
@@ -183,16 +184,20 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         return TorchBackend(device)
     if device.type != "cuda":
         raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
+    if name == "flex" or (name == "auto" and not _has_flashinfer()):
+        from attention.backends.flex import FlexBackend
+
+        return FlexBackend(device)
+    if torch.version.hip is not None:
+        raise InvalidInputError(
+            f"backend={name!r} has kernels for NVIDIA GPUs only, and this torch is built for ROCm (HIP "
+            f"{torch.version.hip}); use backend='flex' or 'torch'"
+        )
     if name == "batch_invariant":
         from attention.backends.invariant import InvariantBackend
 
         return InvariantBackend()
-    has_flashinfer = find_spec("flashinfer") is not None
-    if name == "flex" or (name == "auto" and not has_flashinfer):
-        from attention.backends.flex import FlexBackend
-
-        return FlexBackend(device)
-    if not has_flashinfer:
+    if not _has_flashinfer():
         raise InvalidInputError(
             "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
             "CUDA graphs"
@@ -200,3 +205,8 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     from attention.backends.flashinfer.backend import FlashInferBackend
 
     return FlashInferBackend(device)
+
+
+def _has_flashinfer() -> bool:
+    """Whether FlashInfer is there, and a torch that it can work with."""
+    return torch.version.hip is None and find_spec("flashinfer") is not None

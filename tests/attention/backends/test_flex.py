@@ -118,7 +118,11 @@ def test_keys_of_a_tile(key: AttentionSpec, dtype: torch.dtype, page_size: int, 
         ),
         (KEY, replace(GROUP, page_size=24), "page sizes that 16 divides; given 24; use backend='torch'"),
         (KEY, replace(GROUP, num_pages=1 << 20), r"at most 2,147,483,647 numbers; given 2,147,483,648: lower kv_cache"),
-        (KEY, replace(GROUP, format=KVFormat(FP8)), "from compute capability 8.9 on; use kv_cache_dtype='auto'"),
+        (
+            KEY,
+            replace(GROUP, format=KVFormat(FP8)),
+            "on NVIDIA GPUs from compute capability 8.9 on; use kv_cache_dtype='auto'",
+        ),
     ],
 )
 def test_what_is_refused_on_cuda(
@@ -130,6 +134,13 @@ def test_what_is_refused_on_cuda(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
     for dim in (16, 80, 96, 112, 128, 160, 192, 256):
         check_supported(replace(GROUP, format=KVFormat(FP8)), replace(KEY, head_dim_k=dim, head_dim_v=dim), HALF, CUDA)
+
+
+def test_8_bits_are_refused_on_rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    with pytest.raises(UnsupportedAttentionError, match="8 bits on NVIDIA GPUs"):
+        check_supported(replace(GROUP, format=KVFormat(FP8)), KEY, HALF, CUDA)
+    check_supported(GROUP, KEY, HALF, CUDA)
 
 
 def test_what_it_is() -> None:

@@ -19,9 +19,10 @@ from transformers import (
 
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
+from attention.spec import AttentionSpec
 from specdec.errors import InvalidInputError
 from specdec.loading import backends
-from specdec.loading.backends import choose_graphs, expected_keys, make_backend
+from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, make_backend
 
 CUDA = torch.device("cuda")
 
@@ -76,3 +77,40 @@ def test_flex_runs_without_graphs_and_says_so() -> None:
         InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs, not 'flex'"
     ):
         choose_graphs(make_backend("flex", CUDA), None, [], True)
+
+
+@pytest.fixture
+def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch built for ROCm, as far as the code can tell, with FlashInfer installed. Untested on such hardware."""
+    monkeypatch.setattr(torch.version, "hip", "6.4.43482")
+    monkeypatch.setattr(backends, "find_spec", lambda name: object())
+
+
+def test_on_rocm_auto_takes_flex_and_torch_stays(rocm: None) -> None:
+    assert [make_backend(name, CUDA).name for name in ("auto", "flex", "torch")] == ["flex", "flex", "torch"]
+
+
+@pytest.mark.parametrize("name", ["flashinfer", "batch_invariant"])
+def test_on_rocm_kernels_for_nvidia_are_refused_by_name(name: str, rocm: None) -> None:
+    message = (
+        rf"backend='{name}' has kernels for NVIDIA GPUs only, .* ROCm \(HIP 6.4.43482\); use backend='flex' or 'torch'"
+    )
+    with pytest.raises(InvalidInputError, match=message):
+        make_backend(name, CUDA)
+
+
+def test_on_rocm_nothing_of_flashinfer_is_built(rocm: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    built = []
+    monkeypatch.setattr("attention.backends.flashinfer.backend.start_building", lambda *args: built.append(args))
+    key = AttentionSpec(8, 2, 64, 64, 0.125)
+    begin_kernels("auto", CUDA, [key], torch.bfloat16, "auto")
+    assert not built
+    monkeypatch.setattr(torch.version, "hip", None)
+    begin_kernels("auto", CUDA, [key], torch.bfloat16, "auto")
+    assert len(built) == 1
+
+
+def test_on_rocm_kernels_are_launched_without_nvidias_option(rocm: None) -> None:
+    """Triton for ROCm knows no `launch_pdl`, and `wait_for_predecessor` compiles to nothing."""
+    pdl = pytest.importorskip("attention.kernels.pdl", reason="Triton is not installed")
+    assert pdl.dependent_launch.__wrapped__(CUDA) == {"DEPENDENT": False}
