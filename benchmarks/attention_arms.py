@@ -10,12 +10,13 @@ import numpy as np
 import torch
 
 from attention.backends.flashinfer.backend import whole_batch
-from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.flashinfer.packed import PackedKernel, is_packed, packed_scratch
 from attention.backends.flashinfer.wrapper import Kernel, Route
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, allocate
+from attention.errors import UnsupportedAttentionError
 from attention.kernels.write import write_kv
 from attention.spec import AttentionSpec
 
@@ -123,10 +124,12 @@ class DecodeConfiguration:
 
 
 class PackedConfiguration:
-    """Our kernel of full batches with short queries, for any number of rows; nothing to plan."""
+    """Our kernel of short queries, for any number of rows; nothing to plan."""
 
     def __init__(self, scene: Scene) -> None:
-        self._kernel = PackedKernel(scene.case.key)
+        if not is_packed(scene.group, scene.case.key, scene.case.dtype, scene.case.query):
+            raise UnsupportedAttentionError(f"the packed kernel is not for {scene.case.key}")
+        self._kernel = PackedKernel(scene.case.key, packed_scratch(CUDA))
         self._part = whole_batch(scene.metadata)
         self._query = scene.states[0]
         self._out = torch.empty_like(self._query)

@@ -240,7 +240,7 @@ def decode_lines() -> Iterator[dict[str, Any]]:
                 launches = max(_LEAST_LAUNCHES, len(scene.layers))
                 layers = list(itertools.islice(itertools.cycle(scene.layers), launches))
                 run = device_us(lambda k=kernel, n=layers: [k.run(x) for x in n], place, graph=True) / launches  # type: ignore[misc]
-            except (RuntimeError, ValueError) as refusal:  # FlashInfer's own: a group size without a kernel
+            except (RuntimeError, ValueError, UnsupportedAttentionError) as refusal:  # FlashInfer's: no such group size
                 yield line | {"refused": str(refusal)[:300]}
                 continue
             yield line | {"plan_us": round(plan, 2), "run_us": round(run, 2), "ratio": round(run / floor, 2)}

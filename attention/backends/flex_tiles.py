@@ -60,14 +60,26 @@ class Tiles:
         start = host.num_computed_tokens[row]
         oldest = start + np.minimum(first, packed[row] - 1) // groups
         newest = start + (np.minimum(first + tile, packed[row]) - 1) // groups
-        bounds = [np.where(first < packed[row], at, 0) for at in _pages(oldest, newest, window, host.page_size)]
+        pages = _pages(oldest, newest, window, host.page_size)
+        begin, end, whole_begin, whole_end = (np.where(first < packed[row], at, 0) for at in pages)
         token = host.query_start_loc[:-1][row][:, None] + within // groups
         position = start[:, None] + within // groups
         place = np.empty(host.num_tokens * groups, np.int64)
         at = np.flatnonzero(real)
         token, head = np.where(real, token, 0).reshape(-1), np.where(real, within % groups, 0).reshape(-1)
         place[token[at] * groups + head[at]] = at
-        return cls(row, *bounds, token, head, np.where(real, position, -1).reshape(-1), np.repeat(row, tile), place)
+        return cls(
+            row,
+            begin,
+            end,
+            whole_begin,
+            whole_end,
+            token,
+            head,
+            np.where(real, position, -1).reshape(-1),
+            np.repeat(row, tile),
+            place,
+        )
 
     def arrays(self, host: HostBatch, num_pages: int) -> list[np.ndarray]:
         """What the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible blocks; for the

@@ -49,7 +49,7 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
-from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
 from specdec.execution.report import GraphReport
@@ -63,7 +63,7 @@ from specdec.rounds.buckets import loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.alterations import Alterations
@@ -116,7 +116,7 @@ class GraphExecutor:
         self._target = target
         device = target.hf_model.device
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
-        self._page_size = config.page_size
+        self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._sizes, self._sent = rows[::-1], 0
@@ -125,11 +125,12 @@ class GraphExecutor:
         drafting = drafter is not None and self._query_len > 1
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
-        self._fixed = {n: FixedTarget(static_shape(config, n), self._num_modules, device) for n in rows}
+        self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
         self._mixed = {mixed_bucket(config, n) for n in rows}
+        self._beside_prompts = mixed_buckets(config, rows[0])
         self._alterations = Alterations(self)
         target.alterations.on_undo(self._alterations.undo)
         self._head = head = None if drafter is None else drafter.head
@@ -171,7 +172,7 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(self._model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
-            beside_prompts = (target.hf_model.get_decoder(), self._mixed)
+            beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
             readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
             products = choose_products(readers, invariant)
             log.info("compiling kernels of all rounds")
@@ -187,8 +188,7 @@ class GraphExecutor:
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
-        rows = tuple(self._fixed)
-        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, self._fused, products)
+        self.report = GraphReport(*self._num_graphs(), tuple(self._fixed), seconds, taken, self._fused, products)
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""
@@ -363,7 +363,7 @@ class GraphExecutor:
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
-        target = empty_target(self._page_size)
+        target = self._nobody
         batch, passes, staged = self._fixed[rows].send(target)
         device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
         if not passes:

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+from attention.batch.metadata import group_fields, group_sizes
 from attention.batch.staging import Bucket, Field, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
 from specdec.rounds.ahead import AheadInputs
-from specdec.rounds.buckets import loop_limits, rounded
+from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.fields import AheadSection, DeviceAhead, DeviceRound, SamplingSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
+
+Groups = tuple[int, ...]
+"""Pages on the list of each of the target's further cache groups."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class RoundTransfer:
         if sampling is not None:
             values |= SamplingSection.values(sampling)
         drafting = LoopSize() if arrays is None else arrays.size
-        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting)), values)
+        groups = _groups_of(target)
+        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting), groups), values)
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
@@ -84,7 +89,8 @@ class AheadTransfer:
         if ahead is not None:
             values |= self._ahead.values(ahead)
         size = rounded(_size_of(target))
-        staged = self._arena.send(_ahead_bucket(self._ahead, size, LoopSize() if ahead is None else size), values)
+        following = LoopSize() if ahead is None else size
+        staged = self._arena.send(_ahead_bucket(self._ahead, size, following, _groups_of(target)), values)
         device = VerificationSection.views(target.inputs, staged)
         return SentRound(device, None, None if ahead is None else self._ahead.views(ahead, device.metadata, staged))
 
@@ -97,29 +103,40 @@ def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int
 
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
-    limits = rounded(loop_limits(config))
-    fields = [*VerificationSection.fields, *SamplingSection.fields, *(() if loop is None else loop.fields)]
-    return fields, _bucket(loop, limits, limits)
+    limits, groups = rounded(loop_limits(config)), _most_in_groups(config)
+    fields = [*VerificationSection.fields, *group_fields("target", len(groups)), *SamplingSection.fields]
+    return [*fields, *(() if loop is None else loop.fields)], _bucket(loop, limits, limits, groups)
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """The same of a round from graphs of any shape."""
-    limits, ahead = rounded(loop_limits(config)), AheadSection(num_modules)
-    return [*VerificationSection.fields, *ahead.fields], _ahead_bucket(ahead, limits, limits)
+    limits, ahead, groups = rounded(loop_limits(config)), AheadSection(num_modules), _most_in_groups(config)
+    fields = [*VerificationSection.fields, *group_fields("target", len(groups)), *ahead.fields]
+    return fields, _ahead_bucket(ahead, limits, limits, groups)
 
 
-def _ahead_bucket(section: AheadSection, target: LoopSize, ahead: LoopSize) -> Bucket:
-    return bucket_of(**_sizes(target), **section.dimensions(ahead.rows, ahead.tokens, ahead.pages))
+def _ahead_bucket(section: AheadSection, target: LoopSize, ahead: LoopSize, groups: Groups) -> Bucket:
+    return bucket_of(**_sizes(target, groups), **section.dimensions(ahead.rows, ahead.tokens, ahead.pages))
 
 
 def _size_of(target: TargetArrays) -> LoopSize:
     return LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
 
 
-def _sizes(target: LoopSize) -> dict[str, int]:
-    return VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+def _groups_of(target: TargetArrays) -> Groups:
+    """Pages on the list of each further cache group, rounded up to powers of two."""
+    return tuple(power_of_two(len(group.page_indices)) for group in target.inputs.batch.other_groups)
 
 
-def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize) -> Bucket:
-    sizes = _sizes(target) | SamplingSection.dimensions(target.drafts)
+def _most_in_groups(config: EngineConfig) -> Groups:
+    return tuple(power_of_two(entries) for entries in group_entries(config))
+
+
+def _sizes(target: LoopSize, groups: Groups) -> dict[str, int]:
+    own = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+    return own | group_sizes("target", groups)
+
+
+def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize, groups: Groups) -> Bucket:
+    sizes = _sizes(target, groups) | SamplingSection.dimensions(target.drafts)
     return bucket_of(**(sizes if loop is None else sizes | loop.dimensions(draft)))
