@@ -16,7 +16,7 @@ from tests.public.test_kv_sharing import KINDS, PARAMS, PROMPTS, sharing, source
 
 CUDA = torch.device("cuda")
 DIMS = dict(zip(KINDS, ({"head_dim": 256}, {"head_dim": 256, "global_head_dim": 512}), strict=True))
-OPTIONS: dict[str, Any] = {"page_size": 16, "max_num_batched_tokens": 512}
+OPTIONS: dict[str, Any] = {"page_size": 16, "max_num_batched_tokens": 512, "hybrid_kv_cache": False}
 
 
 @pytest.mark.parametrize("drafts", [0, 3])

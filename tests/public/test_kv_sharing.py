@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.flex import FlexBackend
 from attention.backends.reference import TorchBackend
+from attention.hf.probe import probe
 from benchmarks.sweep_configs import THRESHOLD, VOCAB, named_cases, tiny_config
 from specdec.loading.backends import expected_keys
 from specdec.requests.sampling import SamplingParams
@@ -76,14 +77,14 @@ def test_tokens_are_the_models_own(kind: str, drafts: int, backend: str) -> None
 def test_the_configuration_of_layers_that_differ_is_left_to_the_model() -> None:
     """transformers (5.23) refuses to say one head dim for Gemma 4, whose layers have two."""
     expected_keys(sharing(KINDS[1], head_dim=16, global_head_dim=32).config)
-    specs = wrap(sharing(KINDS[1], head_dim=16, global_head_dim=32)).runners[0].group.attention_specs
-    assert {spec.head_dim_k for spec in specs} == {16, 32}
+    specs = probe(sharing(KINDS[1], head_dim=16, global_head_dim=32)).calls
+    assert {call.attention_spec.head_dim_k for call in specs} == {16, 32}
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharing_layer_caches_what_it_attends_to(kind: str) -> None:
     model = sharing(kind)
-    wrapped = wrap(model)
+    wrapped = wrap(model, hybrid_kv_cache=False)
     wrapped.generate(PROMPTS, PARAMS)
     layers = wrapped.runners[0].layers
     shared = sources(model)
