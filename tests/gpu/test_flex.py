@@ -55,9 +55,9 @@ def test_rounds_give_the_models_own_tokens(drafts: int) -> None:
     prompts, answers = random_prompts((5, 33, 1)), []
     for backend in (FlexBackend(CUDA), TorchBackend(CUDA)):
         with backend_of_ours(backend):
-            target: Any = tiny_llama().to(CUDA)
-            head = eagle3_head(target).to(CUDA) if drafts else None
-            wrapped = wrap(target, head, num_speculative_tokens=drafts, page_size=16)
+            target: Any = tiny_llama()
+            head: Any = eagle3_head(target).to(CUDA) if drafts else None
+            wrapped = wrap(target.to(CUDA), head, num_speculative_tokens=drafts, page_size=16)
             answers.append([c.token_ids for c in wrapped.generate(prompts, SamplingParams(max_new_tokens=16))])
             wrapped.close()
     assert answers[0] == answers[1] == [hf_greedy(p, 16) for p in prompts]

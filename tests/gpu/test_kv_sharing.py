@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import table_head, wrap
+from fakes import eagle3_head, wrap
 
 from tests.agreement import agreement
 from tests.public.test_kv_sharing import KINDS, PARAMS, PROMPTS, sharing, sources
@@ -26,8 +26,9 @@ def test_flashinfer_says_what_the_reference_says(kind: str, cuda_graphs: bool, d
     """In bfloat16, where near ties may fall either way; what the caches hold is equal to the bit."""
     answers = []
     for backend in ("torch", "flashinfer"):
-        model: Any = sharing(kind, **DIMS[kind]).to(CUDA, torch.bfloat16)
-        head = table_head(model).to(CUDA, torch.bfloat16) if drafts else None
+        model: Any = sharing(kind, **DIMS[kind])
+        head: Any = eagle3_head(model).to(CUDA, torch.bfloat16) if drafts else None
+        model.to(CUDA, torch.bfloat16)
         graphs = cuda_graphs and backend == "flashinfer"
         wrapped = wrap(model, head, num_speculative_tokens=drafts, backend=backend, cuda_graphs=graphs, **OPTIONS)
         answers.append([c.token_ids for c in wrapped.generate(PROMPTS, PARAMS)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import backend_of_ours, random_prompts, table_head, wrap
+from fakes import backend_of_ours, eagle3_head, random_prompts, wrap
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.flex import FlexBackend
@@ -70,7 +70,7 @@ def test_tokens_are_the_models_own(kind: str, drafts: int, backend: str) -> None
     model = sharing(kind)
     expected = right(model)
     with backend_of_ours(BACKENDS[backend](CPU)):
-        wrapped = wrap(model, table_head(model) if drafts else None, num_speculative_tokens=drafts)
+        wrapped = wrap(model, eagle3_head(model) if drafts else None, num_speculative_tokens=drafts)
         assert [c.token_ids for c in wrapped.generate(PROMPTS, PARAMS)] == expected
 
 
