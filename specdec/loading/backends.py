@@ -3,6 +3,7 @@ exception."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -16,7 +17,7 @@ from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecWarning
 
 _STORED = {"auto": None, "fp8": FP8}
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
@@ -178,8 +179,8 @@ def begin_kernels(
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed and on a ROCm build, the
-    torch reference elsewhere.
+    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed and on a ROCm build (a
+    SpecdecWarning says so), the torch reference elsewhere.
 
     Raises:
         InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not
@@ -194,6 +195,8 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     if name == "flex" or (name == "auto" and not _has_flashinfer()):
         from attention.backends.flex import FlexBackend
 
+        if name == "auto":
+            _warn_of_flex()
         return FlexBackend(device)
     if torch.version.hip is not None:
         raise InvalidInputError(
@@ -212,6 +215,18 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     from attention.backends.flashinfer.backend import FlashInferBackend
 
     return FlashInferBackend(device)
+
+
+def _warn_of_flex() -> None:
+    """Nobody asked for Flex by name."""
+    reason = 'FlashInfer is not installed (pip install "specdec-hf[cuda]")'
+    if torch.version.hip is not None:
+        reason = "this torch is built for ROCm, on which this library is not tested"
+    warnings.warn(
+        f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more",
+        SpecdecWarning,
+        stacklevel=3,
+    )
 
 
 def _has_flashinfer() -> bool:

@@ -3,6 +3,8 @@ layers ask for."""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -20,7 +22,7 @@ from transformers import (
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.hf.probe import probe
 from attention.spec import AttentionSpec
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.loading import backends
 from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, make_backend
 
@@ -56,13 +58,23 @@ def test_what_a_configuration_does_not_say_plainly_is_left_to_the_model() -> Non
     assert latent.value_in_key
 
 
+@pytest.fixture(autouse=True)
+def warnings_are_errors() -> Iterator[None]:
+    """Nobody who asked for a backend by name is warned of it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpecdecWarning)
+        yield
+
+
 @pytest.fixture
 def without_flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "find_spec", lambda name: None)
 
 
-def test_without_flashinfer_a_gpu_takes_flex(without_flashinfer: None) -> None:
-    assert [make_backend(name, CUDA).name for name in ("auto", "flex", "torch")] == ["flex", "flex", "torch"]
+def test_without_flashinfer_a_gpu_takes_flex_and_says_so(without_flashinfer: None) -> None:
+    with pytest.warns(SpecdecWarning, match=r"FlashInfer is not installed .*: backend='auto' is 'flex'"):
+        assert make_backend("auto", CUDA).name == "flex"
+    assert [make_backend(name, CUDA).name for name in ("flex", "torch")] == ["flex", "torch"]
     assert make_backend("auto", torch.device("cpu")).name == "torch"
     with pytest.raises(
         InvalidInputError, match=r"FlashInfer is not installed: .*backend='flex', which has no CUDA graphs"
@@ -87,7 +99,9 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_rocm_auto_takes_flex_and_torch_stays(rocm: None) -> None:
-    assert [make_backend(name, CUDA).name for name in ("auto", "flex", "torch")] == ["flex", "flex", "torch"]
+    with pytest.warns(SpecdecWarning, match="built for ROCm, on which this library is not tested: backend='auto' is"):
+        assert make_backend("auto", CUDA).name == "flex"
+    assert [make_backend(name, CUDA).name for name in ("flex", "torch")] == ["flex", "torch"]
 
 
 @pytest.mark.parametrize("name", ["flashinfer", "batch_invariant"])
