@@ -26,10 +26,10 @@ from attention.backends.flashinfer.mla import (
     MlaKernel,
     MlaPlan,
     building_latent,
-    check_mla_supported,
     run_mla,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed, packed_scratch
+from attention.backends.flashinfer.support import check_supported
 from attention.backends.flashinfer.trtllm import (
     WORKSPACE_BYTES,
     FixedTrtllmBuilder,
@@ -52,18 +52,16 @@ from attention.backends.flashinfer.wrapper import (
     splits_kv,
 )
 from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
-from attention.backends.limits import HALF, HEAD_DIMS, check_heads, has_flashinfer_heads
+from attention.backends.limits import HALF, HEAD_DIMS, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
-from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
 
-PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
 chosen from the mean query length."""
@@ -77,30 +75,6 @@ few query tokens it is up to 4 times slower than fa2.
 _HOPPER = (9, 0)
 
 log = logging.getLogger("specdec")
-
-
-def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
-
-    Raises:
-        UnsupportedAttentionError: dtype, heads, or MLA; for heads that FlashInfer has a kernel for, page size and sinks
-            with softcap as well.
-    """
-    if key.value_in_key:
-        check_mla_supported(group, key, dtype)
-        return
-    where = f"group {group.name}: FlashInfer"
-    elsewhere = "; use backend='torch'"
-    if dtype not in HALF:
-        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
-        raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
-    check_heads(key, where, elsewhere)
-    if not has_flashinfer_heads(key):
-        return  # our own kernel, which has no further limits
-    if group.page_size not in PAGE_SIZES:
-        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
-    if key.has_sinks and key.softcap is not None:
-        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ from torch._dynamo.testing import CompileCounter
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends.base import GraphBackend
-from attention.backends.flex import FlexBackend, FlexKernel, check_supported, function_of, keys_per_tile
+from attention.backends.flex import FlexBackend, check_supported
+from attention.backends.flex_kernel import FlexKernel, function_of, keys_per_tile
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec

@@ -10,11 +10,11 @@ import torch
 
 from attention.backends.flashinfer.backend import (
     FlashInferBackend,
-    check_supported,
     routes,
     split_batch,
     start_building,
 )
+from attention.backends.flashinfer.support import check_supported
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.backends.invariant import InvariantBuilder
 from attention.batch.host import rows_batch
