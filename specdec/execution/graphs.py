@@ -106,8 +106,7 @@ class GraphExecutor:
             InvalidInputError: the head's draft loop has no static form.
         """
         started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
-        invariant = target.runner.batch_invariant
-        if invariant and mixtures(target.hf_model):
+        if (invariant := target.runner.batch_invariant) and mixtures(target.hf_model):
             raise UnsupportedModelError(
                 f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
                 "use backend='flashinfer'"
@@ -244,8 +243,7 @@ class GraphExecutor:
         if rows is not None:
             self._send_verification(rows, target)
             return Round(target, None, rows, sampling is not None)
-        ahead = None if self._prefill is None else ahead_inputs(target, self._num_modules, self._sizes[-1])
-        return Round(target, self._transfer.send(target, ahead), None, sampling is not None)
+        return Round(target, self._transfer.send(target), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""
@@ -270,14 +268,16 @@ class GraphExecutor:
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
-        device, ahead = round_.sent.verification, round_.sent.ahead
+        device = round_.sent.verification
         logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
-        if self._prefill is None or ahead is None:
+        if self._prefill is None:
             return Verification(read, aux_hidden_states)
-        accepted, chosen = self._prefill.run(result, ahead, device.logits_indices)
+        ahead = ahead_inputs(round_.target, self._num_modules, self._sizes[-1])  # made while the device verifies
+        sent = self._transfer.send_ahead(round_.target, ahead, device)
+        accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.begin(accepted)
             self._drawn.choose(0, chosen)

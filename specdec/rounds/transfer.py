@@ -28,12 +28,10 @@ class SentRound:
     Attributes:
         verification: the next target forward's side.
         draft: what the loop's `views` gave; only that loop looks inside. None where no row drafts or goes on reading.
-        ahead: the draft prefill after it; None where that is not launched before the read.
     """
 
     verification: DeviceRound
     draft: object | None
-    ahead: DeviceAhead | None
 
 
 class RoundTransfer:
@@ -64,41 +62,45 @@ class RoundTransfer:
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
-        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged), None)
+        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged))
 
 
 class AheadTransfer:
-    """Sends rounds of any shape that run from graphs: the verification, and the draft prefill that follows it unread.
+    """Sends rounds of any shape that run from graphs: the verification, then the draft prefill that follows it unread.
 
-    Their sampling and their draft steps stand in fixed places, see `static.py`.
+    That is a copy of its own, so that its arrays are made while the device verifies. Sampling and draft steps stand in
+    fixed places, see `static.py`.
     """
 
     def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:
         """num_modules: M of the loop whose draft prefills follow; 0 where none do."""
-        self._ahead = AheadSection(num_modules)
-        self._arena = StagingArena(*_largest_ahead(num_modules, config), device)
+        self._section = AheadSection(num_modules)
+        self._verification = StagingArena(*_largest_verification(config), device)
+        self._ahead = StagingArena(*_largest_ahead(num_modules, config), device) if num_modules else None
 
     @property
     def transfers(self) -> int:
         """Host-to-device copies so far."""
-        return self._arena.generation
+        return self._verification.generation + (0 if self._ahead is None else self._ahead.generation)
 
-    def send(self, target: TargetArrays, ahead: AheadInputs | None) -> SentRound:
-        """Send everything of a round in one copy; `ahead` is None when no draft prefill follows."""
-        values = VerificationSection.values(target.inputs)
-        if ahead is not None:
-            values |= self._ahead.values(ahead)
-        size = rounded(_size_of(target))
-        following = LoopSize() if ahead is None else size
-        staged = self._arena.send(_ahead_bucket(self._ahead, size, following, _groups_of(target)), values)
-        device = VerificationSection.views(target.inputs, staged)
-        return SentRound(device, None, None if ahead is None else self._ahead.views(ahead, device.metadata, staged))
+    def send(self, target: TargetArrays) -> SentRound:
+        """Send a verification."""
+        bucket = bucket_of(**_sizes(rounded(_size_of(target)), _groups_of(target)))
+        staged = self._verification.send(bucket, VerificationSection.values(target.inputs))
+        return SentRound(VerificationSection.views(target.inputs, staged), None)
+
+    def send_ahead(self, target: TargetArrays, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
+        """Send the draft prefill after a verification that was sent."""
+        assert self._ahead is not None
+        bucket = _ahead_bucket(self._section, rounded(_size_of(target)))
+        staged = self._ahead.send(bucket, self._section.values(ahead))
+        return self._section.views(ahead, verification.metadata, staged)
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
-    """Bytes of one buffer that holds the largest round, run operator by operator or from graphs."""
-    ahead = _largest_ahead(0 if loop is None else loop.num_modules, config)
-    return max(layout_of(*_largest(loop, config)).nbytes, layout_of(*ahead).nbytes)
+    """Bytes of the buffers that hold the largest round, run operator by operator or from graphs."""
+    ahead = layout_of(*_largest_ahead(0 if loop is None else loop.num_modules, config)).nbytes
+    return max(layout_of(*_largest(loop, config)).nbytes, layout_of(*_largest_verification(config)).nbytes + ahead)
 
 
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
@@ -108,15 +110,21 @@ def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[li
     return [*fields, *(() if loop is None else loop.fields)], _bucket(loop, limits, limits, groups)
 
 
+def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
+    """The same of a verification alone."""
+    groups = _most_in_groups(config)
+    fields = [*VerificationSection.fields, *group_fields("target", len(groups))]
+    return fields, bucket_of(**_sizes(rounded(loop_limits(config)), groups))
+
+
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """The same of a round from graphs of any shape."""
-    limits, ahead, groups = rounded(loop_limits(config)), AheadSection(num_modules), _most_in_groups(config)
-    fields = [*VerificationSection.fields, *group_fields("target", len(groups)), *ahead.fields]
-    return fields, _ahead_bucket(ahead, limits, limits, groups)
+    """The same of a draft prefill that is launched before its verification is read."""
+    section = AheadSection(num_modules)
+    return list(section.fields), _ahead_bucket(section, rounded(loop_limits(config)))
 
 
-def _ahead_bucket(section: AheadSection, target: LoopSize, ahead: LoopSize, groups: Groups) -> Bucket:
-    return bucket_of(**_sizes(target, groups), **section.dimensions(ahead.rows, ahead.tokens, ahead.pages))
+def _ahead_bucket(section: AheadSection, size: LoopSize) -> Bucket:
+    return bucket_of(**_sizes(size, ()), **section.dimensions(size.rows, size.tokens, size.pages))
 
 
 def _size_of(target: TargetArrays) -> LoopSize:
