@@ -139,14 +139,9 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
 
     Only what decides which kernel is built is filled in. [] where the configuration does not say it plainly.
     """
-    try:
-        return _keys_of(config.get_text_config(), config.model_type)
-    except RuntimeError:  # transformers' AmbiguousGlobalPerLayerAttributeError: layers differ in a field (Gemma 4)
+    text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
         return []
-
-
-def _keys_of(text: Any, model_type: str) -> list[AttentionSpec]:
-    """`expected_keys` of a text configuration."""
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return []
@@ -155,7 +150,7 @@ def _keys_of(text: Any, model_type: str) -> list[AttentionSpec]:
     dim = getattr(text, "head_dim", None) or hidden // heads
     kinds = set(getattr(text, "layer_types", None) or ())
     window = getattr(text, "sliding_window", None)
-    if model_type == "gpt_oss" or not kinds <= {"full_attention", "sliding_attention"} or (window and not kinds):
+    if config.model_type == "gpt_oss" or not kinds <= {"full_attention", "sliding_attention"} or (window and not kinds):
         return []
     plain = AttentionSpec(heads, heads, dim, dim, 1.0, softcap=getattr(text, "attn_logit_softcapping", None))
     windowed = [replace(plain, window=window)] if "sliding_attention" in kinds and window else []
