@@ -404,6 +404,7 @@ def test_buckets() -> None:
     assert graph_rows(128, 6)[:2] == (128, 64)
 
 
+@pytest.mark.slow
 def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
