@@ -43,7 +43,6 @@ from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
 import specdec.model  # noqa: E402 - after the path is set
 
 
-
 def _list_builtins_once() -> None:
     """Triton's interpreter lists what `triton.language` holds whenever a kernel is launched or a function called in it.
 

@@ -200,7 +200,7 @@ class Round:
         return target_probs(self.logits[self.index.flatten()], self.sampling.rows(owner)).view(*self.index.shape, -1)
 
 
-@pytest.mark.parametrize("n", [0, 2])
+@pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_acceptance(n: int) -> None:
     """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""
     case = Round([FOUR[0], EDGES[0], FOUR[1], FOUR[3]], n, 300, 90)
