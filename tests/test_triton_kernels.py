@@ -16,13 +16,13 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backends.flashinfer.packed import PackedKernel
+from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
-from attention.kernels.packed import launch_packed
+from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
 from attention.runner import GroupRunner
@@ -37,6 +37,8 @@ from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.norm_kernel import launch_norm
 from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
+from specdec.ops.silu import silu_product
+from specdec.ops.silu_kernel import launch_silu_product
 
 CPU = torch.device("cpu")
 
@@ -74,18 +76,26 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "query_len"), [((8, 2), 128, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
 )
-@pytest.mark.parametrize("few_programs", [pytest.param(0, marks=pytest.mark.slow), 384])
+@pytest.mark.parametrize(
+    "tiles",
+    [
+        Tiling(64, 2, 3, 1, 128),
+        Tiling(32, 2, 5, 4, 40),
+        pytest.param(Tiling(128, 4, 3, 2, 128), marks=pytest.mark.slow),
+    ],
+    ids=["whole", "in parts", "wide"],
+)
 def test_packed_attention(
     heads: tuple[int, int],
     dim: int,
     page_size: int,
     query_len: int,
     layout: KVLayout,
-    few_programs: int,
+    tiles: Tiling,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Lengths at the edges of pages and of the tiles of keys, narrow and wide, over pages in any order."""
-    monkeypatch.setattr("attention.kernels.packed._FEW_PROGRAMS", few_programs)
+    """Lengths at the edges of pages, of tiles of keys and of parts; the first part of a row may see nothing of it."""
+    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: tiles)
     key, lengths = AttentionSpec(*heads, dim, dim, dim**-0.5), np.array([query_len, 64, 65, 128, 129, 300])
     rows = len(lengths)
     counts = -(-lengths // page_size)
@@ -95,7 +105,10 @@ def test_packed_attention(
     fused = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)
     query, out = fused[:, :-1], torch.zeros(rows * query_len, heads[0], dim, dtype=torch.float16)
     args = [torch.from_numpy(x.astype(np.int32)) for x in (indptr, pages, (lengths - 1) % page_size + 1)]
-    launch_packed(query, layer, key, *args, out)
+    scratch = Scratch.on(torch.device("cpu"), query_len * heads[0] // heads[1], dim)
+    scratch.sums.fill_(torch.nan), scratch.stats.fill_(torch.nan)
+    launch_packed(query, layer, key, *args, out, scratch)
+    assert not scratch.arrived.any()
     keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
     for row, length in enumerate(lengths):
         own = pages[indptr[row] : indptr[row + 1]]
@@ -112,7 +125,7 @@ def test_packed_kernel_follows_its_part() -> None:
     key = AttentionSpec(4, 2, 64, 64, 0.125)
     layer = cache(key, 4, 16, "NHD")
     host = np.zeros(2, np.int32)
-    kernel, outs = PackedKernel(key), []
+    kernel, outs = PackedKernel(key, packed_scratch(torch.device("cpu"))), []
     query = torch.randn(2, 4, 64, dtype=torch.float16)
     for page, length in ((1, 9), (3, 16)):
         starts, last, pages = (torch.tensor(x, dtype=torch.int32) for x in ([0, 1], [length], [page]))
@@ -220,6 +233,17 @@ def test_rotation_of_a_draft_head(heads: tuple[int, int], dim: int) -> None:
     outs = tuple(x.transpose(0, 1)[None] for x in out.split(heads, 1))
     launch_rotation(*(x.transpose(0, 1)[None] for x in (q, k, cos, sin)), outs)
     assert torch.equal(out, rotated_together(q, k, cos, sin))
+
+
+@pytest.mark.parametrize("width", [48, 1100])
+def test_silu_product(width: int) -> None:
+    """Of the halves of one matmul's result, and of two tensors."""
+    fused = torch.randn(1, 5, 2 * width, dtype=torch.float16)
+    gate, up = fused.split(width, -1)
+    for args in ((gate, up), (gate[0].contiguous(), up[0]), (gate.transpose(1, 2).contiguous().transpose(1, 2), up)):
+        out = launch_silu_product(*args)
+        assert out.is_contiguous()
+        torch.testing.assert_close(out, silu_product(*args), rtol=torch.finfo(torch.float16).eps, atol=1e-7)
 
 
 @pytest.mark.parametrize("tokens", [1, 6, 16])

@@ -20,6 +20,7 @@ from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
 from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
+from specdec.ops.silu import silu_product  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
 _MATMULS = ("mm", "addmm")
@@ -28,7 +29,8 @@ _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.bad
 
 
 class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
-    """Equal matmuls become one; matmuls with a weight, norms and rotary embeddings become operators with kernels."""
+    """Equal matmuls become one; matmuls with a weight, norms, rotary embeddings and gated activations become operators
+    with kernels."""
 
     def __init__(self, batch_invariant: bool = False) -> None:
         """batch_invariant: matmuls with a weight must give a token the same bits in any batch."""
@@ -41,10 +43,11 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
         norm_at_once(graph)
         rotate_at_once(graph)
         rotate_joined_at_once(graph)
+        gate_at_once(graph)
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return f"specdec-rewriting-3{'-batch-invariant' if self._batch_invariant else ''}"
+        return f"specdec-rewriting-4{'-batch-invariant' if self._batch_invariant else ''}"
 
 
 def leave_one_matmul(graph: Graph) -> None:
@@ -243,6 +246,42 @@ def _halved(first: Any, second: Any) -> Any:
 def _is_cat(node: Any, dim: int) -> bool:
     """Whether `node` is two tensors side by side."""
     return _is(node, aten.cat.default) and node.args[1:] == (dim,) and len(node.args[0]) == 2
+
+
+def gate_at_once(graph: Graph) -> None:
+    """Every silu(gate) · up of [T, F] or [1, T, F] in half precision becomes `silu_product`."""
+    for node in list(graph.nodes):
+        args = _gated_at(node)
+        if args is not None:
+            _replace(graph, node, torch.ops.specdec.silu_product, args)
+
+
+def _gated_at(out: Any) -> tuple[Node, Any] | None:
+    """gate and up, when `out` is half(silu(float(gate))) · up."""
+    if not _is(out, aten.mul.Tensor) or out.kwargs:
+        return None
+    shape = _shape(out)
+    if len(shape) != 2 and (len(shape) != 3 or shape[0] != 1):
+        return None
+    for activated, up in (out.args, out.args[::-1]):
+        gate = _silu_of(activated)
+        if gate is not None and _alike(gate, out) and _alike(up, out):
+            return gate, up
+    return None
+
+
+def _silu_of(half: Any) -> Any:
+    """x in half precision, when `half` is half(x / (exp(-x) + 1)), computed in float32; else None."""
+    if not _is(half, convert) or _dtype(half) not in HALF or not _is(half.args[0], aten.div.Tensor):
+        return None
+    wide, shifted = half.args[0].args
+    if half.args[0].kwargs or not _is(wide, convert) or wide.args[1] != torch.float32:
+        return None
+    if not _is(shifted, aten.add.Tensor) or shifted.kwargs or shifted.args[1] != 1:
+        return None
+    grown = shifted.args[0]
+    is_exp = _is(grown, aten.exp.default) and _is(grown.args[0], aten.neg.default) and grown.args[0].args[0] is wide
+    return wide.args[0] if is_exp else None
 
 
 def _needs(node: Node, other: Node, place: dict[Node, int]) -> bool:

@@ -15,6 +15,7 @@ from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig
 from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
+from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -146,18 +147,13 @@ class Scheduler:
         drafts = np.where(prefilling, 0, allowed)
         if drafts.all():
             return Schedule(rows, pending, drafts)
-        budget = self._prefill_budget(int((pending + drafts)[~prefilling].sum()))
+        budget = prefill_budget(self._config, int((pending + drafts)[~prefilling].sum()))
         for i in np.flatnonzero(prefilling):
             pending[i] = min(int(pending[i]), budget)
             budget -= int(pending[i])
         order = np.argsort(drafts == 0, kind="stable")
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
-
-    def _prefill_budget(self, decoding_tokens: int) -> int:
-        """Prompt tokens that a round may read beside so many tokens of rows that decode."""
-        left = self._config.max_num_batched_tokens - decoding_tokens
-        return min(left, self._config.max_num_prefill_tokens) if decoding_tokens else left
 
     def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
@@ -198,7 +194,7 @@ class Scheduler:
         if not self.waiting:
             return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
-        budget = self._prefill_budget(schedule.num_tokens - reads) - reads
+        budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
         rows, chunks, promised = [], [], 0
         while self.waiting and budget > 0 and self._table.num_free:
             request = self.waiting[0]

@@ -49,7 +49,7 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
-from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
 from specdec.execution.report import GraphReport
@@ -130,6 +130,7 @@ class GraphExecutor:
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
         self._mixed = {mixed_bucket(config, n) for n in rows}
+        self._beside_prompts = mixed_buckets(config, rows[0])
         self._alterations = Alterations(self)
         target.alterations.on_undo(self._alterations.undo)
         self._head = head = None if drafter is None else drafter.head
@@ -171,7 +172,7 @@ class GraphExecutor:
                     invariance_test(target, for_any_batch(self._model))
                     matmul_test(target.hf_model)
             tokens = {n * self._query_len for n in self._fixed}
-            beside_prompts = (target.hf_model.get_decoder(), self._mixed)
+            beside_prompts = (target.hf_model.get_decoder(), self._beside_prompts)
             readers = [(target.hf_model, tokens), beside_prompts, (self._head, tokens | self._step_tokens())]
             products = choose_products(readers, invariant)
             log.info("compiling kernels of all rounds")
@@ -187,8 +188,7 @@ class GraphExecutor:
         torch.cuda.synchronize()
         seconds = self._seconds + time.perf_counter() - started
         taken = torch.cuda.memory_reserved() - self._memory
-        rows = tuple(self._fixed)
-        self.report = GraphReport(*self._num_graphs(), rows, seconds, taken, self._fused, products)
+        self.report = GraphReport(*self._num_graphs(), tuple(self._fixed), seconds, taken, self._fused, products)
 
     def _captured(self, rows: int, recorder: Recorder | None = None) -> Bucket:
         """Everything of one bucket; recorder: see `capture_bucket`."""

@@ -23,7 +23,7 @@ from drafters.loops.base import CarriedRows, Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.segments import SegmentedGraph, record_segments, unowned
-from specdec.rounds.buckets import power_of_two
+from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
 from specdec.rounds.fields import DeviceAhead
 from specdec.target.target import Target
 
@@ -39,10 +39,11 @@ _FEW = 4
 def token_bucket(tokens: int, most: int) -> int:
     """The tokens of the graph that serves a round of so many.
 
-    >>> [token_bucket(n, 3000) for n in (1, 65, 700, 1100, 2049, 2999)]
-    [64, 128, 704, 1152, 2304, 3000]
+    >>> [token_bucket(n, 3000) for n in (1, 65, 500, 600, 1100, 2049, 2999)]
+    [64, 128, 512, 640, 1152, 2304, 3000]
     """
-    step = max(_LEAST_TOKENS, power_of_two(tokens) // _STEPS)
+    least = TILE_TOKENS if tokens > 4 * TILE_TOKENS else _LEAST_TOKENS
+    step = max(least, power_of_two(tokens) // _STEPS)
     return min(-(-tokens // step) * step, max(most, 2))
 
 
@@ -50,11 +51,22 @@ def mixed_bucket(config: EngineConfig, rows: int) -> int:
     """The tokens of the graph that serves so many rows that decode, beside as many prompt tokens as a round may read.
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
-    >>> [mixed_bucket(config, rows) for rows in (32, 8, 1)]
-    [640, 576, 576]
+    >>> [mixed_bucket(config, rows) for rows in (32, 24, 16, 1)]
+    [640, 640, 512, 512]
     """
-    tokens, most = rows * (config.num_speculative_tokens + 1), config.max_num_batched_tokens
-    return token_bucket(min(tokens + config.max_num_prefill_tokens, most), most)
+    tokens = rows * (config.num_speculative_tokens + 1)
+    return token_bucket(tokens + prefill_budget(config, tokens), config.max_num_batched_tokens)
+
+
+def mixed_buckets(config: EngineConfig, rows: int) -> set[int]:
+    """The tokens of all graphs that serve up to so many rows that decode, beside prompts.
+
+    >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
+    >>> sorted(mixed_buckets(config, 32))
+    [64, 128, 192, 256, 320, 384, 448, 512, 640]
+    """
+    most = mixed_bucket(config, rows)
+    return {token_bucket(tokens, most) for tokens in range(1, most + 1, _LEAST_TOKENS)}
 
 
 @dataclass(frozen=True)

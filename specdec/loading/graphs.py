@@ -66,6 +66,7 @@ class Graphs:
                 raise self._error
             if self._made is not None:
                 self._made.capture()
+                gc.collect()  # else Python looks through all that compiling left in the midst of a round: half a second
                 return self._made
         except Exception as error:
             if self._made is not None:

@@ -1,4 +1,4 @@
-"""The kernel of full batches with short queries against the torch reference, and where it serves."""
+"""The kernel of rows with short queries against the torch reference, and where it serves."""
 
 from __future__ import annotations
 
@@ -79,13 +79,19 @@ def test_equals_the_reference(
         assert relative_error(out, expected) <= LIMIT[dtype]
 
 
-def test_a_long_row_beside_short_ones() -> None:
-    rows = 40
+@pytest.mark.parametrize("rows", [1, 2, 8, 16, 40, 90])
+def test_long_rows_beside_short_ones(rows: int) -> None:
+    """Rows in parts, one for a program or several, and whole rows; twice, since the last part of a row clears up."""
     pair = packed_pair()
-    metadata = metadata_of(host_batch([6] * rows, [9000] + [100] * (rows - 1), 16))
+    metadata = metadata_of(host_batch([6] * rows, ([3000, 700, 3, 1500] + [60] * rows)[:rows], 16))
     states = pair.states(6 * rows)
-    out = pair.flashinfer.attend(pair.flashinfer.fixed_planner(rows, 6).plan(metadata), 0, *states)
-    assert relative_error(out, pair.expected(metadata, states)) <= 3e-3
+    plan, expected = pair.flashinfer.fixed_planner(rows, 6).plan(metadata), pair.expected(metadata, states)
+    for _ in range(2):
+        out = pair.flashinfer.attend(plan, 0, *states)
+        for row in range(rows):
+            tokens = slice(6 * row, 6 * row + 6)
+            assert relative_error(out[tokens], expected[tokens]) <= 6e-3
+        assert relative_error(out, expected) <= 3e-3
 
 
 def test_the_comparison_can_fail() -> None:
@@ -103,28 +109,25 @@ def test_the_comparison_can_fail() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "format", "rows", "query_len"),
+    ("options", "format", "query_len"),
     [
-        ({}, None, 8, 6),
-        ({}, None, 40, 9),
-        ({}, FP8, 40, 6),
-        ({"window": 100}, None, 40, 6),
-        ({"softcap": 30.0}, None, 40, 6),
-        ({"has_sinks": True}, None, 40, 6),
+        ({}, None, 9),
+        ({}, FP8, 6),
+        ({"window": 100}, None, 6),
+        ({"softcap": 30.0}, None, 6),
+        ({"has_sinks": True}, None, 6),
     ],
-    ids=["few rows", "many tokens", "8 bits", "window", "softcap", "sinks"],
+    ids=["many tokens", "8 bits", "window", "softcap", "sinks"],
 )
-def test_all_else_is_flashinfers(
-    options: dict[str, object], format: torch.dtype | None, rows: int, query_len: int
-) -> None:
+def test_all_else_is_flashinfers(options: dict[str, object], format: torch.dtype | None, query_len: int) -> None:
     key = attention_spec(**options)
     group = CacheGroup("test", (key,), NUM_PAGES, 16, format=KVFormat(format))
-    assert not is_packed(group, key, torch.bfloat16, rows, query_len, CUDA)
+    assert not is_packed(group, key, torch.bfloat16, query_len)
 
 
 def test_the_public_shape_is_served() -> None:
     key = attention_spec()
-    assert is_packed(CacheGroup("test", (key,), NUM_PAGES, 16), key, torch.bfloat16, 32, 6, CUDA)
+    assert is_packed(CacheGroup("test", (key,), NUM_PAGES, 16), key, torch.bfloat16, 6)
 
 
 def test_the_route_names_it() -> None:
@@ -132,5 +135,5 @@ def test_the_route_names_it() -> None:
 
     backend, plain, windowed = FlashInferBackend(CUDA), attention_spec(), attention_spec(window=100)
     group = CacheGroup("test", (plain, windowed), NUM_PAGES, 16)
-    assert "packed (32 queries a KV head)" in backend.route(group, plain, torch.bfloat16)
+    assert "packed (up to 32 queries a KV head)" in backend.route(group, plain, torch.bfloat16)
     assert "packed" not in backend.route(group, windowed, torch.bfloat16)

@@ -11,7 +11,10 @@ FlashInfer's C++ planner over the host arrays plus its own copy of the plan. Two
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +29,7 @@ from attention.backends.flashinfer.mla import (
     check_mla_supported,
     run_mla,
 )
-from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed
+from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed, packed_scratch
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
     Kernel,
@@ -35,7 +38,6 @@ from attention.backends.flashinfer.wrapper import (
     building,
     dtype_name,
     kernel_name,
-    least_unsplit,
     splits_kv,
 )
 from attention.backends.limits import HALF, check_heads
@@ -46,16 +48,19 @@ from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
+if TYPE_CHECKING:
+    from attention.kernels.packed import Scratch
+
 PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
 chosen from the mean query length."""
-FA3_QUERY = 512
+FA3_QUERY = 128
 """Prompt chunks of at least this many tokens per row on average take fa3.
 
-On an H200 it needs 22 % of fa2's time at 512 tokens, 57 % at 2,048 and 64 % at 8,192 (bench_attention); 16 rows of 128
-tokens take as long, and its plan costs the host 60-420 µs more, once per batch. With few query tokens it is up to
-4 times slower than fa2.
+On an H200 it needs 93 % of fa2's time at 128 tokens, 31 % at 256, 22 % at 512, 57 % at 2,048 and 64 % at 8,192
+(bench_attention); 16 rows of 128 tokens take as long, and its plan costs the host 16-420 µs more, once per batch. With
+few query tokens it is up to 4 times slower than fa2.
 """
 _HOPPER = (9, 0)
 
@@ -112,10 +117,23 @@ class _Ring:
 
 
 class FlashInferBuilder:
-    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered."""
+    """Plans any batch: rows with short queries first, prompt chunks apart, long ones on fa3 where it is offered.
 
-    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
+    Short ones of one length, as in a verification, are packed where those of a graph are: a row is then attended alike
+    in rounds of any shape.
+    """
+
+    def __init__(
+        self,
+        workspace: torch.Tensor,
+        group: CacheGroup,
+        key: AttentionSpec,
+        dtype: torch.dtype,
+        packed: Callable[[], PackedKernel],
+    ) -> None:
         """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it."""
+        self._packs = partial(is_packed, group, key, dtype)
+        self._packed = packed
         self._rings: dict[Route, _Ring] = {
             route: _Ring(workspace, group, key, dtype, route)
             for route in routes(key, dtype, group.format.dtype_for(dtype), workspace.device)
@@ -130,10 +148,16 @@ class FlashInferBuilder:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
         for part in split_batch(metadata):
-            kernel = self._rings[self._route(part)].next()
+            kernel = self._kernel(part)
             kernel.plan(part)
             planned.append((kernel, kernel.generation, part.start))
         return FlashInferPlan(tuple(planned))
+
+    def _kernel(self, part: Part) -> Kernel | PackedKernel:
+        query_len = part.query_len
+        if query_len is not None and self._packs(query_len):
+            return self._packed()
+        return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
         is_long = part.stop - part.start >= FA3_QUERY * len(part.seq_lens)
@@ -255,13 +279,14 @@ class FlashInferBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
+        self._scratch: Scratch | None = None
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
-        return FlashInferBuilder(self._workspace_for(key), group, key, dtype)
+        return FlashInferBuilder(self._workspace_for(key), group, key, dtype, partial(self._packed, key))
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
@@ -269,9 +294,8 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        rows = least_unsplit(key, self._workspace.device)
-        packs = is_packed(group, key, dtype, rows, 1, self._workspace.device)
-        packed = f"; in graphs of {rows} rows or more, packed ({MOST_QUERIES} queries a KV head)" if packs else ""
+        packs = is_packed(group, key, dtype, 1)
+        packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
         return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
 
     def fixed_builder(
@@ -286,8 +310,8 @@ class FlashInferBackend:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
-        if is_packed(group, key, dtype, rows, query_len, self._workspace.device):
-            return FixedBuilder(PackedKernel(key), geometry)
+        if is_packed(group, key, dtype, query_len):
+            return FixedBuilder(self._packed(key), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
@@ -296,6 +320,11 @@ class FlashInferBackend:
         splits = splits_kv(key, rows, self._workspace.device)
         workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+
+    def _packed(self, key: AttentionSpec) -> PackedKernel:
+        if self._scratch is None:
+            self._scratch = packed_scratch(self._workspace.device)
+        return PackedKernel(key, self._scratch)
 
     def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""

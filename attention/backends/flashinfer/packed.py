@@ -1,39 +1,50 @@
-"""Attention of full batches with short queries, by a kernel of ours instead of FlashInfer's.
+"""Attention of rows with short queries of one length, by a kernel of ours instead of FlashInfer's.
 
 FlashInfer's fa2 gives the query heads of a KV head, times the tokens of a row, a tile of 16, 64 or 128: Llama-3.1-8B's
 verification with K = 5 has 24 such queries, so almost two thirds of a tile of 64 are padding, which costs time on a GPU
-at its power limit. Here the tile is 16 or 32. Only batches that fill the GPU without split-KV are served.
+at its power limit. Here the tile is 16 or 32, and nothing is planned.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
-from attention.backends.flashinfer.wrapper import Part, splits_kv
+from attention.backends.flashinfer.wrapper import Part
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
+
+if TYPE_CHECKING:
+    from attention.kernels.packed import Scratch
 
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
 HEAD_DIMS = (64, 128)
 
 
-def is_packed(
-    group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, device: torch.device
-) -> bool:
-    """Whether `PackedKernel` serves `rows` rows of `query_len` tokens."""
+def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_len: int) -> bool:
+    """Whether `PackedKernel` serves rows of `query_len` tokens."""
     plain = key.window is None and key.softcap is None and not key.has_sinks and not key.value_in_key
     fits = key.head_dim_k == key.head_dim_v in HEAD_DIMS and group.format.dtype_for(dtype) == dtype
     queries = query_len * key.num_q_heads // key.num_kv_heads
-    return plain and fits and queries <= MOST_QUERIES and not splits_kv(key, rows, device)
+    return plain and fits and queries <= MOST_QUERIES
+
+
+def packed_scratch(device: torch.device) -> Scratch:
+    """What all packed kernels of a device share."""
+    from attention.kernels.packed import Scratch
+
+    return Scratch.on(device, MOST_QUERIES, max(HEAD_DIMS))
 
 
 class PackedKernel:
-    """What `flashinfer_kernel.Kernel` is for a fixed batch, but with nothing to plan: it finds pages and lengths where
-    those of the last planned batch lay."""
+    """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
+    planned batch lay."""
 
-    def __init__(self, key: AttentionSpec) -> None:
+    def __init__(self, key: AttentionSpec, scratch: Scratch) -> None:
         self.generation = 0
+        self._scratch = scratch
         self._key = key
         self._part: Part | None = None
 
@@ -53,4 +64,5 @@ class PackedKernel:
         assert self._part is not None and sinks is None
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
-        launch_packed(query, layer_kv, self._key, *places, out)
+        tokens = part.stop - part.start
+        launch_packed(query[:tokens], layer_kv, self._key, *places, out[:tokens], self._scratch)

@@ -40,6 +40,12 @@ class Part:
     start: int
     stop: int
 
+    @property
+    def query_len(self) -> int | None:
+        """Tokens of each row; None where rows have different numbers of them."""
+        lens = np.diff(self.query_start_loc)
+        return int(lens[0]) if len(lens) and (lens == lens[0]).all() else None
+
     def at(self, host: HostBatch) -> Part:
         """As many rows of other lengths, planned from a whole batch; its device arrays lie where these do."""
         return Part(

@@ -440,3 +440,44 @@ def test_every_layer_of_a_draft_head_rotates_by_one_operator(layers: int) -> Non
     tokens = (head.spec.num_heads + head.spec.num_kv_heads) * 16
     assert strides == [((tokens, 16, 1), (tokens, 16, 1), head.spec.num_heads * 16 * 2)] * layers
     assert_alike(out[0], eager[0])
+
+
+def gated(x: torch.Tensor) -> torch.Tensor:
+    """The gated activation over the halves of one matmul's result."""
+    gate, up = x.chunk(2, -1)
+    return nn.functional.silu(gate) * up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [(1, TOKENS, 64), (TOKENS, 64)])
+def test_gated_activations_are_one_operator(shape: tuple[int, ...]) -> None:
+    _, after = rewritten(gated, hidden(*shape))
+    assert (after["silu_product"], after["exp"], after["mul"]) == (1, 0, 0)
+    for run in (gated, lambda x: x[..., 32:] * nn.functional.silu(x[..., :32])):
+        x = hidden(*shape)
+        out, counted = compiled(run, x)
+        assert counted.after["silu_product"] == 1
+        assert_alike(out, gated(x))
+
+
+def other_gates() -> dict[str, tuple[Run, torch.Tensor]]:
+    """What must stay the compiler's."""
+    silu, split = nn.functional.silu, lambda x: x.chunk(2, -1)
+    return {
+        "float32": (gated, hidden(dtype=torch.float32)),
+        "two sequences": (gated, hidden(2, TOKENS, 64)),
+        "gelu": (lambda x: nn.functional.gelu(split(x)[0]) * split(x)[1], hidden()),
+        "sigmoid": (lambda x: torch.sigmoid(split(x)[0]) * split(x)[1], hidden()),
+        "of another": (lambda x: split(x)[0] / (1 + torch.exp(-split(x)[1])) * split(x)[1], hidden()),
+        "a number": (lambda x: silu(x) * 2, hidden()),
+        "one row of ups": (lambda x: silu(split(x)[0]) * split(x)[1][:, :1], hidden()),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sorted(other_gates()))
+def test_other_gates_stay(name: str) -> None:
+    run, x = other_gates()[name]
+    out, after = rewritten(run, x)
+    assert after["silu_product"] == 0
+    assert_alike(out, run(x))

@@ -40,7 +40,6 @@ class OnCpu(FlashInferBackend):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the kernel runs on, in batches of any size and heads of 16."""
-    monkeypatch.setattr("attention.backends.flashinfer.packed.splits_kv", lambda *args: False)
     monkeypatch.setattr("attention.backends.flashinfer.packed.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.backends.limits.HEAD_DIMS", (16,))
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
