@@ -67,17 +67,24 @@ class FixedPlaceBackend(TorchBackend):
     """The torch reference, with plans that stay where they are."""
 
     def fixed_builder(
-        self, group: Any, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
+        self,
+        group: Any,
+        key: AttentionSpec,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: Any = None,
+        tokens: int | None = None,
     ) -> Any:
-        return FixedPlaceBuilder(self.builder(group, key, dtype), group, rows, query_len)
+        return FixedPlaceBuilder(self.builder(group, key, dtype), group, rows, query_len, tokens)
 
     def run(self, plan: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().run(plan.plan if isinstance(plan, Box) else plan, *args, **kwargs)
 
 
 class FixedPlaceBuilder:
-    def __init__(self, builder: Any, group: Any, rows: int, query_len: int) -> None:
-        self.group = group
+    def __init__(self, builder: Any, group: Any, rows: int, query_len: int, tokens: int | None = None) -> None:
+        self.group, self.tokens = group, tokens
         self.builder, self.rows, self.query_len, self.box = builder, rows, query_len, Box()
 
     def build(self, metadata: CommonAttentionMetadata) -> Box:
@@ -86,7 +93,11 @@ class FixedPlaceBuilder:
         return self.box
 
     def replan(self, host: HostBatch) -> None:
-        assert host.query_lens.tolist() == [self.query_len] * self.rows
+        lens = host.query_lens.tolist()
+        if self.tokens is None:
+            assert lens == [self.query_len] * self.rows
+        else:
+            assert len(lens) == self.rows and sum(lens) == self.tokens and max(lens) <= self.query_len
         self.box.plan = self.builder.build(replace(self.metadata, host=host))
 
 
