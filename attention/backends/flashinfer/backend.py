@@ -322,7 +322,7 @@ class FlashInferBackend:
         if key.value_in_key:
             plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedMlaBuilder(plans, geometry)
-        splits = splits_kv(key, rows, self._workspace.device)
+        splits = splits_kv(key, shape.least_busy_rows, self._workspace.device)
         workspace = self._workspace_for(key, shape) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", shape), geometry)
 

@@ -44,6 +44,11 @@ class FixedShape:
         return self.rows * self.query_len if self.tokens is None else self.tokens
 
     @property
+    def least_busy_rows(self) -> int:
+        """The fewest rows that the tokens lie in."""
+        return self.num_tokens // self.query_len
+
+    @property
     def uniform_query_len(self) -> int | None:
         """Tokens of every row; None where rows have different numbers of them."""
         return self.query_len if self.tokens is None else None
@@ -131,7 +136,7 @@ class Kernel:
         rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
         uniform = None if fixed is None else fixed.uniform_query_len
         self._is_uneven = fixed is not None and uniform is None
-        self._splits = fixed is None or route != "fa2" or splits_kv(key, rows, workspace.device)
+        self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
         starts = ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens)
         buffers = (starts, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
