@@ -22,6 +22,7 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.checking import check_mode
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
@@ -39,6 +40,7 @@ from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 from specdec.ops.silu import silu_product
 from specdec.ops.silu_kernel import launch_silu_product
+from tests.local_rounds import fixed_rounds
 
 CPU = torch.device("cpu")
 
@@ -178,6 +180,19 @@ def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size:
     expected = reference.attend(reference.plan(metadata), 0, states[0].float(), states[1], states[2], sinks)
     for token in range(batch.num_tokens):
         assert (out[token] - expected[token]).norm() <= 4e-3 * expected[token].norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_len", [1, 6])
+def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual rows with many queries, few and none, at the addresses of the first round."""
+    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    key = AttentionSpec(4, 2, 64, 64, 0.125, chunk_size=64)
+    firsts = [[0, 61], [63, 300], [58, 64]]
+    with check_mode(False):  # a recorded launch runs no Python again
+        rounds = fixed_rounds(InvariantBackend(), key, torch.float16, CPU, firsts, query_len, lambda launch: launch)
+        for own, expected in rounds:
+            assert (own - expected).norm() <= 2e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -295,7 +295,7 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        packs = is_packed(group, key, dtype, 1)
+        packs = is_packed(group, key, dtype, 1) and key.chunk_size is None
         packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
         return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
 

@@ -13,11 +13,13 @@ import numpy as np
 import pytest
 import torch
 from fakes import TableHead, backend_of_ours, free_everywhere, launch_ahead, random_prompts, table_head, wrap
+from torch._dynamo.backends.debugging import aot_eager
 
 import attention.batch.transforms.fixed_local as fixed_local
 from attention.batch.host import HostBatch
 from attention.batch.transforms.fixed_local import fixed_local_attention
 from attention.runner import FixedPlanner
+from specdec.compiler.settings import compiler_settings
 from specdec.execution.graphs import GraphExecutor
 from specdec.requests.sampling import SamplingParams
 from tests.public.test_llama4 import llama4
@@ -110,6 +112,24 @@ def test_a_head_that_attends_in_chunks(graphs_on_cpu: list[Replayed], drafts: in
 def test_sampled_rows(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     params = [replace(own, temperature=(0.9, 0.0)[i % 2], seed=i) for i, own in enumerate(PARAMS)]
     assert differing(params=params) == []
+
+
+@pytest.mark.slow
+def test_the_target_is_one_compiled_graph(
+    recorded_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Traced without a break, for rounds of every shape; what it computes is that of eager rounds."""
+    compiler, traced = torch.compile, []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    monkeypatch.setattr(torch, "compile", lambda f, **options: compiler(f, **{**options, "backend": backend}))
+    with compiler_settings():  # a real replay compiles nothing anew
+        assert differing() == []
+    assert len(traced) == 1
 
 
 def second_rows_empty(batch: HostBatch, chunk_size: int, each: int) -> HostBatch:
