@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -121,5 +122,5 @@ class FixedLocalRows:
         It has no block table: kernels read the flat list of pages.
         """
         virtual, staged = self.send(metadata.host)
-        views = {name: staged[name] for name in ROW_FIELDS}
+        views: dict[str, Any] = {name: staged[name] for name in ROW_FIELDS}
         return replace(metadata, host=virtual, block_table=None, **views)
