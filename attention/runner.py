@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +45,19 @@ class PlannedBatch:
     def rows_of(self, spec: AttentionSpec) -> CommonAttentionMetadata:
         """The batch in the rows that a layer attends."""
         return self.metadata if spec.chunk_size is None else self.rows[spec]
+
+
+class Planner(Protocol):
+    """Plans batches of one fixed shape: a `FixedPlanner`, or of several groups a `attention.groups.GroupedPlanner`."""
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Any:
+        """Plan a batch of the fixed shape."""
+
+    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
+        """The builder of a key, if there is one that plans whole rows."""
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
 
 
 class FixedPlanner:
@@ -104,6 +117,16 @@ class GroupRunner:
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
     @property
+    def runners(self) -> tuple[GroupRunner, ...]:
+        """Itself: the one group of these layers. See `attention.groups.GroupedRunner`."""
+        return (self,)
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+        return self.group.page_size
+
+    @property
     def batch_invariant(self) -> bool:
         """See `AttentionBackend.batch_invariant`."""
         return self._backend.batch_invariant
@@ -137,7 +160,7 @@ class GroupRunner:
         found = (builder.builds for builder in self._builders.values() if isinstance(builder, Building))
         return tuple(dict.fromkeys(build for builds in found for build in builds))
 
-    def fixed_planner(self, rows: int, query_len: int, beside: FixedPlanner | None = None) -> FixedPlanner:
+    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> FixedPlanner:
         """A planner for `rows` rows of `query_len` tokens each.
 
         `beside`: another group's planner of this shape, always planned just before this one for the same lengths.

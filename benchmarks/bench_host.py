@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import click
@@ -17,18 +18,26 @@ import torch
 from document import publish
 
 from attention.cache.pages import BlockTables
+from attention.cache.windowed import WindowedTables
 from drafters.loops.chain.run import ChainLoop
-from specdec.config import EngineConfig
+from drafters.loops.chain.static import FixedSteps
+from drafters.loops.lengths import num_drafts_allowed
+from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.launcher import Tables
+from specdec.engine.scheduler import windowed_tables
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.drafting import draft_input
+from specdec.rounds.buckets import static_shape
+from specdec.rounds.drafting import draft_input, drafts_after, rows_after
 from specdec.rounds.randomness import sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
+from specdec.rounds.static import fixed_target
 from specdec.rounds.transfer import RoundTransfer
-from specdec.rounds.verification import Verified, target_arrays
+from specdec.rounds.verification import Verified, WindowedTable, target_after, target_arrays
 
 PAGE_SIZE = 16
 CONTEXT = 1024
+WINDOW = 512
 
 
 @dataclass(frozen=True)
@@ -40,14 +49,18 @@ class State:
     table: RowTable
     target_pages: BlockTables
     head_pages: BlockTables
+    windowed_pages: tuple[WindowedTables, ...]
     transfer: RoundTransfer
+    config: EngineConfig
 
 
-def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
-    """A steady-state decoding batch with random lengths and acceptances."""
+def make_state(rows: int, num_drafts: int, seed: int = 0, windows: tuple[int, ...] = ()) -> State:
+    """A steady-state decoding batch with random lengths and acceptances; windows: of further cache groups."""
     rng = np.random.default_rng(seed)
     num_pages = rows * 2 * CONTEXT // PAGE_SIZE + 1
-    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, rows * (num_drafts + 1), PAGE_SIZE, num_pages)
+    pools = tuple(WindowedPool(window, num_pages) for window in windows)
+    tokens = rows * (num_drafts + 1)
+    config = EngineConfig(num_drafts, 2 * CONTEXT, rows, tokens, PAGE_SIZE, num_pages, windowed=pools)
     table = RowTable(rows, config.max_model_len)
     lengths = rng.integers(CONTEXT - 256, CONTEXT, rows)
     for length in lengths:
@@ -57,46 +70,98 @@ def make_state(rows: int, num_drafts: int, seed: int = 0) -> State:
     table.computed[:] = table.prefill[:] = table.length - 1  # every row is at its bonus token
     table.mark_batch(order)
     pages = [BlockTables(config.num_pages, rows, config.max_model_len, PAGE_SIZE) for _ in range(2)]
-    for tables in pages:
+    windowed = tuple(windowed_tables(config, pool) for pool in config.windowed)
+    for tables in (*pages, *windowed):
         tables.resize(order.tolist(), (table.length[order] + num_drafts).tolist())
     full = np.full(rows, num_drafts)
     verified = Verified(np.arange(rows + 1) * (num_drafts + 1), order, full, accepted)
     schedule = Schedule(order, np.ones(rows, np.int64), full)
     loop = ChainLoop(None)  # type: ignore[arg-type]  # arrays and packing ask nothing of a head
     transfer = RoundTransfer(loop, config, torch.device("cpu"))
-    return State(schedule, verified, table, pages[0], pages[1], transfer)
+    return State(schedule, verified, table, pages[0], pages[1], windowed, transfer, config)
 
 
 def prepare(state: State) -> None:
-    """One round's preparation, as `Launcher.after` does it."""
+    """One round's preparation, as `Scheduler.schedule` and `Launcher.after` do it."""
+    rows = state.schedule.rows
     width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
     head, target_table = state.head_pages.table[:, :width], state.target_pages.table[:, :width]
     draft = draft_input(state.verified, state.schedule, state.table, head, PAGE_SIZE)
-    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE)
+    for pages in state.windowed_pages:
+        pages.free_behind(rows, state.table.computed[rows])
+        pages.extend(rows, state.table.length[rows] + state.schedule.num_drafts)
+    windowed = tuple(WindowedTable(pages.window, pages.table, rows) for pages in state.windowed_pages)
+    target = target_arrays(state.schedule, state.table, target_table, PAGE_SIZE, windowed=windowed)
     sampling = sampling_round(target, state.schedule.rows, state.table)
     state.transfer.send(draft, target, sampling)
 
 
-def measure(rows: int, num_drafts: int, rounds: int) -> dict[str, float]:
-    """p50 and p99 of one preparation in microseconds."""
-    state = make_state(rows, num_drafts)
+class FixedRounds:
+    """The same of rounds that run from graphs: pages, the draft steps and the verification, all rows going on."""
+
+    def __init__(self, state: State, num_drafts: int) -> None:
+        rows, cpu = len(state.schedule.rows), torch.device("cpu")
+        self._state = state
+        self._target = fixed_target(state.config, rows, 1, cpu)
+        self._steps = FixedSteps(static_shape(state.config, rows), cpu)
+        self._accepted = state.verified.num_accepted
+        self._tokens = np.zeros((rows, num_drafts + 1), np.int64)
+        pages = (state.target_pages.table, PAGE_SIZE, state.head_pages.table)
+        windowed = tuple(WindowedTable(g.window, g.table, state.schedule.rows) for g in state.windowed_pages)
+        self._last = target_arrays(state.schedule, state.table, *pages, windowed=windowed)
+
+    def prepare(self) -> None:
+        """One round's preparation, as `Lookahead` and `GraphExecutor` do it."""
+        state, last, table = self._state, self._last, self._state.table
+        rows = state.schedule.rows
+        bonus = table.computed[rows] + state.schedule.num_new + state.schedule.num_drafts
+        left = table.limit[rows] - table.length[rows] - state.schedule.num_drafts
+        allowed = num_drafts_allowed(table.drafts[rows], table.max_model_len, bonus, left)
+        for pages in state.windowed_pages:
+            pages.free_behind(rows, table.computed[rows])
+        for pages in (state.target_pages, *state.windowed_pages, state.head_pages):
+            pages.extend(rows, bonus + allowed)
+        width = 1 << (CONTEXT // PAGE_SIZE).bit_length()
+        windowed = tuple(WindowedTable(each.window, each.table, rows) for each in state.windowed_pages)
+        reserved = Tables(state.target_pages.table[:, :width], state.head_pages.table[:, :width], windowed).rows(rows)
+        self._steps.send(rows_after(last, self._accepted))
+        drafts = drafts_after(last, self._accepted)
+        bonus_tokens = self._tokens[np.arange(len(rows)), self._accepted]
+        groups = (reserved.target, reserved.head, reserved.windowed)
+        self._target.send(target_after(last, self._accepted, bonus_tokens, drafts, *groups))
+
+
+def measure(
+    rows: int, num_drafts: int, rounds: int, windows: tuple[int, ...] = (), graphs: bool = False
+) -> dict[str, float]:
+    """p50 and p99 of one preparation in microseconds; windows: of further cache groups."""
+    state = make_state(rows, num_drafts, windows=windows)
+    run = FixedRounds(state, num_drafts).prepare if graphs else partial(prepare, state)
     times = []
     for _ in range(rounds + 20):
         start = time.perf_counter_ns()
-        prepare(state)
+        run()
         times.append((time.perf_counter_ns() - start) / 1e3)
     p50, p99 = (round(float(p), 1) for p in np.percentile(times[20:], [50, 99]))
-    return {"rows": rows, "num_speculative_tokens": num_drafts, "p50_us": p50, "p99_us": p99}
+    what = {"rows": rows, "num_speculative_tokens": num_drafts, "groups": 1 + len(windows), "graphs": graphs}
+    return what | {"p50_us": p50, "p99_us": p99}
 
 
 @click.command()
 @click.option("--rounds", default=500, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
 def main(rounds: int, out: Path | None) -> None:
-    """Measure B = 1, 8, 64, 256 and K = 3, 5."""
-    results = [measure(rows, drafts, rounds) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
+    """Measure B = 1, 8, 64, 256 and K = 3, 5, of one cache group and of two, without graphs and with."""
+    sizes = [(rows, drafts) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
+    results = [
+        measure(*size, rounds, windows, graphs)
+        for graphs in (False, True)
+        for windows in ((), (WINDOW,))
+        for size in sizes
+    ]
     for r in results:
-        size = f"K={r['num_speculative_tokens']} B={r['rows']:>3}"
+        how = "graphs" if r["graphs"] else "eager"
+        size = f"{how:>6} groups={r['groups']} K={r['num_speculative_tokens']} B={r['rows']:>3}"
         click.echo(f"{size}  p50 {r['p50_us']:7.1f} µs  p99 {r['p99_us']:7.1f} µs")
     publish({"benchmark": "host", "results": results, "context": CONTEXT, "page_size": PAGE_SIZE}, out)
 

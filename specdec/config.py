@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from specdec.errors import InvalidInputError
 
@@ -24,6 +25,16 @@ SEEDS = (-(2**63), 2**64 - 1)
 """Least and largest seed: 64 bits, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 
 
+class WindowedPool(NamedTuple):
+    """Pages of the layers with one sliding window, in a cache group of their own.
+
+    window: see `attention.spec.AttentionSpec`; num_pages: pages of the pool, the null page included.
+    """
+
+    window: int
+    num_pages: int
+
+
 @dataclass(frozen=True)
 class EngineConfig:
     """Sizes and limits. All counts are in tokens unless the name says otherwise.
@@ -34,12 +45,13 @@ class EngineConfig:
         max_num_seqs: most requests in one batch (B).
         max_num_batched_tokens: most tokens of one target forward; longer prompts are read in chunks.
         page_size: tokens a page.
-        num_pages: pages of the target's pool, the null page included.
+        num_pages: pages of the target's pool, the null page included: of its first group, where it has several.
         seed: randomness of requests without a seed of their own.
         draft_sampling: how drafts of sampled rows are chosen, see `DRAFT_SAMPLING`.
         max_num_prefill_tokens: most prompt tokens of a target forward in which other rows decode, of all prompts
             together: it bounds how much longer a prompt makes the time between two tokens of those rows. Where no row
             decodes, `max_num_batched_tokens` alone holds.
+        windowed: the target's further cache groups, see `attention.groups`.
     """
 
     num_speculative_tokens: int
@@ -51,6 +63,7 @@ class EngineConfig:
     seed: int = 0
     draft_sampling: str = "probabilistic"
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
+    windowed: tuple[WindowedPool, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
+from attention.groups import runner_of
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpConvention
@@ -29,12 +30,13 @@ from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
 from specdec.loading.graphs import Graphs
+from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
 from specdec.loading.progress import log, startup_progress
-from specdec.loading.sizes import cache_token_bytes, cache_tokens, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
+from specdec.loading.sizes import num_drafts
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -78,7 +80,7 @@ class SpeculativeModel:
         backend_name: the attention backend in use.
         self_test_error: relative logit error of the load-time self-test.
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
-        runners: attention of the target and, with a head, of the head.
+        runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
@@ -127,7 +129,7 @@ class SpeculativeModel:
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
-        runner = GroupRunner(backend, group, dtype, device)
+        runner = runner_of(backend, group, config.windowed, dtype, device)
         self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
@@ -136,7 +138,7 @@ class SpeculativeModel:
                 specs = tuple(head.attention_specs)
                 group = CacheGroup("head", specs, config.num_head_pages, config.page_size, layout)
                 drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
-            self.runners = (runner,) if drafter is None else (runner, drafter.runner)
+            self.runners = runner.runners if drafter is None else (*runner.runners, drafter.runner)
             eos = eos_ids(probed.model.generation_config)
             executor = self._checked(probed, Graphs(self.target, drafter, config, choice))
             self.engine = Engine(self.target, drafter, tokenizer, config, eos, executor)
@@ -181,6 +183,7 @@ class SpeculativeModel:
         kv_cache_dtype: str = "auto",
         kv_cache_scales: Sequence[tuple[float, float]] | None = None,
         kv_cache_layout: str = "auto",
+        hybrid_kv_cache: bool = True,
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
@@ -212,14 +215,17 @@ class SpeculativeModel:
             max_num_prefill_tokens: most prompt tokens of a forward in which other requests decode, all prompts
                 together. More make their tokens wait longer, fewer make prompts wait longer; the answers stay the same.
             page_size: tokens a page of the KV cache.
-            kv_cache_tokens: size of the KV cache; default max_num_seqs full-length requests, at most what
-                gpu_memory_utilization leaves on a GPU and 1 GiB on CPU.
+            kv_cache_tokens: size of the KV cache, in tokens that the layers without a window hold; default
+                max_num_seqs full-length requests, at most what gpu_memory_utilization leaves on a GPU and 1 GiB on CPU.
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
                 changes what the model says a little; with and without speculation it still says the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
                 "HND", head by head; "auto" is NHD. It changes no token: only where a key lies.
+            hybrid_kv_cache: layers with a sliding window have pages of their own, freed once they are behind it, where
+                other layers see further (Gemma 2 and 3, gpt-oss, …): the same memory holds far more tokens.
+                False: all layers keep all keys. It changes no token.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
@@ -285,25 +291,30 @@ class SpeculativeModel:
         head = None if draft is None else load_head(draft, checkpoint, probed, convention)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
         format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
-        per_token, place = cache_token_bytes(probed, head, format), model.device
-        share = options.gpu_memory_utilization
-        tokens = cache_tokens(options.kv_cache_tokens, place, per_token, seqs * length, share)
-        config = EngineConfig(
+        rows = Rows(
             num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
             max_model_len=length,
             max_num_seqs=seqs,
             max_num_batched_tokens=options.max_num_batched_tokens,
             page_size=options.page_size,
-            num_pages=-(-tokens // options.page_size) + 1,
+        )
+        place, page_size = model.device, options.page_size
+        sizes = token_bytes(probed, head, format, length, options.hybrid_kv_cache)
+        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization)
+        config = EngineConfig(
+            **vars(rows),
+            num_pages=-(-cache.tokens // page_size) + 1,
+            windowed=cache.pools(sizes, page_size),
             seed=options.seed,
             draft_sampling=options.draft_sampling,
             max_num_prefill_tokens=options.max_num_prefill_tokens,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        check_sizes_fit(config, place, per_token, staging_bytes(loop, config))
+        windowed = sizes.of_pools(config.windowed, page_size)
+        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed)
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
-        with memory_named(place, tokens, per_token):
+        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed):
             return cls(
                 probed,
                 tokenizer,

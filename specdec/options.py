@@ -219,6 +219,12 @@ class LoadOptions:
             Choice(KV_CACHE_LAYOUTS), "Order inside a page: NHD, token by token; HND, head by head; auto: NHD."
         ),
     )
+    hybrid_kv_cache: bool = field(
+        default=True,
+        metadata=_about(
+            Flag(), "Free the pages of sliding-window layers behind the window, where other layers see further."
+        ),
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),

@@ -94,6 +94,7 @@ ROOMS = [
     "attention/kernels",
     "attention/backends",
     "attention/runner.py",
+    "attention/groups.py",
     "attention/hf",
     "drafters/errors.py",
     "drafters/rope.py",

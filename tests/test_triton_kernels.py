@@ -81,9 +81,9 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiling(64, 2, 3, 1, 128),
-        Tiling(32, 2, 5, 4, 40),
-        pytest.param(Tiling(128, 4, 3, 2, 128), marks=pytest.mark.slow),
+        Tiling(64, 2, 3, 1, 1 << 20),
+        Tiling(32, 2, 5, 64, 40),
+        pytest.param(Tiling(128, 4, 3, 8, 128), marks=pytest.mark.slow),
     ],
     ids=["whole", "in parts", "wide"],
 )
@@ -108,8 +108,9 @@ def test_packed_attention(
     query, out = fused[:, :-1], torch.zeros(rows * query_len, heads[0], dim, dtype=torch.float16)
     args = [torch.from_numpy(x.astype(np.int32)) for x in (indptr, pages, (lengths - 1) % page_size + 1)]
     scratch = Scratch.on(torch.device("cpu"), query_len * heads[0] // heads[1], dim)
-    scratch.sums.fill_(torch.nan), scratch.stats.fill_(torch.nan)
-    launch_packed(query, layer, key, *args, out, scratch)
+    for x in (scratch.sums, scratch.stats):
+        x.fill_(torch.nan)
+    launch_packed(query, layer, key, *args, out, scratch, query_len)
     assert not scratch.arrived.any()
     keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
     for row, length in enumerate(lengths):

@@ -25,6 +25,8 @@ class HostBatch:
         slot_mapping: [T] int64, cache slot of every token (page·page_size + offset).
         positions: [T] int64, rotary position of every token.
         page_size: tokens per page.
+        other_groups: the same rows and tokens on the pages of each further cache group, see
+            `attention.batch.transforms.windowed`; () where the model has one.
     """
 
     query_start_loc: np.ndarray
@@ -34,6 +36,7 @@ class HostBatch:
     slot_mapping: np.ndarray
     positions: np.ndarray
     page_size: int
+    other_groups: tuple[HostBatch, ...] = ()
 
     @property
     def num_reqs(self) -> int:

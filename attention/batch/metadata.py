@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -24,6 +24,9 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
 )
 """Arrays of a HostBatch that travel to the device: name, dtype, symbolic dimensions."""
 
+_GROUP_FIELDS = tuple(field for field in BATCH_FIELDS if field[0] in ("slot_mapping", "page_indices", "page_indptr"))
+"""What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
+
 ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
 """The flat ones that change with the rows; all int32."""
 
@@ -41,6 +44,9 @@ class CommonAttentionMetadata:
         slot_mapping: [T] int64; positions: [T] int64; page_indices: [sum of page counts] int32.
         page_indptr: [B+1] int32; last_page_len: [B] int32.
         staged: the transfer they came with (for the staleness check).
+        other_groups: the same rows on the pages of each further cache group; () where the model has one. On the device
+            they have slots and page lists of their own, and all else, seq_lens included, is this batch's: kernels read
+            the number of a row's keys from its page list.
     """
 
     host: HostBatch
@@ -53,6 +59,7 @@ class CommonAttentionMetadata:
     page_indptr: torch.Tensor
     last_page_len: torch.Tensor
     staged: Staged
+    other_groups: tuple[CommonAttentionMetadata, ...] = ()
 
     @property
     def num_reqs(self) -> int:
@@ -83,9 +90,34 @@ def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, in
     return {f"{prefix}.{name}": size for name, size in sizes.items()}
 
 
+def group_fields(prefix: str, num_groups: int) -> list[Field]:
+    """Arena fields of the further cache groups of one HostBatch, beside `batch_fields(prefix)`."""
+    return [
+        Field(
+            f"{own}.{name}",
+            dtype,
+            tuple(f"{own}.entries" if d == "rows_times_pages" else f"{prefix}.{d}" for d in dims),
+        )
+        for own in _group_prefixes(prefix, num_groups)
+        for name, dtype, dims in _GROUP_FIELDS
+    ]
+
+
+def group_sizes(prefix: str, entries: Sequence[int]) -> dict[str, int]:
+    """Dimension sizes of `group_fields` beside `batch_sizes(prefix)`: entries of each group's page list."""
+    return {f"{own}.entries": most for own, most in zip(_group_prefixes(prefix, len(entries)), entries, strict=True)}
+
+
+def _group_prefixes(prefix: str, num_groups: int) -> tuple[str, ...]:
+    return tuple(f"{prefix}.group{number}" for number in range(1, num_groups + 1))
+
+
 def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
-    """The arrays of a HostBatch under their arena names."""
-    return {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+    """The arrays of a HostBatch under their arena names, those of its further cache groups included."""
+    arrays = {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+    for own, group in zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True):
+        arrays |= {f"{own}.{name}": getattr(group, name) for name, _, _ in _GROUP_FIELDS}
+    return arrays
 
 
 @dataclass(frozen=True)
@@ -105,14 +137,38 @@ class BatchBuffers:
         """The fields of `batch_fields(prefix)` in `host`, see `StagingArena.hosts`."""
         return cls(**{field.name: host[f"{prefix}.{field.name}"] for field in fields(cls)})
 
+    def groups(self, prefix: str, num_groups: int, host: Mapping[str, np.ndarray]) -> tuple[BatchBuffers, ...]:
+        """The same batch with the buffers of each further cache group, see `group_fields(prefix, num_groups)`."""
+        return tuple(
+            replace(self, **{name: host[f"{own}.{name}"] for name, _, _ in _GROUP_FIELDS})
+            for own in _group_prefixes(prefix, num_groups)
+        )
+
 
 def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentionMetadata:
     """Join a HostBatch with its device views out of a transfer. Validates the batch under SPECDEC_CHECK=1."""
     if checking():
-        batch.validate()
+        for each in (batch, *batch.other_groups):
+            each.validate()
     views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
     table = staged.views.get(f"{prefix}.block_table")
-    return CommonAttentionMetadata(host=batch, staged=staged, block_table=table, **views)
+    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, other_groups=(), **views)
+    if not batch.other_groups:
+        return own
+    groups = zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True)
+    return replace(own, other_groups=tuple(_of_group(own, group, staged, batch) for group, batch in groups))
+
+
+def _of_group(own: CommonAttentionMetadata, prefix: str, staged: Staged, batch: HostBatch) -> CommonAttentionMetadata:
+    """The rows of `own` on another group's pages."""
+    return replace(
+        own,
+        host=batch,
+        block_table=None,
+        slot_mapping=staged[f"{prefix}.slot_mapping"],
+        page_indices=staged[f"{prefix}.page_indices"],
+        page_indptr=staged[f"{prefix}.page_indptr"],
+    )
 
 
 def stage(batch: HostBatch, arena: StagingArena, bucket: Bucket, prefix: str = "batch") -> CommonAttentionMetadata:

@@ -75,6 +75,8 @@ def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
     settings["show_default"] = option.default not in (None, False)
     if isinstance(about.kind, Flag):
         settings["is_flag"] = True
+        if option.default:
+            words[-1] += f"/--no-{option.name.replace('_', '-')}"
     elif isinstance(about.kind, Switch):
         # Without a word it means yes, as it did when it was a flag.
         settings |= {"type": click.Choice(["auto", "yes", "no"]), "is_flag": False, "flag_value": "yes"}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError
 from specdec.requests.request import Request, Times
@@ -26,13 +27,18 @@ class Admission:
         config: EngineConfig,
         eos_token_ids: Sequence[int],
         capacity_tokens: int,
+        windowed: Sequence[WindowedTables] = (),
     ) -> None:
-        """capacity_tokens: cache places of the target. eos_token_ids: of requests that name none of their own."""
+        """eos_token_ids: of requests that name none of their own.
+
+        capacity_tokens: cache places of the target, in its first group; windowed: its further groups.
+        """
         self._target = target
         self._config = config
         self._vocabulary = Vocabulary(tokenizer)
         self._eos = tuple(eos_token_ids)
         self._capacity = capacity_tokens
+        self._windowed = tuple(windowed)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served.
@@ -109,3 +115,12 @@ class Admission:
                 f"{prompt_len} prompt tokens and {limit - prompt_len} new ones need {limit} cache places; the KV cache "
                 f"has {self._capacity}; lower max_new_tokens or load the model with a larger kv_cache_tokens"
             )
+        chunk = self._config.max_num_batched_tokens
+        for pages in self._windowed:
+            needed, most = pages.most_pages(limit, chunk), pages.allocator.num_pages - 1
+            if needed > most:
+                raise CacheTooSmallError(
+                    f"{limit} tokens, read up to {chunk} at a time, need {needed} pages of {pages.page_size} tokens in "
+                    f"the layers with window {pages.window}; the KV cache has {most}; load the model with a larger "
+                    "kv_cache_tokens or a smaller max_num_batched_tokens"
+                )

@@ -21,7 +21,7 @@ from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.recovery import Change, rewound
-from specdec.engine.scheduler import Scheduler, Usage
+from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
@@ -72,8 +72,8 @@ class Engine:
         self._next_id = 0
         self._change = Change(self._mend)
         self._start([])
-        capacity = self.scheduler.target_pages.capacity_tokens
-        self._admission = Admission(target, tokenizer, config, eos_token_ids, capacity)
+        pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
+        self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
     def _start(self, waiting: list[Request]) -> None:
         """Empty tables, all pages free, and these requests waiting."""
@@ -81,7 +81,8 @@ class Engine:
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
         head_pages = None if drafter is None else self._pages(c.num_head_pages)
         num_modules = 1 if drafter is None else drafter.loop.num_modules
-        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules)
+        windowed = [windowed_tables(c, pool) for pool in c.windowed]
+        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules, windowed)
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()

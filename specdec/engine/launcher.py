@@ -20,7 +20,7 @@ from specdec.rounds.drafting import draft_input
 from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
-from specdec.rounds.verification import TargetArrays, target_arrays
+from specdec.rounds.verification import TargetArrays, WindowedTable, target_arrays
 
 
 @dataclass(frozen=True)
@@ -48,10 +48,18 @@ class VerifyingRound(LaunchedRound):
 
 @dataclass(frozen=True)
 class Tables:
-    """Block tables of the target's pages, and of the head's (None without a head), cut to the width of a round."""
+    """Block tables of the target's pages, and of the head's (None without a head), cut to the width of a round.
+
+    windowed: of the target's further cache groups, whole, and of the round's rows.
+    """
 
     target: np.ndarray
     head: np.ndarray | None
+    windowed: tuple[WindowedTable, ...] = ()
+
+    def rows(self, rows: np.ndarray) -> Tables:
+        """Those of some rows [B]."""
+        return Tables(self.target[rows], None if self.head is None else self.head[rows], self.windowed)
 
 
 class Launcher:
@@ -135,11 +143,12 @@ class Launcher:
         self._counters.add_round(self.executor.transfers)
 
     def tables(self, schedule: Schedule, more_tokens: int) -> Tables:
-        """Both block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
+        """All block tables, as wide as the longest row with `more_tokens` needs (a power of two of pages)."""
         longest = int((self._table.length[schedule.rows] + schedule.num_drafts).max()) + more_tokens
         pages, head = self._scheduler.target_pages, self._scheduler.head_pages
         width = min(power_of_two(pages.pages_for(longest)), pages.table.shape[1])
-        return Tables(pages.table[:, :width], None if head is None else head.table[:, :width])
+        windowed = tuple(WindowedTable(g.window, g.table, schedule.rows) for g in self._scheduler.windowed_pages)
+        return Tables(pages.table[:, :width], None if head is None else head.table[:, :width], windowed)
 
     def _schedule(self) -> tuple[Schedule, Tables] | None:
         """Who is next, with pages reserved for it and for its drafts; None where nobody is."""
@@ -152,7 +161,8 @@ class Launcher:
 
     def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
         in_order = drafts_in_order_of_last
-        return target_arrays(schedule, self._table, tables.target, self._page_size, tables.head, in_order)
+        pages = (tables.target, self._page_size, tables.head)
+        return target_arrays(schedule, self._table, *pages, in_order, tables.windowed)
 
     def _draft_loop(
         self, last: VerifyingRound, committed: Committed, schedule: Schedule, tables: Tables

@@ -76,8 +76,7 @@ class Lookahead:
     def _reserve(self, schedule: Schedule) -> Tables | None:
         if not self._scheduler.reserve_next(schedule):
             return None
-        rows, tables = schedule.rows, self._launcher.tables(schedule, self._more_tokens)
-        return Tables(tables.target[rows], None if tables.head is None else tables.head[rows])
+        return self._launcher.tables(schedule, self._more_tokens).rows(schedule.rows)
 
     def _after(
         self,
@@ -87,4 +86,5 @@ class Lookahead:
         drafts: np.ndarray,
         tables: Tables,
     ) -> TargetArrays:
-        return target_after(current.target, num_accepted, bonus_tokens, drafts, tables.target, tables.head)
+        pages = (tables.target, tables.head, tables.windowed)
+        return target_after(current.target, num_accepted, bonus_tokens, drafts, *pages)

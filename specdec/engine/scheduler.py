@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from attention.cache.pages import BlockTables
+from attention.cache.windowed import WindowedTables
 from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.faults import Isolated
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
@@ -27,6 +29,7 @@ class Usage:
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
         target_pages, head_pages: pages of the target's and of the head's KV cache.
+        windowed_pages: pages of the target's further cache groups, all of them.
     """
 
     requests: int = 0
@@ -35,6 +38,13 @@ class Usage:
     rows: int = 0
     target_pages: int = 0
     head_pages: int = 0
+    windowed_pages: int = 0
+
+
+def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
+    """Empty block tables of a windowed group: with a row that is nobody's, and room for padding tokens after a row."""
+    length = config.max_model_len + config.num_speculative_tokens + 1
+    return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
 
 
 class Scheduler:
@@ -52,13 +62,18 @@ class Scheduler:
         target_pages: BlockTables,
         head_pages: BlockTables | None,
         num_modules: int = 1,
+        windowed_pages: Sequence[WindowedTables] = (),
     ) -> None:
-        """num_modules: M of a drafter of several multi-token-prediction modules, else 1."""
+        """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
+
+        windowed_pages: of the target's further cache groups.
+        """
         self._config = config
         self._table = table
         self._num_modules = num_modules
         self.target_pages = target_pages
         self.head_pages = head_pages
+        self.windowed_pages = tuple(windowed_pages)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
@@ -71,12 +86,17 @@ class Scheduler:
 
     def usage(self, requests: int) -> Usage:
         """What the engine's `requests` hold. Raises InvariantError, in check mode, when a page has no owner or two."""
-        pools = [pages for pages in (self.target_pages, self.head_pages) if pages is not None]
+        target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
         if checking():
-            for pages in pools:
+            for pages in self._pools():
                 pages.validate()
         rows = self._config.max_num_seqs - self._table.num_free
-        return Usage(requests, len(self.waiting), len(self.running), rows, *(pages.num_used for pages in pools))
+        held = (target.num_used, 0 if head is None else head.num_used, sum(pages.num_used for pages in windowed))
+        return Usage(requests, len(self.waiting), len(self.running), rows, *held)
+
+    def _pools(self) -> tuple[BlockTables, ...]:
+        """The block tables of all groups."""
+        return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
@@ -87,6 +107,8 @@ class Scheduler:
         else is in the batch. Sampled tokens depend on that, because each round's drafts are accepted or resampled by
         uniforms of their own.
         """
+        if self.windowed_pages:
+            self._free_behind_windows(np.array([r.row for r in self.running], np.int64))
         schedule = self._running_rows()
         if self._reserved(schedule):
             schedule = self._with_admitted(schedule)
@@ -125,6 +147,7 @@ class Scheduler:
             return False
         bonus = table.computed[rows] + most
         drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, bonus, left)
+        self._free_behind_windows(rows)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
     def remove(self, request: Request) -> None:
@@ -177,13 +200,24 @@ class Scheduler:
             return True
         return False
 
+    def _free_behind_windows(self, rows: np.ndarray) -> None:
+        """Free what lies behind the windows of these rows, by what is committed.
+
+        A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
+        """
+        for pages in self.windowed_pages:
+            pages.free_behind(rows, self._table.computed[rows])
+
     def _reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None:
         """Pages for `tokens` of each row, and on the head's side for K more: drafting may begin before the commit.
 
-        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`.
+        Pages beyond, of drafts that were rejected, are given back only if they are needed: `exactly`. When a later
+        group has too few, earlier ones keep what was reserved: it is surplus, to be given back in the same way.
         """
         size = BlockTables.resize if exactly else BlockTables.extend
         size(self.target_pages, rows, tokens)
+        for pages in self.windowed_pages:
+            size(pages, rows, tokens)
         if self.head_pages is not None:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
@@ -195,12 +229,14 @@ class Scheduler:
             return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
         budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
-        rows, chunks, promised = [], [], 0
+        rows, chunks = [], []
+        promised = np.zeros(1 + len(self.windowed_pages), np.int64)
+        free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
         while self.waiting and budget > 0 and self._table.num_free:
             request = self.waiting[0]
             prefill, drafts = self._entry(request)
-            promised += self.target_pages.pages_for(len(request.committed) + max(drafts, 1))
-            if promised > self.target_pages.allocator.num_free:
+            promised += self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
+            if (promised > free).any():
                 break
             with Isolated() as fault:
                 self._open(request, prefill)
@@ -218,6 +254,12 @@ class Scheduler:
             np.concatenate([schedule.num_new, np.array(chunks, np.int64)]),
             np.concatenate([schedule.num_drafts, no_drafts]),
         )
+
+    def _pages_of_entry(self, num_tokens: int, chunk: int) -> list[int]:
+        """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""
+        query_len = max(chunk, self._config.num_speculative_tokens + 1)
+        windowed = (pages.most_pages(num_tokens, query_len) for pages in self.windowed_pages)
+        return [self.target_pages.pages_for(num_tokens), *windowed]
 
     def _entry(self, request: Request) -> tuple[int, int]:
         """(tokens that a waiting request prefills, drafts of its first verification after that).
@@ -254,8 +296,7 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _close(self, request: Request) -> None:
-        self.target_pages.release(request.row)
-        if self.head_pages is not None:
-            self.head_pages.release(request.row)
+        for pages in self._pools():
+            pages.release(request.row)
         self._table.close(request.row)
         request.row = -1

@@ -10,7 +10,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.runner import FixedPlanner, GroupRunner, PlannedBatch
+from attention.groups import Planned
+from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
 from drafters.loops.base import CarriedRows, Chosen, Draft, StaticLoop, StaticPrefill, passes_attend
 from specdec.acceptance.judge import fill_from_loop, judge_from_loop
 from specdec.acceptance.packed import PackedResult
@@ -75,7 +76,7 @@ class Bucket:
     logit_index: [rows, K+1]; num_drafts: [rows]. decide: decides the sampled rows of that result again.
     """
 
-    planner: FixedPlanner
+    planner: Planner
     verify: torch.cuda.CUDAGraph
     decide: torch.cuda.CUDAGraph
     token_ids: torch.Tensor
@@ -140,9 +141,7 @@ class DraftCapture:
         for index, metadata in enumerate(round_.steps):
             before, _ = self.loop.step(index, step_rows(result.num_rows), self._runner.blank(metadata), before)
 
-    def capture(
-        self, result: PackedResult, round_: EmptyRound, target: FixedPlanner, recorder: Recorder
-    ) -> DraftGraphs:
+    def capture(self, result: PackedResult, round_: EmptyRound, target: Planner, recorder: Recorder) -> DraftGraphs:
         """Capture the draft prefill after the verification that writes `result`, and the steps.
 
         target: the verification's planner.
@@ -208,7 +207,7 @@ def _verify(
     model: Callable[..., Any],
     drafts: DraftCapture | None,
     device: DeviceRound,
-    planned: PlannedBatch,
+    planned: Planned,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)

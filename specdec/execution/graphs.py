@@ -63,7 +63,7 @@ from specdec.rounds.buckets import loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.static import FixedSampling, fixed_target
 from specdec.rounds.transfer import AheadTransfer
 from specdec.rounds.verification import TargetArrays, empty_target
 from specdec.target.alterations import Alterations
@@ -106,8 +106,7 @@ class GraphExecutor:
             InvalidInputError: the head's draft loop has no static form.
         """
         started, self._memory = time.perf_counter(), torch.cuda.memory_reserved()
-        invariant = target.runner.batch_invariant
-        if invariant and mixtures(target.hf_model):
+        if (invariant := target.runner.batch_invariant) and mixtures(target.hf_model):
             raise UnsupportedModelError(
                 f"{type(target.hf_model).__name__} is a mixture of experts, whose matmuls are not batch-invariant; "
                 "use backend='flashinfer'"
@@ -116,7 +115,7 @@ class GraphExecutor:
         self._target = target
         device = target.hf_model.device
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
-        self._page_size = config.page_size
+        self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
         self._sizes, self._sent = rows[::-1], 0
@@ -125,7 +124,7 @@ class GraphExecutor:
         drafting = drafter is not None and self._query_len > 1
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
-        self._fixed = {n: FixedTarget(static_shape(config, n), self._num_modules, device) for n in rows}
+        self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -244,8 +243,7 @@ class GraphExecutor:
         if rows is not None:
             self._send_verification(rows, target)
             return Round(target, None, rows, sampling is not None)
-        ahead = None if self._prefill is None else ahead_inputs(target, self._num_modules, self._sizes[-1])
-        return Round(target, self._transfer.send(target, ahead), None, sampling is not None)
+        return Round(target, self._transfer.send(target), None, sampling is not None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""
@@ -270,14 +268,16 @@ class GraphExecutor:
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
-        device, ahead = round_.sent.verification, round_.sent.ahead
+        device = round_.sent.verification
         logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
         result = self._decide_ragged(logits, device, draft, round_.sampled)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
-        if self._prefill is None or ahead is None:
+        if self._prefill is None:
             return Verification(read, aux_hidden_states)
-        accepted, chosen = self._prefill.run(result, ahead, device.logits_indices)
+        ahead = ahead_inputs(round_.target, self._num_modules, self._sizes[-1])  # made while the device verifies
+        sent = self._transfer.send_ahead(round_.target, ahead, device)
+        accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
             self._drawn.begin(accepted)
             self._drawn.choose(0, chosen)
@@ -363,7 +363,7 @@ class GraphExecutor:
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""
-        target = empty_target(self._page_size)
+        target = self._nobody
         batch, passes, staged = self._fixed[rows].send(target)
         device = VerificationSection.static_views(batch, staged, rows * (self._query_len - 1))
         if not passes:

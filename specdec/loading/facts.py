@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
+from attention.groups import GroupedRunner
 from attention.runner import GroupRunner
 from specdec.requests.generation_config import unsupported
 from specdec.values import short
@@ -54,7 +55,8 @@ class _Captured(Protocol):
 
 def facts_of(model: Loaded) -> dict[str, Any]:
     """Resolved facts of model, head, attention, caches, graphs and engine."""
-    head, runners, checkpoint = model.head, model.runners, model.checkpoint
+    head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
+    layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
         "revision": None if checkpoint is None else checkpoint.revision,
@@ -63,12 +65,12 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
-        "num_layers": len(model.target.runner.group.attention_specs),
+        "num_layers": len(model.target.runner.layers),
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
-        "kv_cache": {runner.group.name: _cache(runner) for runner in runners},
+        "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name)) for runner in runners},
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,
@@ -91,11 +93,13 @@ def _own_config(model: Loaded) -> str:
     return f"model (requests are refused: {odd})" if odd else "model"
 
 
-def _cache(runner: GroupRunner) -> str:
+def _cache(runner: GroupRunner, layers: Sequence[int] | None) -> str:
+    """layers: their numbers in the model, where it has several groups."""
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
-    return f"{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
+    own = "" if layers is None else f"layers {','.join(map(str, layers))}: "
+    return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
 
 
 def _start(seconds: Mapping[str, float]) -> dict[str, float]:

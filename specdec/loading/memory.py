@@ -40,11 +40,14 @@ def check_tables_fit(rows: int, length: int) -> None:
         )
 
 
-def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int, staging_bytes: int) -> None:
+def check_sizes_fit(
+    config: EngineConfig, device: torch.device, token_bytes: int, staging_bytes: int, windowed_bytes: int = 0
+) -> None:
     """Refuse sizes that memory could never hold, before the first of them is allocated.
 
     Args:
-        token_bytes: of the KV caches of target and head. staging_bytes: of one buffer for the largest round.
+        token_bytes: of the KV caches of target and head; windowed_bytes: of the pools of the target's windowed groups,
+            whose layers are not among those. staging_bytes: of one buffer for the largest round.
 
     Raises:
         CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
@@ -52,7 +55,8 @@ def check_sizes_fit(config: EngineConfig, device: torch.device, token_bytes: int
     """
     check_tables_fit(config.max_num_seqs, config.max_model_len)
     pages, page = config.num_pages, config.page_size
-    check_cache_fits(device, pages * page, token_bytes, f"a KV cache of {pages} pages of page_size={page} tokens")
+    what = f"a KV cache of {pages} pages of page_size={page} tokens"
+    check_cache_fits(device, pages * page, token_bytes, what, windowed_bytes)
     needed, total = _ARENA_COPIES * staging_bytes, host_bytes()
     if total is not None and needed > total:
         raise InvalidInputError(
@@ -98,29 +102,32 @@ def cache_room(device: torch.device, utilization: float, token_bytes: int) -> in
     return room
 
 
-def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: str) -> None:
+def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0) -> None:
     """Refuse a KV cache larger than what a GPU has free, or than the machine's memory.
 
     Args:
         what: the option that these tokens come from, for the message.
+        windowed_bytes: of layers with a sliding window, which keep no key of most of these tokens.
 
     Raises:
         CacheTooSmallError: it is.
     """
+    needed = tokens * token_bytes + windowed_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         has = f"{_gib(free)} of {_gib(total)} free"
     else:
-        free, has = host_bytes() or tokens * token_bytes, f"{_gib(host_bytes() or 0)}"
-    if tokens * token_bytes > free:
+        free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
+    if needed > free:
+        beside = f", {_gib(windowed_bytes)} of it for layers with a sliding window" if windowed_bytes else ""
         raise CacheTooSmallError(
-            f"{what} takes {_gib(tokens * token_bytes)} ({token_bytes} bytes per token); {device} "
-            f"has {has}: room for {free // token_bytes} tokens; lower kv_cache_tokens or page_size"
+            f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{beside}); {device} has {has}: room for "
+            f"{max(free - windowed_bytes, 0) // token_bytes} tokens; lower kv_cache_tokens or page_size"
         )
 
 
 @contextmanager
-def memory_named(device: torch.device, cache_tokens: int, token_bytes: int) -> Iterator[None]:
+def memory_named(device: torch.device, cache_tokens: int, cache_bytes: int) -> Iterator[None]:
     """Name what took the memory when it runs out while the engine is built.
 
     Raises:
@@ -133,7 +140,7 @@ def memory_named(device: torch.device, cache_tokens: int, token_bytes: int) -> I
             raise
         raise OutOfDeviceMemoryError(
             f"{device} ran out of memory while the engine was built{_free_now(device, error)}; the KV "
-            f"caches of {cache_tokens} tokens take {_gib(cache_tokens * token_bytes)}; lower gpu_memory_utilization or "
+            f"caches of {cache_tokens} tokens take {_gib(cache_bytes)}; lower gpu_memory_utilization or "
             f"kv_cache_tokens (smaller caches), max_num_batched_tokens (smaller activations) or max_num_seqs (fewer "
             f"graphs)\n{error}"
         ) from error

@@ -1,18 +1,13 @@
-"""How large things are when the user does not say: K, the longest request, the KV cache."""
+"""How large things are when the user does not say: K and the longest request. The KV cache: `groups`."""
 
 from __future__ import annotations
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from attention.cache.kv_cache import KVFormat, bytes_per_token
 from drafters.base import Head
 from specdec.errors import InvalidInputError
-from specdec.loading.memory import cache_room, check_cache_fits
-from specdec.target.target import TargetProbe
 
 DEFAULT_DRAFTS = 5
-_CPU_CACHE_BYTES = 1 << 30
 
 
 def num_drafts(asked: int | None, head: Head | None) -> int:
@@ -61,24 +56,3 @@ def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
         if (kind := parameters.get("rope_type")) in ("longrope", "dynamic"):
             return kind, int(parameters.get("original_max_position_embeddings") or config.max_position_embeddings)
     return "", None
-
-
-def cache_token_bytes(probed: TargetProbe, head: Head | None, format: KVFormat) -> int:
-    """Bytes of one token in the caches of the target (stored as `format` says) and of the head."""
-    dtype = probed.model.dtype
-    target = bytes_per_token(tuple(c.attention_spec for c in probed.calls), format.dtype_for(dtype))
-    return target + (0 if head is None else bytes_per_token(tuple(head.attention_specs), dtype))
-
-
-def cache_tokens(asked: int | None, device: torch.device, token_bytes: int, wanted: int, utilization: float) -> int:
-    """Tokens of the KV cache: the given size, else `wanted`, at most 1 GiB on CPU or what the GPU has left.
-
-    Raises:
-        CacheTooSmallError: the device has no room for a cache, or not for the given one.
-    """
-    if asked is not None:
-        check_cache_fits(device, asked, token_bytes, f"kv_cache_tokens={asked}")
-        return asked
-    if device.type != "cuda":
-        return min(wanted, _CPU_CACHE_BYTES // token_bytes)
-    return min(wanted, cache_room(device, utilization, token_bytes) // token_bytes)

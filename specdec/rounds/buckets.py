@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from attention.batch.transforms.windowed import most_listed_pages
 from drafters.loops.base import LoopSize, StaticShape
 from specdec.config import EngineConfig
 
@@ -53,6 +54,19 @@ def static_shape(config: EngineConfig, rows: int) -> StaticShape:
 def most_pages(config: EngineConfig) -> int:
     """Pages of the longest row, padding tokens after its own included."""
     return -(-(config.max_model_len + config.num_speculative_tokens + 1) // config.page_size)
+
+
+def group_entries(config: EngineConfig) -> tuple[int, ...]:
+    """Most pages on the list of a round in each of the target's further cache groups."""
+    rows, size, tokens = config.max_num_seqs, config.page_size, config.max_num_batched_tokens
+    most = (rows * (most_listed_pages(pool.window, 1, size) + 1) + tokens // size for pool in config.windowed)
+    return tuple(min(rows * most_pages(config), entries) for entries in most)
+
+
+def static_entries(config: EngineConfig, shape: StaticShape) -> tuple[int, ...]:
+    """The same of the rounds of one fixed shape."""
+    listed = (most_listed_pages(pool.window, shape.query_len, shape.page_size) for pool in config.windowed)
+    return tuple(shape.rows * min(most_pages(config), pages) for pages in listed)
 
 
 def power_of_two(n: int) -> int:

@@ -173,6 +173,7 @@ class HeadPagesSection:
             block_table=None,
             slot_mapping=staged["head.slot_mapping"],
             page_indices=staged["head.page_indices"],
+            other_groups=(),
         )
 
 

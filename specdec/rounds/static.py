@@ -13,22 +13,25 @@ steps of the same shape belong to the loop: `drafters/loops/chain/static.py`.)
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 
-from attention.batch.host import HostBatch, slots_at
+from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import BatchBuffers
+from attention.batch.metadata import BatchBuffers, group_fields, group_sizes
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
+from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
+from specdec.config import EngineConfig
+from specdec.rounds.buckets import static_entries, static_shape
 from specdec.rounds.fields import HeadPagesSection, StaticSamplingSection, VerificationSection
 from specdec.rounds.passes import LaterPassesSection
 from specdec.rounds.randomness import SamplingRound
-from specdec.rounds.verification import TargetArrays
+from specdec.rounds.verification import TargetArrays, WindowedTable
 
 
 class _Pages:
@@ -46,6 +49,42 @@ class _Pages:
             block_table=np.zeros((0, 0), np.int32),
             page_size=shape.page_size,
             page_indptr=buffers.page_indptr,
+        )
+
+
+class _WindowedPages:
+    """Where the pages of one of the target's windowed cache groups stand: lists that begin near the window."""
+
+    def __init__(self, buffers: BatchBuffers, window: int, shape: StaticShape) -> None:
+        self._window = window
+        self._start, self._seq_lens = np.zeros(shape.rows, np.int32), np.zeros(shape.rows, np.int32)
+        self._buffers = buffers
+        self.rows = np.zeros(shape.rows, np.int64)
+        self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
+
+    def write(self, start: np.ndarray, table: WindowedTable, shape: StaticShape) -> WindowedBatch:
+        """Lengths and the page list of verifications from `start` [rows] on."""
+        buffers, size, count = self._buffers, shape.page_size, len(table.rows)
+        self.rows[:count], self.rows[count:] = table.rows, len(table.block_table) - 1
+        first = first_listed(start, self._window, size)
+        np.subtract(start, first, out=self._start, casting="unsafe")
+        np.add(self._start, shape.query_len, out=self._seq_lens)
+        counts = page_counts_of(self._seq_lens, size)
+        np.cumsum(counts, out=buffers.page_indptr[1:])
+        pages = listed_pages(table.block_table, self.rows, first // size, counts)
+        indices = buffers.page_indices[: len(pages)]
+        indices[:] = pages
+        return WindowedBatch(
+            query_start_loc=buffers.query_start_loc,
+            seq_lens=self._seq_lens,
+            num_computed_tokens=self._start,
+            slot_mapping=buffers.slot_mapping,
+            positions=buffers.positions,
+            page_size=size,
+            other_groups=(),
+            page_counts=counts,
+            page_indptr=buffers.page_indptr,
+            page_indices=indices,
         )
 
 
@@ -83,7 +122,12 @@ class _TargetPlace:
     """One host buffer of a verification, as views in the shapes in which they are computed."""
 
     def __init__(
-        self, host: Mapping[str, np.ndarray], shape: StaticShape, passes: int, later: LaterPassesSection
+        self,
+        host: Mapping[str, np.ndarray],
+        shape: StaticShape,
+        passes: int,
+        later: LaterPassesSection,
+        windows: Sequence[int],
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = VerificationSection.buffers(host)
@@ -94,6 +138,8 @@ class _TargetPlace:
         self.batch = batch
         buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
         self.groups = [_Pages(each, self.start, shape) for each in buffers]
+        windowed = zip(batch.groups("target", len(windows), host), windows, strict=True)
+        self.windowed = [_WindowedPages(own, window, shape) for own, window in windowed]
         places = np.arange(rows * query_len).reshape(rows, query_len)
         batch.query_start_loc[:] = np.arange(0, rows * query_len + 1, query_len)
         self.later: list[_LaterPass] = []
@@ -110,21 +156,32 @@ class _TargetPlace:
 class FixedTarget:
     """Verifications of bonus tokens in a fixed shape, and the draft prefill after them."""
 
-    def __init__(self, shape: StaticShape, passes: int, device: torch.device) -> None:
-        """passes: of the draft prefill, the M of M modules; 0 without a head."""
+    def __init__(
+        self,
+        shape: StaticShape,
+        passes: int,
+        device: torch.device,
+        windows: Sequence[int] = (),
+        entries: Sequence[int] = (),
+    ) -> None:
+        """passes: of the draft prefill, the M of M modules; 0 without a head.
+
+        windows, entries: of the target's further cache groups, and the most pages on the list of each.
+        """
         self._shape = shape
         self.later = LaterPassesSection(passes)
         self._offsets = np.arange(shape.query_len)
         self._rows = np.arange(shape.rows)
         self._lens = np.zeros(shape.rows, np.int64)
         head = HeadPagesSection.fields if passes else ()
-        fields = (*VerificationSection.static_fields, *head, *self.later.fields)
+        groups = group_fields("target", len(windows))
+        fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields)
         place = shape.rows, shape.query_len, shape.page_entries
         sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
-        self._bucket = bucket_of(**sizes)
+        self._bucket = bucket_of(**sizes, **group_sizes("target", entries))
         self._arena = StagingArena(fields, self._bucket, device)
         hosts = self._arena.hosts(self._bucket)
-        self._places = [_TargetPlace(host, shape, passes, self.later) for host in hosts]
+        self._places = [_TargetPlace(host, shape, passes, self.later, windows) for host in hosts]
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
@@ -137,17 +194,33 @@ class FixedTarget:
         counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())
         batches: list[HostBatch] = []
+        others: list[HostBatch] = []
+        for windowed, given in zip(place.windowed, target.windowed, strict=True):
+            others.append(windowed.write(place.start, given, self._shape))
+            self._write_slots(windowed.slots, given.block_table, windowed.rows, pages, within, own)
         for group, own_table in zip(place.groups, (target.block_table, target.head_table), strict=False):
             assert own_table is not None
             table = covering(own_table, len(counts), width)
-            slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=group.slots)
-            if own is not None:
-                group.slots *= own
+            self._write_slots(group.slots, table, self._rows, pages, within, own)
             write_pages(group.indices, table, counts)
-            batches.append(group.batch.over(table))
+            batches.append(group.batch.over(table, () if batches else tuple(others)))
         if place.later:
             batches += self._write_later(place, target, table, own)
         return batches[0], tuple(batches[1:]), self._arena.end(self._bucket)
+
+    def _write_slots(
+        self,
+        slots: np.ndarray,
+        table: np.ndarray,
+        rows: np.ndarray,
+        pages: np.ndarray,
+        within: np.ndarray,
+        own: np.ndarray | None,
+    ) -> None:
+        """Slots [rows, query_len] of all tokens on a group's pages, in these rows of `table`; own: `_write_tokens`."""
+        slots_at(table, rows[:, None], pages, within, self._shape.page_size, out=slots)
+        if own is not None:
+            slots *= own
 
     def _write_later(
         self, place: _TargetPlace, target: TargetArrays, table: np.ndarray, own: np.ndarray | None
@@ -159,10 +232,9 @@ class FixedTarget:
         for each in place.later:
             counts = each.write(place.start, self._shape)
             pages, within = np.divmod(each.positions, self._shape.page_size)
-            slots_at(table, self._rows[:, None], pages, within, self._shape.page_size, out=each.pages.slots)
+            self._write_slots(each.pages.slots, table, self._rows, pages, within, own)
             if own is not None:
                 each.positions *= own
-                each.pages.slots *= own
             write_pages(each.pages.indices, table, counts)
             batches.append(each.pages.batch.over(table))
         return batches
@@ -185,6 +257,12 @@ class FixedTarget:
         if target.sources is not None:
             place.sources[: len(target.sources)] = target.sources
         return own
+
+
+def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
+    """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
+    shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
+    return FixedTarget(shape, passes, device, windows, static_entries(config, shape))
 
 
 class FixedSampling:

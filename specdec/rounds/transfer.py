@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 
+from attention.batch.metadata import group_fields, group_sizes
 from attention.batch.staging import Bucket, Field, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
 from specdec.rounds.ahead import AheadInputs
-from specdec.rounds.buckets import loop_limits, rounded
+from specdec.rounds.buckets import group_entries, loop_limits, power_of_two, rounded
 from specdec.rounds.fields import AheadSection, DeviceAhead, DeviceRound, SamplingSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.verification import TargetArrays
+
+Groups = tuple[int, ...]
+"""Pages on the list of each of the target's further cache groups."""
 
 
 @dataclass(frozen=True)
@@ -24,12 +28,10 @@ class SentRound:
     Attributes:
         verification: the next target forward's side.
         draft: what the loop's `views` gave; only that loop looks inside. None where no row drafts or goes on reading.
-        ahead: the draft prefill after it; None where that is not launched before the read.
     """
 
     verification: DeviceRound
     draft: object | None
-    ahead: DeviceAhead | None
 
 
 class RoundTransfer:
@@ -55,71 +57,94 @@ class RoundTransfer:
         if sampling is not None:
             values |= SamplingSection.values(sampling)
         drafting = LoopSize() if arrays is None else arrays.size
-        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting)), values)
+        groups = _groups_of(target)
+        staged = self._arena.send(_bucket(loop, rounded(_size_of(target)), rounded(drafting), groups), values)
         device = VerificationSection.views(inputs, staged)
         if sampling is not None:
             device = replace(device, sampling=SamplingSection.views(sampling, staged))
-        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged), None)
+        return SentRound(device, None if loop is None or arrays is None else loop.views(arrays, staged))
 
 
 class AheadTransfer:
-    """Sends rounds of any shape that run from graphs: the verification, and the draft prefill that follows it unread.
+    """Sends rounds of any shape that run from graphs: the verification, then the draft prefill that follows it unread.
 
-    Their sampling and their draft steps stand in fixed places, see `static.py`.
+    That is a copy of its own, so that its arrays are made while the device verifies. Sampling and draft steps stand in
+    fixed places, see `static.py`.
     """
 
     def __init__(self, num_modules: int, config: EngineConfig, device: torch.device) -> None:
         """num_modules: M of the loop whose draft prefills follow; 0 where none do."""
-        self._ahead = AheadSection(num_modules)
-        self._arena = StagingArena(*_largest_ahead(num_modules, config), device)
+        self._section = AheadSection(num_modules)
+        self._verification = StagingArena(*_largest_verification(config), device)
+        self._ahead = StagingArena(*_largest_ahead(num_modules, config), device) if num_modules else None
 
     @property
     def transfers(self) -> int:
         """Host-to-device copies so far."""
-        return self._arena.generation
+        return self._verification.generation + (0 if self._ahead is None else self._ahead.generation)
 
-    def send(self, target: TargetArrays, ahead: AheadInputs | None) -> SentRound:
-        """Send everything of a round in one copy; `ahead` is None when no draft prefill follows."""
-        values = VerificationSection.values(target.inputs)
-        if ahead is not None:
-            values |= self._ahead.values(ahead)
-        size = rounded(_size_of(target))
-        staged = self._arena.send(_ahead_bucket(self._ahead, size, LoopSize() if ahead is None else size), values)
-        device = VerificationSection.views(target.inputs, staged)
-        return SentRound(device, None, None if ahead is None else self._ahead.views(ahead, device.metadata, staged))
+    def send(self, target: TargetArrays) -> SentRound:
+        """Send a verification."""
+        bucket = bucket_of(**_sizes(rounded(_size_of(target)), _groups_of(target)))
+        staged = self._verification.send(bucket, VerificationSection.values(target.inputs))
+        return SentRound(VerificationSection.views(target.inputs, staged), None)
+
+    def send_ahead(self, target: TargetArrays, ahead: AheadInputs, verification: DeviceRound) -> DeviceAhead:
+        """Send the draft prefill after a verification that was sent."""
+        assert self._ahead is not None
+        bucket = _ahead_bucket(self._section, rounded(_size_of(target)))
+        staged = self._ahead.send(bucket, self._section.values(ahead))
+        return self._section.views(ahead, verification.metadata, staged)
 
 
 def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int:
-    """Bytes of one buffer that holds the largest round, run operator by operator or from graphs."""
-    ahead = _largest_ahead(0 if loop is None else loop.num_modules, config)
-    return max(layout_of(*_largest(loop, config)).nbytes, layout_of(*ahead).nbytes)
+    """Bytes of the buffers that hold the largest round, run operator by operator or from graphs."""
+    ahead = layout_of(*_largest_ahead(0 if loop is None else loop.num_modules, config)).nbytes
+    return max(layout_of(*_largest(loop, config)).nbytes, layout_of(*_largest_verification(config)).nbytes + ahead)
 
 
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
-    limits = rounded(loop_limits(config))
-    fields = [*VerificationSection.fields, *SamplingSection.fields, *(() if loop is None else loop.fields)]
-    return fields, _bucket(loop, limits, limits)
+    limits, groups = rounded(loop_limits(config)), _most_in_groups(config)
+    fields = [*VerificationSection.fields, *group_fields("target", len(groups)), *SamplingSection.fields]
+    return [*fields, *(() if loop is None else loop.fields)], _bucket(loop, limits, limits, groups)
+
+
+def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
+    """The same of a verification alone."""
+    groups = _most_in_groups(config)
+    fields = [*VerificationSection.fields, *group_fields("target", len(groups))]
+    return fields, bucket_of(**_sizes(rounded(loop_limits(config)), groups))
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:
-    """The same of a round from graphs of any shape."""
-    limits, ahead = rounded(loop_limits(config)), AheadSection(num_modules)
-    return [*VerificationSection.fields, *ahead.fields], _ahead_bucket(ahead, limits, limits)
+    """The same of a draft prefill that is launched before its verification is read."""
+    section = AheadSection(num_modules)
+    return list(section.fields), _ahead_bucket(section, rounded(loop_limits(config)))
 
 
-def _ahead_bucket(section: AheadSection, target: LoopSize, ahead: LoopSize) -> Bucket:
-    return bucket_of(**_sizes(target), **section.dimensions(ahead.rows, ahead.tokens, ahead.pages))
+def _ahead_bucket(section: AheadSection, size: LoopSize) -> Bucket:
+    return bucket_of(**_sizes(size, ()), **section.dimensions(size.rows, size.tokens, size.pages))
 
 
 def _size_of(target: TargetArrays) -> LoopSize:
     return LoopSize(len(target.start), target.num_tokens, target.block_table.shape[1], target.max_drafts)
 
 
-def _sizes(target: LoopSize) -> dict[str, int]:
-    return VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+def _groups_of(target: TargetArrays) -> Groups:
+    """Pages on the list of each further cache group, rounded up to powers of two."""
+    return tuple(power_of_two(len(group.page_indices)) for group in target.inputs.batch.other_groups)
 
 
-def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize) -> Bucket:
-    sizes = _sizes(target) | SamplingSection.dimensions(target.drafts)
+def _most_in_groups(config: EngineConfig) -> Groups:
+    return tuple(power_of_two(entries) for entries in group_entries(config))
+
+
+def _sizes(target: LoopSize, groups: Groups) -> dict[str, int]:
+    own = VerificationSection.dimensions(target.rows, target.tokens, target.pages, target.drafts)
+    return own | group_sizes("target", groups)
+
+
+def _bucket(loop: DraftLoop[Any, Any] | None, target: LoopSize, draft: LoopSize, groups: Groups) -> Bucket:
+    sizes = _sizes(target, groups) | SamplingSection.dimensions(target.drafts)
     return bucket_of(**(sizes if loop is None else sizes | loop.dimensions(draft)))

@@ -5,13 +5,15 @@ Pure functions of the schedule, the row table and the block tables. How they get
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
+from attention.batch.transforms.windowed import windowed_batch
 from drafters.loops.lengths import draft_room, tokens_accepted
+from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -29,6 +31,22 @@ class Verified:
     rows: np.ndarray
     num_drafts: np.ndarray
     num_accepted: np.ndarray
+
+
+@dataclass(frozen=True)
+class WindowedTable:
+    """The rows' pages in one of the target's windowed cache groups.
+
+    Attributes:
+        window: of its layers.
+        block_table: [R, P] the group's own table, by logical page, freed ones null; not to be kept. The last row is
+            nobody's, and P has room for the padding tokens after the longest row.
+        rows: [B] where the rows of the batch are there.
+    """
+
+    window: int
+    block_table: np.ndarray
+    rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -68,6 +86,7 @@ class TargetArrays:
         following: [B] the committed token after those that the row reads; 0 where it is decided in this round.
         request_rows: [B] RowTable rows.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
+        windowed: the rows' pages of the target's further cache groups.
     """
 
     start: np.ndarray
@@ -84,6 +103,7 @@ class TargetArrays:
     page_size: int
     request_rows: np.ndarray
     sources: np.ndarray | None = None
+    windowed: tuple[WindowedTable, ...] = ()
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -125,8 +145,12 @@ class TargetArrays:
         token_ids[~drafted] = self.tokens[np.arange(self.tokens.shape[1]) < self.num_new[:, None]]
         logits_indices, logit_index = self._logits_indices()
         width = np.arange(1, self.max_drafts + 1)
+        batch = rows_batch(starts, self.start, self.block_table, self.page_size)
+        if self.windowed:
+            groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.windowed)
+            batch = replace(batch, other_groups=groups)
         return TargetInputs(
-            batch=rows_batch(starts, self.start, self.block_table, self.page_size),
+            batch=batch,
             token_ids=token_ids,
             draft_places=np.flatnonzero(drafted),
             draft_sources=np.flatnonzero(width <= self.drafts[: self.num_drafting, None]),
@@ -153,11 +177,13 @@ def target_arrays(
     page_size: int,
     head_table: np.ndarray | None = None,
     ahead: bool = False,
+    windowed: tuple[WindowedTable, ...] = (),
 ) -> TargetArrays:
     """The next verification.
 
     Args:
         block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
+        windowed: of the schedule's rows.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
@@ -180,6 +206,7 @@ def target_arrays(
         page_size=page_size,
         request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
+        windowed=windowed,
     )
 
 
@@ -190,6 +217,7 @@ def target_after(
     drafts: np.ndarray,
     block_table: np.ndarray,
     head_table: np.ndarray | None,
+    windowed: tuple[WindowedTable, ...] = (),
 ) -> TargetArrays:
     """The verification after one of bonus tokens, of the same rows in their order.
 
@@ -197,6 +225,7 @@ def target_after(
         num_accepted: [B] what that one accepts; bonus_tokens: [B] its next tokens, anything where only the device has
             them.
         drafts: [B] of the new one; block_table, head_table: [B, P] of the target's pages and of the head's.
+        windowed: of these rows.
     """
     read = tokens_accepted(target.num_new, num_accepted)
     return TargetArrays(
@@ -213,11 +242,15 @@ def target_after(
         following=target.following,
         page_size=target.page_size,
         request_rows=target.request_rows,
+        windowed=windowed,
     )
 
 
-def empty_target(page_size: int) -> TargetArrays:
+def empty_target(config: EngineConfig) -> TargetArrays:
     """A verification without rows: padded, it is what graphs are captured on."""
     none, table = np.zeros(0, np.int64), np.zeros((0, 1), np.int32)
     tokens = np.zeros((0, 1), np.int32)
-    return TargetArrays(none, none, none, 0, tokens, none, table, table, none, none, none, page_size, none)
+    nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
+    windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
+    lens = (none, none, none, 0, tokens, none)
+    return TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed)

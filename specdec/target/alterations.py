@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from specdec.errors import InvariantError
 
@@ -27,7 +28,7 @@ class Alterations:
     def __init__(self, owner: object) -> None:
         """owner: the object that needs the alterations, usually the one that holds these."""
         self._stack = ExitStack()
-        self._finalizer = weakref.finalize(owner, self._stack.close)
+        self._finalizer = weakref.finalize(owner, _on_real_tensors, self._stack.close)
         self._finalizer.atexit = False
 
     def on_undo(self, undo: Callable[[], object]) -> None:
@@ -61,3 +62,9 @@ class Alterations:
         except BaseException:
             self.undo()
             raise
+
+
+def _on_real_tensors(undo: Callable[[], object]) -> None:
+    """An owner may become garbage while the compiler traces another model, with tensors that are none."""
+    with _disable_current_modes():
+        undo()

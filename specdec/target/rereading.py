@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -40,15 +41,19 @@ def scrambled_table(target: Target, lens: np.ndarray) -> np.ndarray:
     Raises:
         CacheTooSmallError: the cache cannot hold the rows.
     """
-    group = target.runner.group
-    width = -(-int(lens.max()) // group.page_size)
-    pages = np.random.default_rng(0).permutation(np.arange(1, group.num_pages))[: len(lens) * width]
+    page_size, num_pages = target.runner.page_size, fewest_pages(target)
+    width = -(-int(lens.max()) // page_size)
+    pages = np.random.default_rng(0).permutation(np.arange(1, num_pages))[: len(lens) * width]
     if len(pages) < len(lens) * width:
         raise CacheTooSmallError(
-            f"the KV cache has {group.num_pages - 1} pages of {group.page_size} tokens; at least "
-            f"{len(lens) * width} are needed"
+            f"the KV cache has {num_pages - 1} pages of {page_size} tokens; at least {len(lens) * width} are needed"
         )
     return pages.reshape(len(lens), width).astype(np.int32)
+
+
+def fewest_pages(target: Target) -> int:
+    """Pages of the smallest pool of the target's cache groups, the null page included."""
+    return min(runner.group.num_pages for runner in target.runner.runners)
 
 
 def dummy_ids(target: Target, lens: np.ndarray) -> list[torch.Tensor]:
@@ -83,9 +88,11 @@ def read_logits(
 ) -> torch.Tensor:
     """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32."""
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
-    batch = rows_batch(query_start_loc, start, table, target.runner.group.page_size)
+    batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
     arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
-    planned = target.runner.plan(stage(batch, arena, bucket))
+    metadata = stage(batch, arena, bucket)
+    further = len(target.runner.runners) - 1
+    planned = target.runner.plan(replace(metadata, other_groups=(metadata,) * further))  # the same pages in each group
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
     return target.forward(flat, planned, logits_indices, model, keep_aux=False).logits.float()
 

@@ -22,6 +22,7 @@ from specdec.requests.prompts import encode_prompts
 from specdec.target.rereading import (
     dummy_ids,
     errors_named,
+    fewest_pages,
     read_eager,
     read_logits,
     read_paged,
@@ -132,7 +133,7 @@ def _allowed(target: Target, errors: list[torch.Tensor]) -> float:
         UnsupportedModelError: it is above what rounding explains.
     """
     error = float(torch.stack(errors).max())
-    eight_bits = target.runner.group.format.dtype is not None
+    eight_bits = target.runner.runners[0].group.format.dtype is not None
     limit = _EIGHT_BIT_TOLERANCE if eight_bits else _TOLERANCE[target.hf_model.dtype]
     if not error <= limit:
         hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if eight_bits else ""
@@ -250,5 +251,4 @@ def _lens_that_fit(target: Target) -> np.ndarray:
 
 def _room(target: Target) -> int:
     """Tokens of which the cache holds three rows."""
-    group = target.runner.group
-    return int((group.num_pages - 1) // len(_PROMPT_LENS) * group.page_size)
+    return (fewest_pages(target) - 1) // len(_PROMPT_LENS) * target.runner.page_size

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
+from attention.groups import Planned, Runner
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.probe import AttentionCall, probe
-from attention.runner import GroupRunner, PlannedBatch
 from drafters.base import FINAL_NORM
 from specdec.errors import (
     UNNAMED_ERRORS,
@@ -236,13 +236,20 @@ class TargetOutput:
 
 
 class Target:
-    """The model over one GroupRunner.
+    """The model over one GroupRunner, or one GroupedRunner where layers are in several cache groups.
 
     Attributes:
+        runner: the attention of its layers.
         alterations: what was done to the model for this target and its executor.
     """
 
-    def __init__(self, probed: TargetProbe, runner: GroupRunner, aux_layers: tuple[int, ...], max_tokens: int) -> None:
+    def __init__(
+        self,
+        probed: TargetProbe,
+        runner: Runner,
+        aux_layers: tuple[int, ...],
+        max_tokens: int,
+    ) -> None:
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
@@ -261,7 +268,7 @@ class Target:
     def forward(
         self,
         token_ids: torch.Tensor,
-        planned: PlannedBatch,
+        planned: Planned,
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,

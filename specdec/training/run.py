@@ -159,7 +159,7 @@ def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Fea
     Raises:
         InvalidInputError: an aux layer is not one of the boundaries 0 … N-1.
     """
-    num_layers = len(model.target.runner.group.attention_specs)
+    num_layers = len(model.target.runner.layers)
     if FINAL_NORM in aux_layers or max(aux_layers) >= num_layers:
         raise InvalidInputError(f"aux layers {aux_layers}: to train, boundaries 0 … {num_layers - 1} can be read")
 

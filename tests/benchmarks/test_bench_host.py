@@ -21,5 +21,7 @@ def test_it_ends_in_one_json_line_with_versions(tmp_path: Path) -> None:
     assert document == json.loads(out.read_text("utf-8"))
     sizes = {(result["rows"], result["num_speculative_tokens"]) for result in document["results"]}
     assert sizes == {(rows, drafts) for rows in (1, 8, 64, 256) for drafts in (3, 5)}
+    ways = {(result["groups"], result["graphs"]) for result in document["results"]}
+    assert ways == {(1, False), (2, False), (1, True), (2, True)} and len(document["results"]) == 4 * len(sizes)
     assert all(0 < result["p50_us"] <= result["p99_us"] for result in document["results"])
     assert {"python", "numpy", "torch", "commit"} <= document.keys()

@@ -64,5 +64,5 @@ class PackedKernel:
         assert self._part is not None and sinks is None
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
-        tokens = part.stop - part.start
-        launch_packed(query[:tokens], layer_kv, self._key, *places, out[:tokens], self._scratch)
+        query_len = (part.stop - part.start) // len(part.device_last_page_len)
+        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len)

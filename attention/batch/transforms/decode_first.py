@@ -77,6 +77,7 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
         slot_mapping=batch.slot_mapping[tokens],
         positions=batch.positions[tokens],
         page_size=batch.page_size,
+        other_groups=tuple(swapped(group, swaps) for group in batch.other_groups),
     )
 
 

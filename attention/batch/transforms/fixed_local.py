@@ -28,6 +28,7 @@ from attention.batch.host import HostBatch, page_counts_of
 from attention.batch.metadata import ROW_FIELDS, CommonAttentionMetadata
 from attention.batch.staging import Field, Staged, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import check_chunk_size
+from attention.batch.transforms.windowed import WindowedBatch, listed_pages
 from attention.checking import checking
 
 
@@ -50,7 +51,7 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
         chunk_size: c, a multiple of the page size.
 
     Returns:
-        B·each rows; block_table as wide as the row with the most pages.
+        B·each rows, whose page lists are cut out of the batch's table directly.
     """
     start, stop = batch.num_computed_tokens[:, None], batch.seq_lens[:, None]
     key_start = (start // chunk_size + np.arange(each)) * chunk_size  # [B, each]
@@ -58,26 +59,27 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
     used = first < end
     lens = np.where(used, end - first, 0).reshape(-1)
     seq_lens = np.where(used, end - key_start, 1).reshape(-1).astype(np.int32)
-    return HostBatch(
-        query_start_loc=np.concatenate([[0], np.cumsum(lens)]).astype(np.int32),
+    counts = page_counts_of(seq_lens, batch.page_size)
+    page_indptr = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=page_indptr[1:])
+    unused = ~used.reshape(-1)
+    first_page = np.where(unused, 0, key_start.reshape(-1) // batch.page_size)
+    pages = listed_pages(batch.block_table, np.repeat(np.arange(len(start)), each), first_page, counts)
+    pages[page_indptr[:-1][unused]] = 0  # the null page
+    query_start_loc = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=query_start_loc[1:])
+    return WindowedBatch(
+        query_start_loc=query_start_loc,
         seq_lens=seq_lens,
         num_computed_tokens=seq_lens - lens.astype(np.int32),
-        block_table=_pages(batch, np.where(used, key_start // batch.page_size, -1).reshape(-1), seq_lens),
         slot_mapping=batch.slot_mapping,
         positions=batch.positions,
         page_size=batch.page_size,
+        other_groups=(),
+        page_counts=counts,
+        page_indptr=page_indptr,
+        page_indices=pages,
     )
-
-
-def _pages(batch: HostBatch, first_page: np.ndarray, seq_lens: np.ndarray) -> np.ndarray:
-    """[V, P'] int32 pages of virtual rows, those of one row side by side; first_page: [V], -1 for the null page."""
-    counts = page_counts_of(seq_lens, batch.page_size)
-    page = np.arange(int(counts.max()))
-    own = (page < counts[:, None]) & (first_page >= 0)[:, None]
-    row = np.repeat(np.arange(batch.num_reqs), len(first_page) // batch.num_reqs)
-    table = np.zeros(own.shape, np.int32)
-    table[own] = batch.block_table[np.repeat(row, own.sum(1)), (first_page[:, None] + page)[own]]
-    return table
 
 
 class FixedLocalRows:

@@ -99,4 +99,5 @@ def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> Host
         slot_mapping=batch.slot_mapping[tokens],
         positions=batch.positions[tokens],
         page_size=batch.page_size,
+        other_groups=tuple(_part(group, first, stop, start, end) for group in batch.other_groups),
     )

@@ -425,7 +425,7 @@ def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
     target = tiny_llama()
     with_graphs(table_head(tiny_llama()), target, max_num_prefill_tokens=300, **sizes)
     tokens = {module: set(numbers) for module, numbers in given}
-    assert tokens[target.model] == set(range(64, 449, 64)) and 300 + 40 * 3 <= 448
+    assert tokens[target.model] == set(range(64, 385, 64)) and 300 + 40 * 3 - 36 == 384  # a tile is not begun for 36
     assert tokens[target] == {3 * n for n in (1, 2, 4, 8, 16, 32, 40)}
 
 

@@ -6,7 +6,7 @@ The graphs are those of test_graphs.py: launches that run again on the same buff
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
@@ -132,6 +132,11 @@ def test_the_target_is_one_compiled_graph(
     assert len(traced) == 1
 
 
+def changed(batch: HostBatch, **arrays: np.ndarray) -> HostBatch:
+    """The batch with these arrays, and what is derived from them."""
+    return HostBatch(**{field.name: getattr(batch, field.name) for field in fields(HostBatch)} | arrays)
+
+
 def second_rows_empty(batch: HostBatch, chunk_size: int, each: int) -> HostBatch:
     """Every virtual row after a row's first is as if it were not needed; the first holds all queries."""
     right = fixed_local_attention(batch, chunk_size, each)
@@ -143,7 +148,7 @@ def second_rows_empty(batch: HostBatch, chunk_size: int, each: int) -> HostBatch
     table = np.zeros((len(seqs), width), np.int32)
     table[:, : right.block_table.shape[1]] = right.block_table[:, :width]
     table[lens == 0] = 0
-    return replace(
+    return changed(
         right,
         query_start_loc=np.concatenate([[0], starts]).astype(np.int32),
         seq_lens=seqs,
@@ -152,14 +157,14 @@ def second_rows_empty(batch: HostBatch, chunk_size: int, each: int) -> HostBatch
     )
 
 
-def first_chunk_forever(batch: HostBatch, chunk_size: int, each: int) -> HostBatch:
+def chunks_a_page_late(batch: HostBatch, chunk_size: int, each: int) -> HostBatch:
     """Chunks begin a page late, where there is one more."""
     right = fixed_local_attention(batch, chunk_size, each)
     late = (right.num_computed_tokens >= batch.page_size) & (right.query_lens > 0)
     table = np.concatenate([right.block_table, np.zeros_like(right.block_table[:, :1])], 1)
     table = np.where(late[:, None], table[:, 1:], table[:, :-1])
     shift = np.where(late, batch.page_size, 0).astype(np.int32)
-    return replace(
+    return changed(
         right,
         seq_lens=right.seq_lens - shift,
         num_computed_tokens=right.num_computed_tokens - shift,
@@ -167,7 +172,7 @@ def first_chunk_forever(batch: HostBatch, chunk_size: int, each: int) -> HostBat
     )
 
 
-PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks begin a page late": first_chunk_forever}
+PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks begin a page late": chunks_a_page_late}
 
 
 @pytest.mark.parametrize("name", PLANTED)

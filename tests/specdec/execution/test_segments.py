@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import attention.kernels.invariant
+import attention.kernels.packed
 import attention.kernels.write
 import attention.kernels.write_latent
 from attention.backends.base import AttentionBackend
@@ -83,6 +84,23 @@ def written(tokens: int, key: Any, value: Any, keys: Any, values: Any, slots: An
         pages.flatten(0, 1)[slots[:tokens]] = states[:tokens]
 
 
+def packed(_: int, query: Any, keys: Any, values: Any, out: Any, *arrays: Any, **__: Any) -> None:
+    """What the packed kernel does, NHD."""
+    pages, starts, last, *_sums, _scale, query_len = arrays[:8]
+    for row in range(len(last)):
+        own = slice(row * query_len, (row + 1) * query_len)
+        attended(query, (keys, values), out, own, pages[starts[row] : starts[row + 1]], int(last[row]))
+
+
+def attended(query: Any, pages: Any, out: Any, own: slice, places: Any, last: int) -> None:
+    """The tokens `own` over the keys on these pages, causally."""
+    length = (len(places) - 1) * PAGE + last
+    k, v = (x[places].flatten(0, 1)[:length].transpose(0, 1)[None] for x in pages)
+    q = query[own].transpose(0, 1)[None]
+    mask = torch.arange(length) <= torch.arange(length - q.shape[2], length)[:, None]
+    out[own] = dense_attend(q, k, v, mask[None, None], KEY)[0].transpose(0, 1).to(out.dtype)
+
+
 class Wrapper:
     """FlashInfer's: it refuses a query that does not end where its plan does, and attends by the plan alone."""
 
@@ -101,12 +119,7 @@ class Wrapper:
         starts, firsts = self._qo_indptr_buf.tolist(), self._paged_kv_indptr_buf.tolist()
         for row, last in enumerate(self._paged_kv_last_page_len_buf.tolist()):
             places = self._paged_kv_indices_buf[firsts[row] : firsts[row + 1]]
-            length = (len(places) - 1) * PAGE + last
-            k, v = (x[places].flatten(0, 1)[:length].transpose(0, 1)[None] for x in pages)
-            own = slice(starts[row], starts[row + 1])
-            q = query[own].transpose(0, 1)[None]
-            mask = torch.arange(length) <= torch.arange(length - q.shape[2], length)[:, None]
-            out[own] = dense_attend(q, k, v, mask[None, None], KEY)[0].transpose(0, 1).to(out.dtype)
+            attended(query, pages, out, slice(starts[row], starts[row + 1]), places, last)
 
     _qo_indptr_last: int
     _qo_indptr_buf: torch.Tensor
@@ -126,6 +139,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.backends.flashinfer.backend.split_bytes", lambda *_: 0)
     monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
     monkeypatch.setattr(attention.kernels.write, "_write_kernel", Launched(written))
+    monkeypatch.setattr(attention.kernels.packed, "_packed_kernel", Launched(packed))
     for module, name in (
         (attention.kernels.write_latent, "_write_kernel"),
         (attention.kernels.invariant, "_invariant_attention_kernel"),
@@ -193,6 +207,7 @@ VERIFICATIONS, CHUNK, MIXED = [4, 4, 4, 1], [40], [4, 4, 30, 2]
 SPLIT = ["aten::slice.Tensor"] * 2
 CASES = {
     "verifications": (FlashInferBackend, KEY, VERIFICATIONS, []),
+    "verifications of one length": (FlashInferBackend, KEY, [4, 4, 4], []),
     "a chunk": (FlashInferBackend, KEY, CHUNK, []),
     "both: the second kernel's rows begin further on": (FlashInferBackend, KEY, MIXED, SPLIT),
     "MLA: the kernel takes the two parts of a query": (FlashInferBackend, MLA, MIXED, SPLIT),
@@ -229,7 +244,7 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
     assert events == ["graph", "plan", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
 
 
-@pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [16] * 4], ids=str)
+@pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [4, 4, 30], [16] * 4], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "flashinfer"])
 def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:
     make, dtype = (TorchBackend, torch.float32) if backend == "torch" else (FlashInferBackend, torch.bfloat16)

@@ -11,13 +11,19 @@ from fakes import eagle3_head, table_head, tiny_llama, wrap
 import specdec.model
 from attention.cache.kv_cache import FP8, KVFormat
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
+from specdec.loading.groups import Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.memory import check_weights_fit
-from specdec.loading.sizes import cache_token_bytes, cache_tokens
 from specdec.target.target import probe_target
 
 CUDA = torch.device("cuda")
 GIB = 1 << 30
 TOKEN = 1 << 20
+
+
+def cache_tokens(asked: int | None, utilization: float, wanted: int = 10**9) -> int:
+    """Tokens of the cache of a model with one group that takes 1 MiB a token, for one request of at most `wanted`."""
+    rows = Rows(5, wanted, 1, 2048, 16)
+    return divide_cache(asked, CUDA, TokenBytes(TOKEN), rows, utilization).tokens
 
 
 @pytest.fixture
@@ -28,9 +34,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_cache_takes_what_is_left(gpu: None) -> None:
     """64 free, less a tenth of 80 that is not ours, less 4 for activations."""
-    assert cache_tokens(None, CUDA, TOKEN, 10**9, 0.9) == (64 - 8 - 4) * 1024
-    assert cache_tokens(None, CUDA, TOKEN, 10**9, 0.5) == (64 - 40 - 4) * 1024
-    assert cache_tokens(None, CUDA, TOKEN, 1000, 0.9) == 1000, "not more than is wanted"
+    assert cache_tokens(None, 0.9) == (64 - 8 - 4) * 1024
+    assert cache_tokens(None, 0.5) == (64 - 40 - 4) * 1024
+    assert cache_tokens(None, 0.9, wanted=1000) == 1000, "not more than is wanted"
 
 
 def test_no_room_for_a_cache(gpu: None) -> None:
@@ -39,17 +45,17 @@ def test_no_room_for_a_cache(gpu: None) -> None:
         "GiB are reserved for activations and graphs; raise gpu_memory_utilization or take a smaller model"
     )
     with pytest.raises(CacheTooSmallError, match=message):
-        cache_tokens(None, CUDA, TOKEN, 10**9, 0.24)
+        cache_tokens(None, 0.24)
 
 
 def test_a_cache_that_was_asked_for_and_does_not_fit(gpu: None) -> None:
-    assert cache_tokens(65536, CUDA, TOKEN, 1, 0.9) == 65536, "what is asked for may use all that is free"
+    assert cache_tokens(65536, 0.9, wanted=1) == 65536, "what is asked for may use all that is free"
     message = (
         r"kv_cache_tokens=65537 takes 64\.00 GiB \(1048576 bytes per token\).*"
         r"64\.00 GiB of 80\.00.*room for 65536 tokens"
     )
     with pytest.raises(CacheTooSmallError, match=message):
-        cache_tokens(65537, CUDA, TOKEN, 1, 0.9)
+        cache_tokens(65537, 0.9, wanted=1)
 
 
 @pytest.mark.parametrize("utilization", [0.0, 1.01, -1.0])
@@ -86,7 +92,8 @@ def test_bytes_of_a_token() -> None:
     """Four layers of 2 heads x 16, keys and values, in float32 or 8 bits; the head's layer stays in float32."""
     model = tiny_llama()
     probed = probe_target(model)
-    assert cache_token_bytes(probed, None, KVFormat()) == 4 * 2 * 2 * 16 * 4
-    assert cache_token_bytes(probed, None, KVFormat(FP8)) == 4 * 2 * 2 * 16
-    assert cache_token_bytes(probed, eagle3_head(model), KVFormat(FP8)) == 4 * 2 * 2 * 16 + 2 * 2 * 16 * 4
-    assert cache_token_bytes(probed, table_head(model), KVFormat()) == 4 * 2 * 2 * 16 * 4 + 2 * 8 * 4
+    assert token_bytes(probed, None, KVFormat(), 128) == TokenBytes(4 * 2 * 2 * 16 * 4)
+    assert token_bytes(probed, None, KVFormat(FP8), 128) == TokenBytes(4 * 2 * 2 * 16)
+    with_head = token_bytes(probed, eagle3_head(model), KVFormat(FP8), 128)
+    assert with_head == TokenBytes(4 * 2 * 2 * 16 + 2 * 2 * 16 * 4)
+    assert token_bytes(probed, table_head(model), KVFormat(), 128) == TokenBytes(4 * 2 * 2 * 16 * 4 + 2 * 8 * 4)

@@ -159,13 +159,14 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
     target = replace(target, sources=ROWS)
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU).send(draft, target, sampling)
-    AheadTransfer(1, CONFIG, CPU).send(target, ahead_inputs(target))
-    AheadTransfer(0, CONFIG, CPU).send(target, None)
+    transfer = AheadTransfer(1, CONFIG, CPU)
+    transfer.send_ahead(target, ahead_inputs(target), transfer.send(target).verification)
+    assert transfer.transfers == 2
     for arena in noted:
         ((names, fields),) = arena.sent
         assert set(fields) == names
-    eager, ahead, alone = (sum(arena.sent[0][1].values()) for arena in noted)
-    assert alone == (8 + 7) * 64 and ahead - alone == (2 + 4) * 64
+    eager, alone, ahead = (sum(arena.sent[0][1].values()) for arena in noted)
+    assert alone == (8 + 7) * 64 and ahead == (2 + 4) * 64
     drafting = layout_of(loop.fields, bucket_of(**loop.dimensions(LoopSize(2, 4, 8, K)))).nbytes
     assert eager - alone == 7 * 64 + drafting
 
@@ -173,5 +174,5 @@ def test_a_transfer_copies_what_its_kind_of_round_sends_and_nothing_else(noted: 
 def test_no_round_from_graphs_needs_a_larger_buffer_than_what_is_checked_at_loading(noted: list[Noted]) -> None:
     loop = ChainLoop(table_head(tiny_llama()))
     RoundTransfer(loop, CONFIG, CPU), AheadTransfer(1, CONFIG, CPU)
-    eager, ahead = noted
-    assert ahead.most < eager.most == staging_bytes(loop, CONFIG)
+    eager, verification, ahead = noted
+    assert verification.most + ahead.most < eager.most == staging_bytes(loop, CONFIG)

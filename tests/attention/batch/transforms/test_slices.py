@@ -19,7 +19,7 @@ from attention.batch.transforms.local_attention import local_attention
 from attention.batch.transforms.slices import request_slices, token_slices
 from attention.errors import InvalidInputError
 
-ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name != "page_size")
+ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name not in ("page_size", "other_groups"))
 Slicer = Callable[[HostBatch, Sequence[int]], tuple[HostBatch, ...]]
 
 

@@ -1,0 +1,110 @@
+"""The rows of a batch on the pages of a group of sliding-window layers, whose pages behind the window are freed.
+
+A row's page list begins at the first page with a key that any of its queries sees, rounded down to where a tile of keys
+begins. So a kernel with a window needs no change: it counts keys from the list's first one and queries from the last
+key backwards. As in local attention, lengths count the keys that are listed, and positions stay what they are.
+
+A row at position 300 (two tokens, window 32, pages of 16 tokens) lists its pages from token 256 on:
+
+>>> from attention.batch.host import rows_batch
+>>> starts, computed = np.array([0, 2]), np.array([300])
+>>> batch = rows_batch(starts, computed, np.arange(1, 21, dtype=np.int32)[None], 16)
+>>> windowed = windowed_batch(batch, np.arange(41, 61, dtype=np.int32)[None], np.array([0]), 32)
+>>> windowed.num_computed_tokens.tolist(), windowed.seq_lens.tolist(), windowed.page_indices.tolist()
+([44], [46], [57, 58, 59])
+>>> windowed.slot_mapping.tolist(), windowed.positions.tolist()
+([956, 957], [300, 301])
+"""
+
+from __future__ import annotations
+
+from math import lcm
+from typing import Any
+
+import numpy as np
+
+from attention.batch.host import HostBatch, page_counts_of, slots_of
+
+TILE_KEYS = 128
+"""Kernels walk over keys in tiles of at most so many. A list that begins where a tile of the whole row would gives the
+kernels the same tiles, so that what is rounded, and with the batch-invariant kernel every bit, stays the same."""
+
+
+def first_listed(start: np.ndarray, window: int, page_size: int) -> np.ndarray:
+    """The first token on the page list of rows whose first query is at `start` (any shape).
+
+    >>> first_listed(np.array([0, 31, 159, 300]), 32, 16).tolist()
+    [0, 0, 128, 256]
+    """
+    step = lcm(TILE_KEYS, page_size)
+    return np.maximum(start - (window - 1), 0) // step * step
+
+
+def most_listed_pages(window: int, query_len: int, page_size: int) -> int:
+    """Most pages on the list of a row with `query_len` query tokens.
+
+    >>> most_listed_pages(32, 2, 16)
+    11
+    """
+    return -(-(lcm(TILE_KEYS, page_size) - 1 + window - 1 + query_len) // page_size)
+
+
+class WindowedBatch(HostBatch):
+    """Rows whose page lists begin on a later page than the first.
+
+    The lists are cut out of the tables directly. Only the torch backend and the checks read `block_table`, so that is
+    made of the lists when it is asked for.
+    """
+
+    def __init__(self, **arrays: Any) -> None:
+        """arrays: the fields of HostBatch but the block table, and `page_counts`, `page_indptr`, `page_indices`."""
+        vars(self).update(arrays)
+
+    def _table(self) -> np.ndarray:
+        used = np.arange(int(self.page_counts.max(initial=0))) < self.page_counts[:, None]
+        table = np.zeros(used.shape, np.int32)
+        table[used] = self.page_indices
+        return table
+
+    block_table: Any = property(_table)
+
+
+def listed_pages(table: np.ndarray, rows: np.ndarray, first_pages: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Concatenate counts[i] entries of row rows[i] of table [R, P] from column first_pages[i] on: [sum(counts)].
+
+    >>> listed_pages(np.array([[7, 9, 5], [3, 4, 0]]), np.array([0, 1]), np.array([1, 0]), np.array([2, 1])).tolist()
+    [9, 5, 3]
+    """
+    before = np.cumsum(counts)
+    before -= counts
+    places = np.repeat(rows * table.shape[1] + first_pages - before, counts)
+    places += np.arange(len(places))
+    return table.take(places)
+
+
+def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, window: int) -> HostBatch:
+    """The rows of `batch` on a group's pages.
+
+    Args:
+        block_table: [R, P] pages in that group by logical page; the null page where they are freed.
+        rows: [B] the batch's rows there.
+        window: of the group's layers, see `AttentionSpec`.
+    """
+    size = batch.page_size
+    first = first_listed(batch.num_computed_tokens, window, size)
+    first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)
+    counts = page_counts_of(seq_lens, size)
+    page_indptr = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(counts, out=page_indptr[1:])
+    return WindowedBatch(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=seq_lens,
+        num_computed_tokens=(batch.num_computed_tokens - first).astype(np.int32),
+        slot_mapping=slots_of(block_table, np.repeat(rows, batch.query_lens), batch.positions, size),
+        positions=batch.positions,
+        page_size=size,
+        other_groups=(),
+        page_counts=counts,
+        page_indptr=page_indptr,
+        page_indices=listed_pages(block_table, rows, first_pages, counts),
+    )

@@ -1,0 +1,260 @@
+"""Layers in cache groups by how far they reach back, and `GroupedRunner`: several groups served as one.
+
+Layers with a sliding window need the keys of their window only. In a group of their own they have pages of their own,
+and those behind the window are freed (`attention/cache/windowed.py`). The layers that reach furthest are the first
+group, whose pages stay; a batch carries the others as `other_groups`.
+
+Source: vllm-project/vllm, "hybrid KV cache manager" (vllm/v1/core/kv_cache_coordinator.py). There all groups have
+equally many layers and share one pool; here each has a pool of its own, so that there are few groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from attention.backends.base import AttentionBackend, FixedMetadataBuilder
+from attention.backends.building import Build
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, KVFormat, LayerKV
+from attention.errors import InvalidInputError
+from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
+from attention.spec import AttentionSpec
+
+
+def window_of(spec: AttentionSpec) -> int | None:
+    """The window behind which pages may be freed. Chunks are counted from a row's first key, which stays."""
+    return None if spec.chunk_size is not None else spec.window
+
+
+def windows_of(specs: Sequence[AttentionSpec], longest: int) -> tuple[int, ...]:
+    """The windows whose layers get a group of their own, largest first.
+
+    The layers that reach furthest get none, they are the first group: those without a window, and without such layers
+    those with the largest.
+
+    Args:
+        longest: most tokens of a request; a window that covers them all is none.
+
+    >>> full = AttentionSpec(1, 1, 8, 8, 1.0)
+    >>> near, far = (AttentionSpec(1, 1, 8, 8, 1.0, window=w) for w in (16, 64))
+    >>> windows_of([near, full, far], 1000), windows_of([near, far], 1000), windows_of([near, full, far], 64)
+    ((64, 16), (16,), (16,))
+    """
+    windows = (window_of(spec) for spec in specs)
+    reaches = {longest if window is None else min(window, longest) for window in windows}
+    return tuple(sorted(reaches, reverse=True)[1:])
+
+
+def layers_by_group(specs: Sequence[AttentionSpec], windows: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """The layers of the first group, then those of each window's.
+
+    >>> full, near = AttentionSpec(1, 1, 8, 8, 1.0), AttentionSpec(1, 1, 8, 8, 1.0, window=16)
+    >>> layers_by_group([near, near, full], [16])
+    ((2,), (0, 1))
+    """
+    group_of = {window: number for number, window in enumerate(windows, 1)}
+    groups: list[list[int]] = [[] for _ in range(len(windows) + 1)]
+    for layer, spec in enumerate(specs):
+        window = window_of(spec)
+        groups[0 if window is None else group_of.get(window, 0)].append(layer)
+    return tuple(map(tuple, groups))
+
+
+def split_group(group: CacheGroup, windowed: Sequence[tuple[int, int]]) -> tuple[CacheGroup, ...]:
+    """A group of all layers as the first group and one for each of `windowed`, pairs (window, pages of its pool).
+
+    Raises:
+        InvalidInputError: no layer has such a window, or none is left for the first group.
+    """
+    by_group = layers_by_group(group.attention_specs, [window for window, _ in windowed])
+    if not all(by_group):
+        raise InvalidInputError(
+            f"group {group.name}: windows {[window for window, _ in windowed]} do not divide layers with windows "
+            f"{[spec.window for spec in group.attention_specs]} into groups"
+        )
+    first, *others = (_part(group, layers) for layers in by_group)
+    named = zip(others, windowed, strict=True)
+    return first, *(replace(g, name=f"{group.name}, window {window}", num_pages=n) for g, (window, n) in named)
+
+
+def _part(group: CacheGroup, layers: tuple[int, ...]) -> CacheGroup:
+    scales = tuple(group.format.scales[layer] for layer in layers) if group.format.scales else ()
+    specs = tuple(group.attention_specs[layer] for layer in layers)
+    return replace(group, attention_specs=specs, format=KVFormat(group.format.dtype, scales))
+
+
+@dataclass(frozen=True)
+class PlannedGroups:
+    """One batch planned for every group. `metadata`: the batch on the first group's pages."""
+
+    metadata: CommonAttentionMetadata
+    groups: tuple[PlannedBatch, ...]
+
+
+class Runner(Protocol):
+    """The attention of a model's layers: a `GroupRunner`, or a `GroupedRunner` where they are in several groups."""
+
+    @property
+    def runners(self) -> tuple[GroupRunner, ...]:
+        """Of each group, the first first."""
+
+    @property
+    def layers(self) -> tuple[LayerKV, ...]:
+        """Cache tensors in the order of the model's layers."""
+
+    @property
+    def page_size(self) -> int:
+        """Tokens per page."""
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `AttentionBackend.batch_invariant`."""
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """Kernels that are built in the background."""
+
+    def plan(self, metadata: CommonAttentionMetadata) -> Planned:
+        """Plan a batch. No device synchronisation."""
+
+    def blank(self, metadata: CommonAttentionMetadata) -> Planned:
+        """See `GroupRunner.blank`."""
+
+    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> Planner:
+        """See `GroupRunner.fixed_planner`."""
+
+    def attend(
+        self,
+        planned: Any,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `layer` of the model; planned: what `plan` or a planner of it gave. See `GroupRunner.attend`."""
+
+
+Planned = PlannedBatch | PlannedGroups
+"""A batch that a `Runner` has planned."""
+
+
+class GroupedPlanner:
+    """A `FixedPlanner` of every group."""
+
+    def __init__(self, planners: tuple[FixedPlanner, ...]) -> None:
+        self._planners = planners
+
+    def plan(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
+        """Plan a batch of the fixed shape."""
+        batches = (metadata, *metadata.other_groups)
+        planned = (planner.plan(own) for planner, own in zip(self._planners, batches, strict=True))
+        return PlannedGroups(metadata, tuple(planned))
+
+    def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
+        """The first group's builder of a key, if there is one: it alone plans whole rows."""
+        return self._planners[0].builder(key)
+
+    def replan(self, host: HostBatch) -> None:
+        """See `FixedPlanner.replan`."""
+        for planner, own in zip(self._planners, (host, *host.other_groups), strict=True):
+            planner.replan(own)
+
+
+class GroupedRunner:
+    """The attention of several cache groups over one backend: what `GroupRunner` is to the layers of one.
+
+    Attributes:
+        runners: of each group, the first first. layer_numbers: by name of the group, its layers' numbers in the model.
+        layers: cache tensors in the order of the model's layers.
+    """
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        group: CacheGroup,
+        windowed: Sequence[tuple[int, int]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """group: of all layers; windowed: see `split_group`. Raises what `GroupRunner` does."""
+        parts = split_group(group, windowed)
+        self.runners = tuple(GroupRunner(backend, part, dtype, device) for part in parts)
+        layers = layers_by_group(group.attention_specs, [window for window, _ in windowed])
+        self.layer_numbers = {part.name: own for part, own in zip(parts, layers, strict=True)}
+        self._places = _places(layers)
+        self.layers: tuple[LayerKV, ...] = tuple(self.runners[g].layers[place] for g, place in self._places)
+
+    @property
+    def page_size(self) -> int:
+        """See `GroupRunner.page_size`."""
+        return self.runners[0].page_size
+
+    @property
+    def batch_invariant(self) -> bool:
+        """See `AttentionBackend.batch_invariant`."""
+        return self.runners[0].batch_invariant
+
+    @property
+    def builds(self) -> tuple[Build, ...]:
+        """The groups' kernels that are built in the background."""
+        return tuple(dict.fromkeys(build for runner in self.runners for build in runner.builds))
+
+    def plan(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
+        """Plan a batch for every group. No device synchronisation."""
+        batches = (metadata, *metadata.other_groups)
+        planned = (runner.plan(own) for runner, own in zip(self.runners, batches, strict=True))
+        return PlannedGroups(metadata, tuple(planned))
+
+    def blank(self, metadata: CommonAttentionMetadata) -> PlannedGroups:
+        """See `GroupRunner.blank`."""
+        return PlannedGroups(metadata, tuple(runner.blank(metadata) for runner in self.runners))
+
+    def fixed_planner(self, rows: int, query_len: int, beside: Planner | None = None) -> GroupedPlanner:
+        """A planner of every group, see `GroupRunner.fixed_planner`; `beside` is for the first group's."""
+        first, *others = self.runners
+        own = (first.fixed_planner(rows, query_len, beside), *(g.fixed_planner(rows, query_len) for g in others))
+        return GroupedPlanner(own)
+
+    def attend(
+        self,
+        planned: PlannedGroups,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Layer `layer` of the model, see `GroupRunner.attend`."""
+        group, place = self._places[layer]
+        return self.runners[group].attend(planned.groups[group], place, query, key, value, sinks, out)
+
+
+def runner_of(
+    backend: AttentionBackend,
+    group: CacheGroup,
+    windowed: Sequence[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Runner:
+    """The attention of a group of all layers, divided where there are windowed groups. See `GroupedRunner`."""
+    if not windowed:
+        return GroupRunner(backend, group, dtype, device)
+    return GroupedRunner(backend, group, windowed, dtype, device)
+
+
+def _places(layer_numbers: Sequence[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """The group of each layer, and its number there.
+
+    >>> _places([(2,), (0, 1)])
+    ((1, 0), (1, 1), (0, 0))
+    """
+    found = {layer: (g, place) for g, layers in enumerate(layer_numbers) for place, layer in enumerate(layers)}
+    return tuple(found[layer] for layer in range(len(found)))

@@ -1,0 +1,139 @@
+"""How the memory of the target's KV cache is divided among its cache groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention.cache.kv_cache import KVFormat, bytes_per_token
+from attention.cache.windowed import most_owned_pages
+from attention.groups import layers_by_group, windows_of
+from drafters.base import Head
+from specdec.config import WindowedPool
+from specdec.loading.memory import cache_room, check_cache_fits
+from specdec.target.target import TargetProbe
+
+_CPU_CACHE_BYTES = 1 << 30
+_SHARE = 0.25
+"""Of the memory, for windowed groups, where rows of max_model_len tokens need less and max_num_seqs rows need more:
+requests are mostly shorter, and more of them run at once then."""
+_TESTED_ROWS, _TESTED_TOKENS = 3, 64
+"""The self-test's rows, which are read without freeing anything, and more tokens than each has."""
+
+
+@dataclass(frozen=True)
+class TokenBytes:
+    """Bytes of one token in the caches.
+
+    Attributes:
+        first: in the target's first group, and in the head's, which holds the same tokens.
+        windowed: (window, bytes) of each further group of the target's.
+    """
+
+    first: int
+    windowed: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def all(self) -> int:
+        """Of all layers."""
+        return self.first + sum(size for _, size in self.windowed)
+
+    def of_pools(self, pools: Sequence[WindowedPool], page_size: int) -> int:
+        """Bytes of the windowed groups' pools."""
+        pairs = zip(pools, self.windowed, strict=True)
+        return sum(pool.num_pages * page_size * size for pool, (_, size) in pairs)
+
+
+def token_bytes(
+    probed: TargetProbe, head: Head | None, format: KVFormat, longest: int, grouped: bool = True
+) -> TokenBytes:
+    """Bytes of one token by cache group.
+
+    Args:
+        longest: most tokens of a request; a window that covers them all needs no group. grouped: False: one group.
+    """
+    specs, dtype = tuple(call.attention_spec for call in probed.calls), format.dtype_for(probed.model.dtype)
+    windows = windows_of(specs, longest) if grouped else ()
+    groups = layers_by_group(specs, windows)
+    first, *others = (bytes_per_token(tuple(specs[layer] for layer in layers), dtype) for layers in groups)
+    of_head = 0 if head is None else bytes_per_token(tuple(head.attention_specs), probed.model.dtype)
+    return TokenBytes(first + of_head, tuple(zip(windows, others, strict=True)))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What decides how many pages rows need in a windowed group; see `EngineConfig` for each."""
+
+    num_speculative_tokens: int
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    page_size: int
+
+    def tokens(self, window: int, rows: int) -> int:
+        """Tokens of a pool in which so many rows decode, the next round reserved, while a chunk of prompts is read."""
+        size = self.page_size
+        decoding = most_owned_pages(window, 2 * (self.num_speculative_tokens + 1), size) * size
+        alone = most_owned_pages(window, self.max_num_batched_tokens, size) * size
+        tested = _TESTED_ROWS * max(size, _TESTED_TOKENS)
+        return max(rows * decoding + self.max_num_batched_tokens, alone, tested)
+
+
+@dataclass(frozen=True)
+class Division:
+    """Tokens of the first group's pool, and of each windowed group's."""
+
+    tokens: int
+    windowed: tuple[int, ...] = ()
+
+    def pools(self, sizes: TokenBytes, page_size: int) -> tuple[WindowedPool, ...]:
+        """The windowed groups in pages."""
+        windows = (window for window, _ in sizes.windowed)
+        return tuple(WindowedPool(w, -(-n // page_size) + 1) for w, n in zip(windows, self.windowed, strict=True))
+
+
+def divide_cache(
+    asked: int | None, device: torch.device, sizes: TokenBytes, rows: Rows, utilization: float
+) -> Division:
+    """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
+
+    That is what the GPU has left, and on CPU 1 GiB.
+
+    Raises:
+        CacheTooSmallError: the device has no room for a cache, or not for the given one.
+    """
+    if asked is not None:
+        division = _beside(asked, sizes, rows, rows.max_num_seqs)
+        more = _windowed_bytes(division, sizes)
+        check_cache_fits(device, asked, sizes.first, f"kv_cache_tokens={asked}", more)
+        return division
+    room = cache_room(device, utilization, sizes.all) if device.type == "cuda" else _CPU_CACHE_BYTES
+    return divided(room, rows.max_num_seqs * rows.max_model_len, sizes, rows)
+
+
+def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
+    """`room` bytes for at most `wanted` tokens in the first group.
+
+    Windowed groups get what max_num_seqs rows need. Of scarce memory that is no more than a quarter, or than belongs to
+    the rows of max_model_len tokens that fit.
+    """
+    whole = _beside(wanted, sizes, rows, rows.max_num_seqs)
+    if wanted * sizes.first + _windowed_bytes(whole, sizes) <= room:
+        return whole
+    pools = [sum(size * rows.tokens(w, n) for w, size in sizes.windowed) for n in range(1, rows.max_num_seqs + 1)]
+    long = rows.max_model_len * sizes.first
+    count = sum(taken <= _SHARE * room or taken + n * long <= room for n, taken in enumerate(pools, 1))
+    count = max(count, 1)
+    tokens = max((room - pools[count - 1]) // sizes.first, room // sizes.all)
+    return _beside(min(wanted, tokens), sizes, rows, count)
+
+
+def _beside(tokens: int, sizes: TokenBytes, rows: Rows, count: int) -> Division:
+    """The pools that `count` rows need beside a first group of `tokens`, which they never exceed."""
+    return Division(tokens, tuple(min(tokens, rows.tokens(window, count)) for window, _ in sizes.windowed))
+
+
+def _windowed_bytes(division: Division, sizes: TokenBytes) -> int:
+    return sum(tokens * size for tokens, (_, size) in zip(division.windowed, sizes.windowed, strict=True))

@@ -1,0 +1,97 @@
+"""Page lists that begin near the window give what the whole rows give under a window, and read no freed page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import attention.batch.transforms.windowed as windowed_module
+from attention.backends.reference import TorchBackend, attend
+from attention.batch.host import rows_batch, slots_of
+from attention.batch.metadata import single_batch_arena, stage
+from attention.batch.transforms.windowed import first_listed, most_listed_pages, windowed_batch
+from attention.cache.kv_cache import CacheGroup, write
+from attention.cache.windowed import WindowedTables
+from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
+
+CPU = torch.device("cpu")
+
+
+def attended(
+    computed: list[int], lens: list[int], window: int, page: int, tile: int, early: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Paged attention of rows whose pages behind the window are freed and NaN, and dense attention with a mask.
+
+    early: tokens by which pages are freed too early.
+    """
+    spec = AttentionSpec(4, 2, 8, 8, scale=8**-0.5, window=window)
+    seqs = np.array(computed) + lens
+    rows, total = len(lens), int((seqs // page + 2).sum())
+    tables = WindowedTables(total, rows, int(seqs.max()) + page, page, window)
+    tables.resize(range(rows), seqs)
+    runner = GroupRunner(TorchBackend(CPU), CacheGroup("g", (spec,), total, page), torch.float64, CPU)
+    layer, generator = runner.layers[0], torch.Generator().manual_seed(0)
+    layer.keys[1:], layer.values[1:] = float("nan"), float("nan")
+    states = [[torch.randn(n, h, 8, generator=generator, dtype=torch.float64) for h in (4, 2, 2)] for n in seqs]
+    for row, (_, k, v) in enumerate(states):
+        places = np.arange(computed[row])
+        slots = slots_of(tables.table, np.full(len(places), row), places, page)
+        write(layer, k[: len(places)], v[: len(places)], torch.from_numpy(slots))
+    tables.free_behind(np.arange(rows), np.array(computed) + early)
+    freed = torch.tensor(tables.allocator.free_pages(), dtype=torch.int64)
+    layer.keys[freed], layer.values[freed] = float("nan"), float("nan")
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    whole = rows_batch(starts, np.array(computed), tables.table, page)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(windowed_module, "TILE_KEYS", tile)
+        batch = windowed_batch(whole, tables.table, np.arange(rows), window)
+        batch.validate()
+        most = max(most_listed_pages(window, n, page) for n in lens)
+        assert int(batch.page_counts.max()) <= most
+    plain = replace(whole, block_table=batch.block_table, seq_lens=batch.seq_lens)
+    assert batch.page_indices.tolist() == plain.page_indices.tolist(), "the list is the table's"
+    assert batch.page_indptr.tolist() == plain.page_indptr.tolist()
+    assert batch.last_page_len.tolist() == whole.last_page_len.tolist(), "which therefore travels once"
+    arena, bucket = single_batch_arena(rows, len(whole.positions), batch.block_table.shape[1], CPU)
+    planned = runner.plan(stage(batch, arena, bucket))
+    flat = [torch.cat([own[i][n:] for own, n in zip(states, computed, strict=True)]) for i in range(3)]
+    ours = runner.attend(planned, 0, *flat)
+    right = []
+    for (q, k, v), n in zip(states, computed, strict=True):
+        place, key = np.arange(n, len(k))[:, None], np.arange(len(k))
+        mask = torch.from_numpy((key <= place) & (key > place - window))[None, None]
+        right.append(attend(*(x.transpose(0, 1)[None] for x in (q[n:], k, v)), mask, spec)[0].transpose(0, 1))
+    return ours, torch.cat(right)
+
+
+ROWS = st.lists(st.tuples(st.integers(0, 90), st.integers(1, 25)), min_size=1, max_size=4)
+
+
+@settings(deadline=None)
+@given(ROWS, st.integers(1, 40), st.sampled_from([1, 3, 4, 16]), st.sampled_from([1, 8, 128]))
+def test_the_window_and_nothing_else_is_attended(
+    rows: list[tuple[int, int]], window: int, page: int, tile: int
+) -> None:
+    ours, right = attended([n for n, _ in rows], [n for _, n in rows], window, page, tile)
+    torch.testing.assert_close(ours, right, rtol=1e-9, atol=1e-9)
+
+
+def test_a_page_freed_too_early_shows() -> None:
+    """The last token before the page's end was the first key of the window."""
+    right = attended([21], [2], 10, 4, 1)
+    torch.testing.assert_close(*right)
+    ours, dense = attended([22], [2], 10, 4, 1, early=3)
+    assert not torch.allclose(ours, dense, equal_nan=False)
+
+
+@given(st.integers(0, 5000), st.integers(1, 2000), st.sampled_from([1, 16, 64, 256]))
+def test_lists_begin_on_a_tile_and_a_page_before_the_window(start: int, window: int, page: int) -> None:
+    first = int(first_listed(np.array([start]), window, page)[0])
+    assert first % 128 == 0 and first % page == 0 and 0 <= first <= max(start - window + 1, 0)
+    assert max(start - window + 1, 0) - first < max(128, page)

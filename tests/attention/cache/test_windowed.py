@@ -1,0 +1,114 @@
+"""Pages behind a window are freed, no other; every page has one owner all the while."""
+
+from __future__ import annotations
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from attention.cache.pages import NULL_PAGE
+from attention.cache.windowed import WindowedTables, most_owned_pages
+from attention.errors import InvariantError, OutOfPagesError
+
+ROWS, PAGE, NUM_PAGES, MOST, WINDOW = 4, 4, 14, 60, 10
+
+
+class WindowedMachine(RuleBasedStateMachine):
+    """The model: how many tokens each row has pages for, and the first page that it still owns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, WINDOW)
+        self.pages, self.first, self.computed = [0] * ROWS, [0] * ROWS, [0] * ROWS
+
+    def owned(self) -> int:
+        return sum(self.pages) - sum(self.first)
+
+    @rule(row=st.integers(0, ROWS - 1), more=st.integers(1, 14), exactly=st.booleans())
+    def reserve(self, row: int, more: int, exactly: bool) -> None:
+        """A chunk, or a verification."""
+        tokens = min(self.computed[row] + more, MOST)
+        wanted = -(-tokens // PAGE)
+        wanted = wanted if exactly else max(wanted, self.pages[row])
+        size = self.tables.resize if exactly else self.tables.extend
+        before = self.tables.table.copy()
+        if self.owned() - self.pages[row] + wanted > NUM_PAGES - 1:
+            with pytest.raises(OutOfPagesError):
+                size([row], [tokens])
+            assert np.array_equal(self.tables.table, before)
+            return
+        size([row], [tokens])
+        if not exactly or wanted > self.pages[row]:
+            self.pages[row] = wanted
+        else:  # as in block tables of whole rows, surplus pages go back only where a row of the call grows
+            self.pages[row] = int(self.tables._counts[row])
+        kept = slice(self.first[row], min(wanted, self.pages[row], before.shape[1]))
+        old = before[row, kept][before[row, kept] != NULL_PAGE]
+        assert self.tables.table[row, kept][: len(old)].tolist() == old.tolist(), "kept pages never move"
+
+    @rule(row=st.integers(0, ROWS - 1), accepted=st.integers(0, 14))
+    def commit(self, row: int, accepted: int) -> None:
+        """Some of what was reserved is committed, and the window moves."""
+        self.computed[row] = min(self.computed[row] + accepted, self.pages[row] * PAGE)
+        self.tables.free_behind(np.arange(ROWS), np.array(self.computed))
+        self.first = [max(f, (n - WINDOW + 1) // PAGE, 0) for f, n in zip(self.first, self.computed, strict=True)]
+
+    @rule(row=st.integers(0, ROWS - 1))
+    def release(self, row: int) -> None:
+        self.tables.release(row)
+        self.pages[row] = self.first[row] = self.computed[row] = 0
+
+    @invariant()
+    def rows_own_what_the_window_and_later_tokens_need(self) -> None:
+        self.tables.validate()
+        for row, (first, pages, computed) in enumerate(zip(self.first, self.pages, self.computed, strict=True)):
+            own = np.flatnonzero(self.tables.table[row])
+            assert own.tolist() == list(range(first, pages))
+            seen = np.arange(max(computed - WINDOW + 1, 0), computed)  # what the next query sees beside itself
+            assert set((seen // PAGE).tolist()) <= set(own.tolist())
+        assert self.tables.num_used == self.owned() == NUM_PAGES - 1 - self.tables.allocator.num_free
+
+
+WindowedMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestWindowedTables = WindowedMachine.TestCase
+
+
+@pytest.mark.parametrize(("window", "query_len", "page"), [(10, 1, 4), (1, 1, 4), (1, 5, 3), (16, 6, 16), (7, 9, 1)])
+def test_most_pages_is_what_the_worst_position_needs(window: int, query_len: int, page: int) -> None:
+    needed = 0
+    for computed in range(window, window + 3 * page):
+        first = (computed - window + 1) // page
+        needed = max(needed, -(-(computed + query_len) // page) - first)
+    assert most_owned_pages(window, query_len, page) == needed
+
+
+def filled() -> WindowedTables:
+    tables = WindowedTables(NUM_PAGES, ROWS, MOST, PAGE, WINDOW)
+    tables.resize([0, 1], [30, 9])
+    tables.free_behind(np.array([0, 1]), np.array([30, 9]))
+    assert tables.table[0].astype(bool).tolist() == [False] * 5 + [True] * 3 + [False] * 7
+    return tables
+
+
+def test_the_checker_finds_pages_that_are_owned_twice_or_lost() -> None:
+    tables = filled()
+    tables.table[1, 0] = tables.table[0, 6]
+    with pytest.raises(InvariantError, match="owned twice"):
+        tables.validate()
+    tables = filled()
+    tables.allocator.allocate(1)
+    with pytest.raises(InvariantError, match="1 pages are lost"):
+        tables.validate()
+
+
+def test_the_checker_finds_a_freed_page_that_its_row_still_lists() -> None:
+    tables = filled()
+    tables.table[0, 2] = 7
+    with pytest.raises(InvariantError, match="its row does not own"):
+        tables.validate()
+    tables = filled()
+    tables.table[0, 6] = NULL_PAGE
+    with pytest.raises(InvariantError, match="the null page has an owner"):
+        tables.validate()

@@ -1,0 +1,126 @@
+"""Layers in groups by reach, and a runner of several groups: each layer gets its own group's pages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attention.backends.reference import TorchBackend
+from attention.batch.host import HostBatch, rows_batch
+from attention.batch.metadata import (
+    CommonAttentionMetadata,
+    batch_arrays,
+    batch_fields,
+    batch_sizes,
+    from_staged,
+    group_fields,
+    group_sizes,
+)
+from attention.batch.staging import StagingArena, bucket_of
+from attention.batch.transforms.windowed import windowed_batch
+from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
+from attention.errors import InvalidInputError
+from attention.groups import GroupedRunner, layers_by_group, runner_of, split_group, windows_of
+from attention.runner import GroupRunner
+from attention.spec import AttentionSpec
+
+CPU = torch.device("cpu")
+FULL = AttentionSpec(4, 2, 8, 8, 0.5)
+NEAR, FAR = replace(FULL, window=12), replace(FULL, window=40)
+SPECS = (NEAR, FULL, NEAR, FAR)
+
+
+def test_layers_of_one_reach_are_one_group() -> None:
+    assert windows_of([FULL] * 3, 100) == windows_of([NEAR] * 3, 100) == ()
+    assert windows_of(SPECS, 100) == (40, 12) and windows_of(SPECS, 40) == (12,) and windows_of(SPECS, 12) == ()
+    assert layers_by_group(SPECS, (40, 12)) == ((1,), (3,), (0, 2))
+    assert layers_by_group(SPECS, (12,)) == ((1, 3), (0, 2)), "a window that covers every request is none"
+
+
+def test_layers_that_attend_in_chunks_keep_their_first_page() -> None:
+    chunked = replace(FULL, window=12, chunk_size=8)
+    assert windows_of([chunked, FULL], 100) == () and layers_by_group([chunked, NEAR], (12,)) == ((0,), (1,))
+
+
+def test_a_group_keeps_the_scales_of_its_layers() -> None:
+    scales = ((1.0, 2.0), (3.0, 4.0), (5.0, 6.0), (7.0, 8.0))
+    whole = CacheGroup("target", SPECS, 9, 4, "HND", KVFormat(FP8, scales))
+    first, near = split_group(whole, [(12, 5)])
+    assert (first.name, first.attention_specs, first.num_pages) == ("target", (FULL, FAR), 9)
+    assert (near.name, near.attention_specs, near.num_pages) == ("target, window 12", (NEAR, NEAR), 5)
+    assert first.format.scales == scales[1::2] and near.format.scales == scales[::2] and near.layout == "HND"
+
+
+@pytest.mark.parametrize("windows", [[13], [12, 40, 7]])
+def test_windows_that_no_layer_has_are_refused(windows: list[int]) -> None:
+    with pytest.raises(InvalidInputError, match=r"do not divide layers with windows \[12, None, 12, 40\]"):
+        split_group(CacheGroup("target", SPECS, 9, 4), [(window, 5) for window in windows])
+
+
+def sent(batch: HostBatch, entries: list[int]) -> tuple[CommonAttentionMetadata, StagingArena]:
+    fields = [*batch_fields("b"), *group_fields("b", len(entries))]
+    width = batch.block_table.shape[1]
+    bucket = bucket_of(**batch_sizes("b", batch.num_reqs, batch.num_tokens, width), **group_sizes("b", entries))
+    arena = StagingArena(fields, bucket, CPU)
+    return from_staged("b", batch, arena.send(bucket, batch_arrays("b", batch))), arena
+
+
+def grouped_batch() -> HostBatch:
+    """Rows at 300 (3 tokens) and 150 (1 token) on pages of 4; the further groups have pages of their own."""
+    starts, computed = np.array([0, 3, 4]), np.array([300, 150])
+    tables = [np.random.default_rng(i).permutation(np.arange(1, 161)).reshape(2, 80).astype(np.int32) for i in range(3)]
+    batch = rows_batch(starts, computed, tables[0], 4)
+    return replace(
+        batch, other_groups=tuple(windowed_batch(batch, tables[i], np.arange(2), w) for i, w in ((1, 40), (2, 12)))
+    )
+
+
+def test_only_slots_and_page_lists_travel_again() -> None:
+    batch = grouped_batch()
+    metadata, _ = sent(batch, [64, 64])
+    names = [field.name for field in group_fields("b", 2)]
+    own = ("slot_mapping", "page_indices", "page_indptr")
+    assert names == [f"b.group{g}.{name}" for g in (1, 2) for name in own]
+    arrays = batch_arrays("b", batch)
+    assert sum(arrays[name].nbytes for name in names) == sum(
+        8 * batch.num_tokens + 4 * len(g.page_indices) + 4 * (batch.num_reqs + 1) for g in batch.other_groups
+    )
+    for group, host in zip(metadata.other_groups, batch.other_groups, strict=True):
+        assert group.host is host and group.block_table is None
+        for name in own:
+            assert getattr(group, name).tolist() == getattr(host, name).tolist()
+        for name in ("query_start_loc", "seq_lens", "positions", "last_page_len"):
+            assert getattr(group, name) is getattr(metadata, name)
+
+
+def test_every_layer_gets_its_own_groups_pages() -> None:
+    """As runners of single groups over the same pages."""
+    metadata, _ = sent(grouped_batch(), [64, 64])
+    whole = CacheGroup("target", SPECS, 161, 4)
+    grouped = runner_of(TorchBackend(CPU), whole, [(40, 161), (12, 161)], torch.float32, CPU)
+    assert isinstance(grouped, GroupedRunner) and [len(r.layers) for r in grouped.runners] == [1, 1, 2]
+    assert grouped.layer_numbers == {"target": (1,), "target, window 40": (3,), "target, window 12": (0, 2)}
+    generator = torch.Generator().manual_seed(1)
+    batches = {FULL: metadata, FAR: metadata.other_groups[0], NEAR: metadata.other_groups[1]}
+    planned = grouped.plan(metadata)
+    for layer, spec in enumerate(SPECS):
+        single = GroupRunner(TorchBackend(CPU), CacheGroup("one", (spec,), 161, 4), torch.float32, CPU)
+        for ours, theirs in ((grouped.layers[layer].keys, single.layers[0].keys),
+                             (grouped.layers[layer].values, single.layers[0].values)):  # fmt: skip
+            theirs.copy_(ours.copy_(torch.randn(ours.shape, generator=generator)))
+        states = [torch.randn(4, heads, 8, generator=generator) for heads in (4, 2, 2)]
+        right = single.attend(single.plan(batches[spec]), 0, *states)
+        assert torch.equal(grouped.attend(planned, layer, *states), right)
+        assert torch.equal(grouped.layers[layer].keys, single.layers[0].keys)
+
+
+def test_a_batch_without_the_further_groups_is_refused() -> None:
+    batch = replace(grouped_batch(), other_groups=())
+    metadata, _ = sent(batch, [])
+    grouped = GroupedRunner(TorchBackend(CPU), CacheGroup("t", SPECS, 161, 4), [(12, 161)], torch.float32, CPU)
+    with pytest.raises(ValueError, match="zip"):
+        grouped.plan(metadata)
+    assert isinstance(runner_of(TorchBackend(CPU), CacheGroup("t", SPECS, 9, 4), (), torch.float32, CPU), GroupRunner)

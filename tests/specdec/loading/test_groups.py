@@ -1,0 +1,105 @@
+"""How the memory is divided among cache groups; Gemma 3's numbers."""
+
+from __future__ import annotations
+
+import pytest
+from fakes import table_head, tiny_llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attention.cache.kv_cache import KVFormat
+from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
+from specdec.target.target import probe_target
+
+GIB = 1 << 30
+LAYER = 8 * 256 * 2 * 2
+"""Bytes of a token in a layer of Gemma 3 12B: 8 KV heads of 256, keys and values, bfloat16."""
+GEMMA = TokenBytes(8 * LAYER, ((1024, 40 * LAYER),))
+"""40 layers with a window of 1,024 and 8 without."""
+LONG = 32768
+
+
+def gemma_rows(max_num_seqs: int = 32, length: int = LONG) -> Rows:
+    return Rows(5, length, max_num_seqs, 2048, 16)
+
+
+def taken(division: Division, sizes: TokenBytes) -> int:
+    more = zip(division.windowed, sizes.windowed, strict=True)
+    return division.tokens * sizes.first + sum(n * size for n, (_, size) in more)
+
+
+def rows_held(division: Division, rows: Rows) -> int:
+    """Rows of max_model_len tokens that decode at once."""
+    count = division.tokens // rows.max_model_len
+    while count and rows.tokens(1024, count) > division.windowed[0]:
+        count -= 1
+    return count
+
+
+@pytest.mark.parametrize("room", [20 * GIB, 40 * GIB, 80 * GIB])
+@pytest.mark.parametrize("max_num_seqs", [8, 32, 256])
+def test_gemma_3_holds_four_times_the_tokens_at_32k(room: int, max_num_seqs: int) -> None:
+    """In whole rows as well, where the memory is for several: 6 of 32,768 tokens in 20 GiB instead of 1."""
+    rows = gemma_rows(max_num_seqs)
+    division = divided(room, max_num_seqs * LONG, GEMMA, rows)
+    one_group = min(room // GEMMA.all, max_num_seqs * LONG)
+    assert taken(division, GEMMA) <= room
+    whole = max_num_seqs * LONG
+    assert division.tokens >= min(4 * one_group, whole), f"{division.tokens / one_group:.2f} times"
+    assert rows_held(division, rows) >= min(4 * (one_group // LONG), max_num_seqs)
+
+
+def test_the_numbers_of_20_gib() -> None:
+    rows = gemma_rows()
+    division = divided(20 * GIB, 32 * LONG, GEMMA, rows)
+    assert 20 * GIB // GEMMA.all == 54613
+    assert division.tokens > 4.5 * 54613 and rows_held(division, rows) >= 7
+    assert division.windowed[0] * 40 * LAYER <= 5 * GIB, "a quarter"
+
+
+def test_scarce_memory_is_shared_with_short_requests() -> None:
+    """Rows of 131,072 tokens are few, so windows for many more rows than fit are kept, up to a quarter."""
+    rows = gemma_rows(length=131072)
+    division = divided(20 * GIB, 32 * 131072, GEMMA, rows)
+    assert division.tokens // 131072 == 1 and rows.tokens(1024, 12) <= division.windowed[0]
+    assert taken(division, GEMMA) <= 20 * GIB
+
+
+def test_memory_for_all_that_is_wanted() -> None:
+    rows = gemma_rows(4, 4096)
+    assert divided(80 * GIB, 4 * 4096, GEMMA, rows) == Division(16384, (rows.tokens(1024, 4),))
+    assert divided(80 * GIB, 100, GEMMA, rows) == Division(100, (100,)), "never more than the first group has"
+
+
+@pytest.mark.parametrize("room", [GIB // 8, GIB // 2, GIB])
+def test_little_memory_never_holds_less_than_one_group(room: int) -> None:
+    """A chunk's pages alone are 640 MiB here."""
+    division = divided(room, 32 * LONG, GEMMA, gemma_rows())
+    assert division.tokens >= room // GEMMA.all and taken(division, GEMMA) <= room
+
+
+def test_one_group_takes_what_there_is() -> None:
+    assert divided(1000, 10**6, TokenBytes(8), gemma_rows()) == Division(125)
+    assert divided(1000, 50, TokenBytes(8), gemma_rows()) == Division(50)
+
+
+def test_a_models_layers_by_what_the_probe_sees() -> None:
+    config = AutoConfig.for_model(
+        "gemma3_text",
+        vocab_size=30,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=20,
+        layer_types=["sliding_attention"] * 5 + ["full_attention"],
+        max_position_embeddings=200,
+    )
+    probed = probe_target(AutoModelForCausalLM.from_config(config).eval())
+    layer = 2 * 2 * 16 * 4
+    assert token_bytes(probed, None, KVFormat(), 200) == TokenBytes(layer, ((20, 5 * layer),))
+    assert token_bytes(probed, None, KVFormat(), 20) == TokenBytes(6 * layer), "no request is longer than the window"
+    assert token_bytes(probed, None, KVFormat(), 200, grouped=False) == TokenBytes(6 * layer)
+    head = table_head(tiny_llama())
+    assert token_bytes(probed, head, KVFormat(), 200).first == layer + 2 * 8 * 4
