@@ -46,12 +46,12 @@ def local_head(target: Any) -> TableHead:
     return head
 
 
-def answers(target: Any, head: Any, graphs: bool, prompts: Any = PROMPTS, params: Any = PARAMS, **sizes: Any) -> Any:
+def answers(target: Any, head: Any, graphs: bool | str, prompts: Any = PROMPTS, params: Any = PARAMS, **sizes: Any) -> Any:
     """(tokens, drafts, rounds) of every request."""
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         model = wrap(target, head, cuda_graphs=graphs, **{**SIZES, **sizes})
-    assert isinstance(model.executor, GraphExecutor) == graphs
-    launch_ahead(model, graphs)
+    assert isinstance(model.executor, GraphExecutor) == bool(graphs)
+    launch_ahead(model, bool(graphs))
     with model:
         completions = model.generate(prompts, params)
         assert free_everywhere(model)
@@ -62,7 +62,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     """The requests whose tokens, drafts or rounds from graphs are not those of eager rounds."""
     target = llama4(False, chunk)
     head = make(target)
-    eager, graphed = (answers(target, head, graphs, **options) for graphs in (False, True))
+    eager, graphed = (answers(target, head, graphs, **options) for graphs in (False, "auto"))
     return [i for i, (one, other) in enumerate(zip(eager, graphed, strict=True)) if one != other]
 
 
