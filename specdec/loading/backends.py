@@ -122,6 +122,8 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
     Only what decides which kernel is built is filled in. [] where the configuration does not say it plainly.
     """
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
+        return []
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return []
