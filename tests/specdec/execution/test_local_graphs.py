@@ -46,7 +46,9 @@ def local_head(target: Any) -> TableHead:
     return head
 
 
-def answers(target: Any, head: Any, graphs: bool | str, prompts: Any = PROMPTS, params: Any = PARAMS, **sizes: Any) -> Any:
+def answers(
+    target: Any, head: Any, graphs: bool | str, prompts: Any = PROMPTS, params: Any = PARAMS, **sizes: Any
+) -> Any:
     """(tokens, drafts, rounds) of every request."""
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         model = wrap(target, head, cuda_graphs=graphs, **{**SIZES, **sizes})
@@ -70,7 +72,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     ("chunk", "options"),
     [
         (CHUNK, {}),
-        (4, {"num_speculative_tokens": 5}),  # up to three chunks in a verification
+        pytest.param(4, {"num_speculative_tokens": 5}, marks=pytest.mark.slow),  # up to three chunks in a verification
         pytest.param(4, {"kv_cache_tokens": 88}, marks=pytest.mark.slow),  # preemption
         pytest.param(CHUNK, {"num_speculative_tokens": 1, "page_size": 2}, marks=pytest.mark.slow),
         pytest.param(16, {"kv_cache_layout": "HND"}, marks=pytest.mark.slow),
@@ -95,6 +97,7 @@ def test_tokens_drafts_and_rounds_are_those_of_eager_rounds(
     assert across.count(True) > 5
 
 
+@pytest.mark.slow
 def test_without_drafts(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     assert differing(lambda _: None, num_speculative_tokens=0) == []
     assert any(graph.replays for graph in graphs_on_cpu)
@@ -175,7 +178,10 @@ def chunks_a_page_late(batch: HostBatch, chunk_size: int, each: int) -> HostBatc
 PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks begin a page late": chunks_a_page_late}
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name",
+    ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.slow)],
+)
 def test_planted_virtual_rows_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -186,6 +192,7 @@ def test_planted_virtual_rows_are_seen(
     assert differing()
 
 
+@pytest.mark.slow
 def test_virtual_rows_that_are_not_sent_anew_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
