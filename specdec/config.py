@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specdec.errors import InvalidInputError
 
-BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
+BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""

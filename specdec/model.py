@@ -201,9 +201,12 @@ class SpeculativeModel:
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: "auto", "torch", "flashinfer", or "batch_invariant": kernels by which a token's result has the same
-                bits whatever else is in the batch, so that half precision says the same with and without speculation.
-                Not with cuda_graphs=False; slower, see the README.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm builds
+                of torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": torch's FlexAttention,
+                compiled at the first rounds; no CUDA graphs.
+                "batch_invariant": a token's result has the same bits whatever else is in the batch, so that half
+                precision says the same with and without speculation. Not with cuda_graphs=False; slower, see the
+                README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
@@ -222,7 +225,8 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
-                "HND", head by head; "auto" is NHD. It changes no token: only where a key lies.
+                "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
+                changes no token: only where a key lies.
             hybrid_kv_cache: layers with a sliding window have pages of their own, freed once they are behind it, where
                 other layers see further (Gemma 2 and 3, gpt-oss, …): the same memory holds far more tokens.
                 False: all layers keep all keys. It changes no token.
@@ -323,7 +327,7 @@ class SpeculativeModel:
                 config,
                 options.cuda_graphs,
                 format=format,
-                layout=kv_layout(options.kv_cache_layout),
+                layout=kv_layout(options.kv_cache_layout, backend),
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
             )

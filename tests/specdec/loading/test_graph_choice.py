@@ -27,7 +27,7 @@ def test_a_backend_without_them_or_that_needs_them_says_so() -> None:
     torch_backend = TorchBackend(torch.device("cpu"))
     choice = choose_graphs(torch_backend, None, "auto")
     assert (choice.wanted, choice.expected) == (False, True)
-    with pytest.raises(InvalidInputError, match="cuda_graphs=True needs a backend for a GPU, not 'torch'"):
+    with pytest.raises(InvalidInputError, match="needs a backend for a GPU that has graphs, not 'torch'"):
         choose_graphs(torch_backend, None, True)
     with pytest.raises(InvalidInputError, match="backend='batch_invariant' needs cuda_graphs=True"):
         choose_graphs(InvariantBackend(), None, False)
