@@ -126,10 +126,20 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
         "scores": scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
+        "timing": {
+            "prefix_cache": {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
+        },
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
+
+
+def prefix_cache(side: EngineLM) -> Json:
+    """What the prefix cache had of the prompts that were generated from now: tokens, and the share of those found."""
+    prompts, found = side.prompt_tokens, side.prefix_hit_tokens
+    rate = found / prompts if prompts else None
+    return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
 
 
 def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
@@ -162,7 +172,7 @@ def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
         bootstrap_iters=0,
         confirm_run_unsafe_code=plan.unsafe_code,
     )
-    return found
+    return {**found, "prefix_cache": prefix_cache(model)}
 
 
 def _tasks(plan: AccuracyPlan) -> list[Any]:

@@ -214,6 +214,10 @@ def _print(console: Console, document: Json) -> None:
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
     speedup = {"low": None, **arm["timing"]["speedup"]}
     console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)", highlight=False)
+    for name, cached in document["timing"]["prefix_cache"].items():
+        if cached["hit_tokens"]:
+            tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
+            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
     for line in _warnings(document):
         console.print(line, style="bold yellow", highlight=False)
     for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):
