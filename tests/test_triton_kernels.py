@@ -17,7 +17,9 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
+from attention.backends.invariant import InvariantBackend
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.checking import check_mode
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
@@ -34,6 +36,7 @@ from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 from specdec.ops.silu import silu_product
 from specdec.ops.silu_kernel import launch_silu_product
+from tests.local_rounds import fixed_rounds
 
 CPU = torch.device("cpu")
 
@@ -131,6 +134,19 @@ def test_packed_kernel_follows_its_part() -> None:
         expected = attended(query, layer.keys[page, :length], layer.values[page, :length], key.scale)
         assert (outs[-1] - expected).norm() <= 2e-3 * expected.norm()
     assert kernel.generation == 2 and kernel.keeps(host)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_len", [1, 6])
+def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual rows with many queries, few and none, at the addresses of the first round."""
+    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    key = AttentionSpec(4, 2, 64, 64, 0.125, chunk_size=64)
+    firsts = [[0, 61], [63, 300], [58, 64]]
+    with check_mode(False):  # a recorded launch runs no Python again
+        rounds = fixed_rounds(InvariantBackend(), key, torch.float16, CPU, firsts, query_len, lambda launch: launch)
+        for own, expected in rounds:
+            assert (own - expected).norm() <= 2e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(
