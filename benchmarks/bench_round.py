@@ -6,11 +6,10 @@ Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is t
 and resampling kernels run; their result is replaced on the device afterwards (`benchmarks.synthetic`). A step is the
 wall time between two completed device-to-host reads of a full batch.
 
-With --long the first row of every batch has a prompt of so many tokens, for the others --prompt holds; it is read before
-them, so that all rows decode together. For a row of 65,536 keys beside 15 short ones, at two shapes:
+With --long the first row of every batch has a prompt of so many tokens, for the others --prompt holds; it is read
+before them, so that all rows decode together. A row of 65,536 keys beside 15 short ones:
 
-    python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.json
-    python -m benchmarks.bench_round --shape deepseek-v2-lite --drafts 3 --rows 16 --long 65536 --repeats 2 --trace "" ...
+    python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.jsonl
 
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
 """
@@ -136,9 +135,10 @@ class DevicePlannedBackend:
         rows: int,
         query_len: int,
         beside: object = None,
+        tokens: int | None = None,
     ) -> DevicePlanned:
         """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
-        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
+        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len, tokens=tokens))
 
 
 def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> SpeculativeModel:
@@ -152,7 +152,7 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
 
 
 def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = None) -> list[list[int]]:
-    """Random prompts with lengths from `lengths[0]` to `lengths[1]`; the first one of `long` tokens where that is given.
+    """Random prompts with lengths from `lengths[0]` to `lengths[1]`; the first has `long` tokens where that is given.
 
     >>> [len(ids) for ids in prompts(3, (4, 4), 9, 20)]
     [20, 4, 4]
@@ -167,7 +167,7 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = 
 def sizes_of(
     drafts: int, batches: list[int], prompt: int, new_tokens: int, long: int | None, page_size: int = 16
 ) -> EngineConfig:
-    """An engine for batches of so many rows, with pages for `prompt` and `new_tokens` tokens a row, and for one long one.
+    """An engine for batches of so many rows: pages for `prompt` and `new_tokens` tokens a row, and for a long one.
 
     >>> [sizes_of(5, [8, 16], 512, 256, long).num_pages for long in (None, 65_536)]
     [785, 4849]
@@ -208,7 +208,7 @@ def measure(
 
 
 def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) -> dict[str, Any]:
-    """The least time of a round, and the experts that it counts. Of rows of any lengths the mean counts: bytes add up."""
+    """The least time of a round, and the experts that it counts. Of uneven rows the mean counts, since bytes add up."""
     rows = len(sequences)
     context = sum(map(len, sequences)) / rows - new_tokens / 2
     experts = pair.experts(sequences, drafts, new_tokens)

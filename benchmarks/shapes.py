@@ -121,10 +121,10 @@ class Pair:
     def floor_ms(self, rows: int, drafts: int, context: float, experts: tuple[ExpertWork, ...]) -> float:
         """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate.
 
-        context: keys a row, the mean of rows of any lengths. Attention's operations do not count: 6 queries of 4 heads
-        over a key are 12 operations a byte, a sixteenth of what a GPU makes in the time of that byte. Of experts, only
-        the weights of those that were chosen count. Every draft is a pass of the head, and each later
-        one of several modules has a pass more, in the draft prefill; of that only memory counts.
+        context: keys a row, the mean of uneven rows. Attention's operations do not count: with 6 tokens and 4 query
+        heads a KV head they are 24 for each byte read, where a GPU makes 186. Of experts, only the weights of those
+        that were chosen count. Every draft is a pass of the head, and each later one of several modules has a pass
+        more, in the draft prefill; of that only memory counts.
         """
         verify, first, step = experts
         steps, others = max(drafts - 1, 0), max(min(self.num_modules, drafts) - 1, 0)

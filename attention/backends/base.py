@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attention.backends.building import Build
     from attention.batch.host import HostBatch
     from attention.batch.metadata import CommonAttentionMetadata
-    from attention.cache.kv_cache import CacheGroup, LayerKV
+    from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 
 
 class AttentionMetadataBuilder(Protocol):
@@ -83,6 +83,15 @@ class AttentionBackend(Protocol):
         """
 
 
+@runtime_checkable
+class PrefersLayout(Protocol):
+    """A backend whose kernels read one order inside a page better than the other, on its device."""
+
+    @property
+    def preferred_layout(self) -> KVLayout:
+        """What `kv_cache_layout="auto"` is then."""
+
+
 class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
     """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
 
@@ -102,10 +111,13 @@ class GraphBackend(AttentionBackend, Protocol):
         rows: int,
         query_len: int,
         beside: FixedMetadataBuilder | None = None,
+        tokens: int | None = None,
     ) -> FixedMetadataBuilder:
         """A builder for batches of exactly `rows` rows with `query_len` tokens each.
 
         Args:
+            tokens: of the batch, where rows have 0 … query_len each, others every time: the virtual rows of local
+                attention. None: rows·query_len.
             beside: a builder of the same shape that is always planned just before, for batches of the same lengths:
                 where the two plans would be equal, the new builder may share its.
 

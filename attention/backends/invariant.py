@@ -28,23 +28,29 @@ class InvariantPlan:
 class InvariantBuilder:
     """No split-KV, so there is nothing to plan."""
 
+    def __init__(self, max_query_len: int | None = None) -> None:
+        """max_query_len: of all batches that a launch will be replayed for; None: of the batch that is built."""
+        self._max_query_len = max_query_len
+
     def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
         """See `AttentionMetadataBuilder`."""
-        return InvariantPlan(metadata.max_query_len)
+        most = self._max_query_len
+        return InvariantPlan(metadata.max_query_len if most is None else most)
 
     def replan(self, host: HostBatch) -> None:
         """See `FixedMetadataBuilder`."""
 
 
 class InvariantBackend:
-    """GQA, sliding window, softcap, sinks, NHD and HND pages of any size; caches in the dtype of the model."""
+    """GQA, sliding window, softcap, sinks, heads of any width up to 512, NHD and HND pages of any size; caches in the
+    dtype of the model."""
 
     name = "batch_invariant"
     batch_invariant = True
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `AttentionBackend.route`."""
-        return f"batch-invariant Triton kernel, {str(dtype).removeprefix('torch.')}, head dim {key.head_dim_k}"
+        return f"batch-invariant {own_kernel(group, key, dtype)}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
@@ -59,9 +65,11 @@ class InvariantBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
+        tokens: int | None = None,
     ) -> InvariantBuilder:
         """See `attention.backends.base.GraphBackend`."""
-        return self.builder(group, key, dtype)
+        check_supported(group, key, dtype)
+        return InvariantBuilder(query_len)
 
     def run(
         self,
@@ -76,14 +84,43 @@ class InvariantBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        from attention.kernels.invariant import launch_invariant_attention
-        from attention.kernels.write import write_kv
+        return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
 
-        write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-        if out is None:
-            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
-        launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
-        return out
+
+def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+    """What the kernel is compiled for, in words.
+
+    >>> group = CacheGroup("target", (), 4, 16)
+    >>> own_kernel(group, AttentionSpec(8, 2, 192, 128, 1.0), torch.bfloat16)
+    'Triton kernel, bfloat16, head dims 192 and 128'
+    """
+    dims = f"head dim {key.head_dim_k}"
+    if key.head_dim_v != key.head_dim_k:
+        dims = f"head dims {key.head_dim_k} and {key.head_dim_v}"
+    cache = "" if group.format.dtype is None else f", cache {str(group.format.dtype).removeprefix('torch.')}"
+    return f"Triton kernel, {str(dtype).removeprefix('torch.')}, {dims}{cache}"
+
+
+def run_invariant(
+    plan: InvariantPlan,
+    key: AttentionSpec,
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    layer_kv: LayerKV,
+    metadata: CommonAttentionMetadata,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write K and V, then attend; see `AttentionBackend.run`."""
+    from attention.kernels.invariant import launch_invariant_attention
+    from attention.kernels.write import write_kv
+
+    write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+    if out is None:
+        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+    launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
+    return out
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:

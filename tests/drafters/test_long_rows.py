@@ -1,4 +1,4 @@
-"""Rows of more than 65,536 keys beside short ones: tokens and drafts against both oracles, with an EAGLE-3 head and MLA.
+"""Rows past 65,536 keys beside short ones, with an EAGLE-3 head and with MLA: tokens and drafts against both oracles.
 
 Prompts are read in chunks by a quick backend (`LongPrompts`), verifications and draft steps by the reference.
 """
@@ -129,7 +129,7 @@ def causal(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale:
 
 
 def eagle3_pair() -> tuple[Any, Any]:
-    """A Llama of one layer with Llama 3's scaled rotary embedding, and a head on its embedding and its layer's output."""
+    """A Llama of one layer with Llama 3's scaled rotary embedding; a head on its embedding and its layer's output."""
     scaled = {
         "rope_type": "llama3",
         "rope_theta": 500_000.0,

@@ -26,12 +26,24 @@ from attention.backends.flashinfer.mla import (
     MlaKernel,
     MlaPlan,
     building_latent,
-    check_mla_supported,
     run_mla,
 )
 from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed, packed_scratch
+from attention.backends.flashinfer.support import check_supported
+from attention.backends.flashinfer.trtllm import (
+    WORKSPACE_BYTES,
+    FixedTrtllmBuilder,
+    TrtllmBuilder,
+    TrtllmKernel,
+    TrtllmPlan,
+    is_blackwell,
+    run_trtllm,
+    serves,
+    serves_key,
+)
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
+    FixedShape,
     Kernel,
     Part,
     Route,
@@ -40,10 +52,11 @@ from attention.backends.flashinfer.wrapper import (
     kernel_name,
     splits_kv,
 )
-from attention.backends.limits import HALF, check_heads
+from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
+from attention.backends.limits import HALF, HEAD_DIMS, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
@@ -51,7 +64,6 @@ from attention.spec import AttentionSpec
 if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
 
-PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
 chosen from the mean query length."""
@@ -65,27 +77,6 @@ few query tokens it is up to 4 times slower than fa2.
 _HOPPER = (9, 0)
 
 log = logging.getLogger("specdec")
-
-
-def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
-
-    Raises:
-        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or MLA.
-    """
-    if key.value_in_key:
-        check_mla_supported(group, key, dtype)
-        return
-    where = f"group {group.name}: FlashInfer"
-    elsewhere = "; use backend='torch'"
-    if dtype not in HALF:
-        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
-        raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
-    check_heads(key, where, elsewhere)
-    if group.page_size not in PAGE_SIZES:
-        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
-    if key.has_sinks and key.softcap is not None:
-        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
 
 
 @dataclass(frozen=True)
@@ -171,7 +162,9 @@ def start_building(
 
     fa3's comes first: nvcc takes twice as long for it.
     """
-    if dtype not in HALF:
+    if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
+        return ()
+    if serves_key(key, dtype, cache, device):
         return ()
     if key.value_in_key:
         return (building_latent(dtype, device),)
@@ -190,14 +183,14 @@ def routes(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: t
 
 
 class FixedBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
+    """Plans batches of one fixed shape, always into the same buffers.
 
     A captured graph with the launches of one plan runs the plan that was made last. Two builders may share a kernel:
     its launches read pages and lengths at the addresses of the capture, and the plan only distributes the work.
     """
 
     def __init__(self, kernel: Kernel | PackedKernel, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on except the page counts."""
+        """geometry: all that a plan depends on except the page counts, and the rows' tokens where those vary."""
         self._kernel = kernel
         self.geometry = geometry
         self._part: Part | None = None
@@ -215,7 +208,7 @@ class FixedBuilder:
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
         assert self._part is not None
-        if not self._kernel.keeps(host.page_indptr):
+        if not self._kernel.keeps(host):
             self._kernel.plan(self._part.at(host))
 
 
@@ -272,7 +265,8 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
 
 class FlashInferBackend:
     """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and MLA in absorbed form (fa3 on Hopper)."""
+    caches; and MLA in absorbed form (fa3 on Hopper). Heads of other widths than FlashInfer's take our own kernel, which
+    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes."""
 
     name = "flashinfer"
     batch_invariant = False
@@ -280,21 +274,37 @@ class FlashInferBackend:
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
         self._scratch: Scratch | None = None
+        self._zeroed: torch.Tensor | None = None
 
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
+    @property
+    def preferred_layout(self) -> KVLayout:
+        """The order inside a page that its kernels read best on this device."""
+        return "HND" if is_blackwell(self._workspace.device) else "NHD"
+
+    def builder(
+        self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype
+    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder | TrtllmBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
+        if serves(group, key, dtype, self._workspace.device):
+            return TrtllmBuilder(self._trtllm(group, key))
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
+        if not has_flashinfer_heads(key):
+            return InvariantBuilder()
         return FlashInferBuilder(self._workspace_for(key), group, key, dtype, partial(self._packed, key))
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
+        if not has_flashinfer_heads(key):
+            return f"{own_kernel(group, key, dtype)} (FlashInfer has head dims {', '.join(map(str, HEAD_DIMS))})"
+        if serves(group, key, dtype, self._workspace.device):
+            return f"FlashInfer trtllm-gen, {dtype_name(dtype)}, head dim {key.head_dim_k}, {group.layout} pages"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        packs = is_packed(group, key, dtype, 1)
+        packs = is_packed(group, key, dtype, 1) and key.chunk_size is None
         packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
         return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
 
@@ -306,30 +316,45 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
-    ) -> FixedBuilder | FixedMlaBuilder:
+        tokens: int | None = None,
+    ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder | FixedTrtllmBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
-        geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
-        if is_packed(group, key, dtype, query_len):
+        if tokens is not None and key.value_in_key:
+            raise UnsupportedAttentionError(f"group {group.name}: MLA in chunks has no fixed plans for CUDA graphs")
+        if tokens is None and serves(group, key, dtype, self._workspace.device):
+            return FixedTrtllmBuilder(self._trtllm(group, key), rows, query_len)
+        if not key.value_in_key and not has_flashinfer_heads(key):
+            return InvariantBuilder(query_len)
+        shape = FixedShape(rows, query_len, tokens)
+        geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
+        if tokens is None and is_packed(group, key, dtype, query_len):
             return FixedBuilder(self._packed(key), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
             plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedMlaBuilder(plans, geometry)
-        splits = splits_kv(key, rows, self._workspace.device)
-        workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
-        return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+        splits = splits_kv(key, shape.least_busy_rows, self._workspace.device)
+        workspace = self._workspace_for(key, shape) if splits else self._workspace
+        return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", shape), geometry)
+
+    def _trtllm(self, group: CacheGroup, key: AttentionSpec) -> TrtllmKernel:
+        """The Blackwell kernels for `key`, with the workspace that they alone use."""
+        device = self._workspace.device
+        if self._zeroed is None:
+            self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return TrtllmKernel(self._zeroed, group, key)
 
     def _packed(self, key: AttentionSpec) -> PackedKernel:
         if self._scratch is None:
             self._scratch = packed_scratch(self._workspace.device)
         return PackedKernel(key, self._scratch)
 
-    def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
+    def _workspace_for(self, key: AttentionSpec, shape: FixedShape | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
-        needed = split_bytes(key, sms, rows, query_len)
+        needed = split_bytes(key, sms, *(() if shape is None else (shape.rows, shape.query_len, shape.tokens)))
         if needed > len(self._workspace):
             log.info("attention workspace: %d MiB", needed >> 20)
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._workspace.device)
@@ -337,7 +362,7 @@ class FlashInferBackend:
 
     def run(
         self,
-        plan: FlashInferPlan | MlaPlan,
+        plan: FlashInferPlan | MlaPlan | InvariantPlan | TrtllmPlan,
         key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -352,6 +377,10 @@ class FlashInferBackend:
 
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)
+        if isinstance(plan, TrtllmPlan):
+            return run_trtllm(plan, query, key_states, value_states, layer_kv, metadata, sinks, out)
+        if isinstance(plan, InvariantPlan):
+            return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:
