@@ -9,6 +9,10 @@ import numpy as np
 
 from attention.checking import require
 
+_WIDE = 1024
+"""Pages of the longest row from which on rows are joined one by one. µs for one of 4,097 pages beside 15, 63 and 255
+of 50: 6, 17, 60, by a mask of the whole table 28, 98, 379; but 16 and 32 rows of 50 pages 5 and 9, by a mask 3 and 4."""
+
 
 @dataclass(frozen=True)
 class HostBatch:
@@ -192,5 +196,7 @@ def flat_pages(block_table: np.ndarray, page_counts: np.ndarray) -> np.ndarray:
     [7, 3, 4]
     """
     width = int(page_counts.max(initial=0))
+    if width > _WIDE:
+        return np.concatenate([row[:count] for row, count in zip(block_table, page_counts.tolist(), strict=True)])
     used = np.arange(width) < page_counts[:, None]
     return block_table[:, :width][used]

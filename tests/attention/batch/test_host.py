@@ -25,6 +25,16 @@ def test_a_page_crossing_jumps_to_another_page() -> None:
     assert slots.tolist() == [47, 112, 113]
 
 
+@pytest.mark.parametrize("longest", [1024, 1025, 4096])
+def test_pages_of_a_long_row_beside_short_ones(longest: int) -> None:
+    """Both ways in which rows are joined; a row may have no page at all."""
+    counts = np.array([3, longest, 0, 17])
+    table = np.random.default_rng(0).integers(1, 99, (4, longest + 2), np.int32)
+    flat = flat_pages(table, counts)
+    assert flat.dtype == np.int32
+    assert flat.tolist() == [p for row, n in zip(table, counts, strict=True) for p in row[:n].tolist()]
+
+
 def test_names_at_the_kernels_border() -> None:
     b = batch()
     assert b.seq_lens.tolist() == [20, 33, 48]
