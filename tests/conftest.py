@@ -8,6 +8,8 @@ import inspect
 import os
 import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,24 +25,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
 torch.set_num_threads(1)
+gc.disable()  # while tests are imported and collected: next to nothing of that is garbage
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def _load_fakes() -> None:
-    """Make `import fakes` work; tests/ itself stays off sys.path, where tests/attention would shadow `attention`."""
-    spec = importlib.util.spec_from_file_location("fakes", Path(__file__).with_name("fakes.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fakes"] = module
-    spec.loader.exec_module(module)
+class FakesFinder(MetaPathFinder):
+    """Finds `fakes`; tests/ itself stays off sys.path, where tests/attention would shadow `attention`.
+
+    It is imported by the first who needs it: xdist's controller, which runs no test, never imports transformers, and
+    its workers start that many seconds earlier.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "fakes":
+            return None
+        return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("fakes.py"))
 
 
-_load_fakes()
-
-from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
-
-import specdec.model  # noqa: E402 - after the path is set
+sys.meta_path.append(FakesFinder())
 
 
 def _list_builtins_once() -> None:
@@ -61,10 +64,12 @@ def _list_builtins_once() -> None:
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
 
 
-if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
-    _list_builtins_once()
+@pytest.fixture(scope="session", autouse=True)
+def builtins_once() -> None:
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+        _list_builtins_once()
 
-twin_test = specdec.model.twin_test
+
 _right_twins: dict[Any, Any] = {}
 
 
@@ -73,6 +78,10 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 
     A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
     """
+    from fakes import attention_form, experts_form
+
+    from specdec.target.twin import twin_test
+
     config = probed.model.config
     key = (
         type(probed.model),
@@ -90,6 +99,8 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 @pytest.fixture(scope="session", autouse=True)
 def right_twins_once() -> Iterator[None]:
     """Hundreds of tests load the same few tiny models: see `_twin_test_once`."""
+    import specdec.model
+
     with patch.object(specdec.model, "twin_test", _twin_test_once):
         yield
 
@@ -97,6 +108,9 @@ def right_twins_once() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def every_twin(right_twins_once: None) -> Iterator[None]:
     """For tests of what loading does: every model's twin is built and read, as it is for a user."""
+    import specdec.model
+    from specdec.target.twin import twin_test
+
     with patch.object(specdec.model, "twin_test", twin_test):
         yield
 
@@ -115,6 +129,7 @@ def pytest_collection_finish() -> None:
 
     Each of the many collections that tests ask for, and that `close` makes, then walks over the tests' own objects.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 
