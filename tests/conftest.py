@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.util
 import inspect
 import os
@@ -71,6 +72,25 @@ def builtins_once() -> None:
 
 
 _right_twins: dict[Any, Any] = {}
+_right_targets: dict[Any, float] = {}
+
+
+def _form(probed: Any) -> tuple[Any, ...]:
+    """What a model is, but for its weights."""
+    from fakes import attention_form, experts_form
+
+    model = probed.model
+    layers = tuple(call.attention_spec for call in probed.calls)
+    forms = attention_form(model), experts_form(model)
+    return type(model), model.dtype, model.config.to_json_string(use_diff=False), *forms, layers
+
+
+def _weights(model: torch.nn.Module) -> bytes:
+    digest = hashlib.blake2b()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def _twin_test_once(probed: Any, max_model_len: int) -> Any:
@@ -78,40 +98,47 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 
     A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
     """
-    from fakes import attention_form, experts_form
-
     from specdec.target.twin import twin_test
 
-    config = probed.model.config
-    key = (
-        type(probed.model),
-        config.to_json_string(use_diff=False),
-        attention_form(probed.model),
-        experts_form(probed.model),
-        frozenset(call.attention_spec for call in probed.calls),
-        max_model_len,
-    )
+    key = *_form(probed), max_model_len
     if key not in _right_twins:
         _right_twins[key] = twin_test(probed, max_model_len)
     return _right_twins[key]
 
 
+def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any) -> float:
+    """`check_target`, run once for the same weights over the same caches and kernels: most of what loading costs.
+
+    A wrong target is never remembered; nor is one that a warning is due for.
+    """
+    from specdec.target.selftest import check_target
+
+    caches = tuple((runner.group, runner.routes) for runner in target.runner.runners)
+    if report.unbuilt is not None or probed.model.device.type != "cpu":
+        return check_target(target, probed, max_model_len, report)
+    key = *_form(probed), _weights(probed.model), caches, max_model_len
+    if key not in _right_targets:
+        _right_targets[key] = check_target(target, probed, max_model_len, report)
+    return _right_targets[key]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def right_twins_once() -> Iterator[None]:
-    """Hundreds of tests load the same few tiny models: see `_twin_test_once`."""
+def right_targets_once() -> Iterator[None]:
+    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
     import specdec.model
 
-    with patch.object(specdec.model, "twin_test", _twin_test_once):
+    with patch.multiple(specdec.model, twin_test=_twin_test_once, check_target=_check_target_once):
         yield
 
 
 @pytest.fixture(scope="module")
-def every_twin(right_twins_once: None) -> Iterator[None]:
-    """For tests of what loading does: every model's twin is built and read, as it is for a user."""
+def every_self_test(right_targets_once: None) -> Iterator[None]:
+    """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
     import specdec.model
+    from specdec.target.selftest import check_target
     from specdec.target.twin import twin_test
 
-    with patch.object(specdec.model, "twin_test", twin_test):
+    with patch.multiple(specdec.model, twin_test=twin_test, check_target=check_target):
         yield
 
 

@@ -34,7 +34,7 @@ from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     with_graphs,
 )
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 PROMPTS = random_prompts((5, 60, 1, 50, 9))
 """Two are longer than a round's 24 tokens: parts of them are read in rounds without logits indices."""

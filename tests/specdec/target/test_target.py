@@ -22,7 +22,7 @@ from specdec.target.alterations import Alterations
 from specdec.target.rereading import dummy_ids, scrambled_table
 from specdec.target.target import AuxStateRecorder, probe_target
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
