@@ -18,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -140,6 +141,13 @@ def every_self_test(right_targets_once: None) -> Iterator[None]:
 
     with patch.multiple(specdec.model, twin_test=twin_test, check_target=check_target):
         yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test-quick` tries a quarter of the examples of every property: see `fakes.examples`."""
+    if config.getoption("markexpr") == "not slow":
+        settings.register_profile("quick", max_examples=settings.default.max_examples // 4)
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

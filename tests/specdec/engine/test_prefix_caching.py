@@ -54,16 +54,19 @@ def found_by(completions: list[Any]) -> list[tuple[int, int]]:
     return [(c.stats.prefix_hit_tokens, c.stats.cached_tokens) for c in completions]
 
 
-@pytest.mark.parametrize("kind", ["table", "eagle3"])
+SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"max_num_seqs": 9, "max_num_batched_tokens": 60},
-        {"max_num_batched_tokens": 18},
-        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}, marks=pytest.mark.slow),
+        pytest.param("table", {"max_num_seqs": 9, "max_num_batched_tokens": 60}, id="all at once"),
+        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks"),
+        pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
+        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.slow),
+        pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.slow),
+        pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
-    ids=["all at once", "chunks", "pages of one token", "short of pages"],
 )
 def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
@@ -209,6 +212,7 @@ def _as_if_nothing_followed(self: Any, tokens: Any, num_pages: int) -> list[byte
     return [b"-"] * num_pages
 
 
+@pytest.mark.slow
 def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     monkeypatch.setattr(PrefixCache, "_following", _as_if_nothing_followed)

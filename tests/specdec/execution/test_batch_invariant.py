@@ -67,7 +67,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_all_rounds_run_the_model_of_the_graphs(
     drafts: int,
     graphs_on_cpu: list[Replayed],  # noqa: F811

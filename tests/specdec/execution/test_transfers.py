@@ -67,7 +67,10 @@ def transfers_a_round(
     return float(sent / ROUNDS)
 
 
-@pytest.mark.parametrize(("rows", "prompts", "copies"), [(0, 0, 3.0), (1, 1, 4.0), (1, 0, 4.0)])
+@pytest.mark.parametrize(
+    ("rows", "prompts", "copies"),
+    [(0, 0, 3.0), pytest.param(1, 1, 4.0, marks=pytest.mark.slow), pytest.param(1, 0, 4.0, marks=pytest.mark.slow)],
+)
 def test_mixed_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +82,10 @@ def test_mixed_rounds(
     assert transfers_a_round(monkeypatch, mixed_rounds, rows, prompts) == copies
 
 
-@pytest.mark.parametrize(("rows", "copies"), [(0, 2.0), (0.5, 3.0), (1, 3.0)])
+@pytest.mark.parametrize(
+    ("rows", "copies"),
+    [(0, 2.0), pytest.param(0.5, 3.0, marks=pytest.mark.slow), pytest.param(1, 3.0, marks=pytest.mark.slow)],
+)
 def test_rounds_in_which_every_row_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

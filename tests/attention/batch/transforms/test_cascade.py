@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -68,7 +69,7 @@ def attended(batch: HostBatch, cascades: bool, dtype: torch.dtype, spec: Attenti
     return runner.attend(runner.plan(metadata), 0, *states)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(batches())
 def test_two_levels_are_flat_attention(batch: HostBatch) -> None:
     """Short and long rows, with and without the prefix, in float32."""
@@ -76,7 +77,7 @@ def test_two_levels_are_flat_attention(batch: HostBatch) -> None:
     assert (ours - flat).abs().max() <= 1e-5
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(batches())
 def test_a_prefix_is_seen_by_all_of_its_rows(batch: HostBatch) -> None:
     prefix = shared_prefix(batch.block_table, batch.num_computed_tokens, batch.page_size)
