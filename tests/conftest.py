@@ -143,6 +143,18 @@ def every_self_test(right_targets_once: None) -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without the validators, which look at every page: for tests that run thousands of rounds.
+
+    (Setting SPECDEC_CHECK does nothing once `attention` is imported: it is read there.)
+    """
+    from attention.checking import check_mode
+
+    with check_mode(False):
+        yield
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """`make test-quick` tries a quarter of the examples of every property: see `fakes.examples`."""
     if config.getoption("markexpr") == "not slow":

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 from click.testing import CliRunner
 
-from attention.checking import check_mode
 from benchmarks.simulate_serving import RoundTime, Simulated, full_queue, interference, main
 from specdec.config import MAX_NUM_PREFILL_TOKENS
-
-
-@pytest.fixture
-def unchecked() -> Iterator[None]:
-    """Minutes of serving: the validators, which look at every page, are on in the short runs."""
-    with check_mode(False):
-        yield
 
 
 def test_every_request_gets_its_tokens_and_the_clock_is_the_sum_of_the_rounds() -> None:

@@ -229,9 +229,8 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 @pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
-def test_prompts_of_five_shots_share_them(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_five_shots_share_them(target: str, draft: str, unchecked: None) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA. Nothing that is found is given up because of the head."""
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}
     with SpeculativeModel.from_pretrained(target, draft, **sizes) as model:
         prompts = [model.tokenizer.encode(text) for text in five_shots(6, None)]

@@ -126,7 +126,6 @@ def test_drafts_on_pages_of_other_requests(
     assert wrapped.engine_stats.cached_tokens > 100
     if options:
         return
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
     plain = DraftInput
     monkeypatch.setattr(
         "specdec.rounds.drafting.DraftInput",
