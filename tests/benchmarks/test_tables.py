@@ -76,7 +76,9 @@ def test_a_start_is_shown_step_by_step(tmp_path: Path) -> None:
     cold |= {"workload_first": {"longest_ms": [90.0, 50.0]}}
     warm = cold | {"steps": {"reading": 4.0}, "start_s": 5.0}
     line = {"benchmark": "start", "shape": "tiny", "drafts": 3, "rows": 2, "cold": cold, "warm": warm}
-    (tmp_path / "start.jsonl").write_text(json.dumps(line | {"torch": "2", "transformers": "5", "machine": "x"}))
+    (tmp_path / "start.jsonl").write_text(
+        json.dumps(line | {"torch": "2", "transformers": "5", "machine": "x", "commit": "c"})
+    )
     text = tables.page(tmp_path)
     for row in ("compiling | 20.00 |  |", "reading |  | 4.00 |", "there | 21.00 | 5.00 |", "workload | 0.09 | 0.09 |"):
         assert row in text
