@@ -84,7 +84,8 @@ def run(model: Layers, tokens: int = 5, backend: Any = compile_regions) -> None:
             assert torch.allclose(model.seen, kept, atol=1e-5)
 
 
-@pytest.mark.parametrize("layers", [5, pytest.param(9, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layers", [5, 9])
 def test_layers_that_are_alike_are_compiled_once(compiled: list[GraphModule], layers: int) -> None:
     """Four forms: the first and the last region have no layer on one side, and one layer keeps its states."""
     run(Layers((1.0,) * layers))
