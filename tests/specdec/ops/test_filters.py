@@ -285,7 +285,7 @@ def test_no_residual_mass_draws_from_p() -> None:
         assert packed.tolist() == [[0, token, 0, 1]]
 
 
-ROWS, VOCAB = 120, 6
+ROWS, VOCAB = 200, 6
 SETTING = (1.3, 5, 0.97, 0.05)
 TARGET, HEAD, KNOWN = [0.9, -1.0, 1.4, -0.6, -0.8, -5.0], [0.2, 0.2, 0.9, 3.3], [0, 1, 3, 4]
 
