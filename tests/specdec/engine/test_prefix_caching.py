@@ -127,6 +127,20 @@ def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
         SamplingParams(cache_prefix="no")  # type: ignore[arg-type]
 
 
+def test_rows_from_graphs_may_list_more_pages_than_there_are(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    """Eight rows of 26 pages each, 25 of them the same, in a pool of 70."""
+    common = random_prompts((100,), seed=5)[0]
+    prompts = [common + own for own in random_prompts([3] * 8, seed=6)]
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_tokens": 280}
+    graphed = with_graphs(head_of("table"), num_speculative_tokens=3, enable_prefix_caching=True, **sizes)
+    graphed.generate(prompts[:1], PARAMS)
+    completions = graphed.generate(prompts, PARAMS)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, NEW) for p in prompts]
+    assert min(c.stats.cached_tokens for c in completions) == 96
+    assert all(wrong_rounds(graphed.head, c) == [] for c in completions)
+    assert free_everywhere(graphed)
+
+
 def test_pages_of_an_aborted_request_are_found() -> None:
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=3)
     stream = wrapped.stream(PROMPTS[0], PARAMS)
