@@ -7,6 +7,7 @@ rounds (so float16 here); tests/gpu runs the compiled kernels.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -19,9 +20,11 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
 from attention.backends.invariant import InvariantBackend
 from attention.backends.reference import TorchBackend
-from attention.batch.host import rows_batch
+from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
+from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.kernels.cascade import launch_prefix, shared_keys
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
@@ -117,6 +120,68 @@ def test_packed_attention(
         tokens = slice(row * query_len, (row + 1) * query_len)
         expected = attended(query[tokens], keys[slots], values[slots], key.scale)
         assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
+
+
+@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "query_len"), [((8, 2), 64, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
+)
+@pytest.mark.parametrize("parts", [1, 3])
+def test_packed_attention_after_a_shared_prefix(
+    heads: tuple[int, int], dim: int, page_size: int, query_len: int, layout: KVLayout, parts: int
+) -> None:
+    """The same launch for any prefix: rows that share it or do not, prefixes at the edges of tiles and parts, none."""
+    key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 14
+    scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
+    pages = torch.zeros(rows, dtype=torch.int32)
+    shared = shared_keys(pages, key, query_len, 4)
+    shape = (parts, *shared.sums.shape[1:])
+    shared = replace(
+        shared,
+        sums=torch.empty(shape),
+        stats=torch.empty(*shape[:-1], 2),
+        tiling=replace(shared.tiling, parts=parts, least_keys=64),
+    )
+    query = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)[:, :-1]
+    for prefix, members in ((0, ()), (64, range(rows)), (96, range(1, 12)), (320, (0, 13)), (32, range(3, rows))):
+        count = prefix // page_size
+        members = np.array(members, np.int64)
+        lengths = query_len + np.arange(rows) % 3 * 40
+        lengths[members] += prefix
+        table, layer = _rows_over(lengths, members, count, key, page_size, layout)
+        batch = rows_batch(np.arange(rows + 1) * query_len, lengths - query_len, table, page_size)
+        found = shared_prefix(table, batch.num_computed_tokens, page_size)
+        by_row = np.zeros(rows, np.int32) if found is None else found.pages_by_row(rows)
+        assert by_row.max() == count and (by_row > 0).sum() == len(members)
+        pages.copy_(torch.from_numpy(by_row))
+        for x in (shared.sums, shared.stats, scratch.sums, scratch.stats):
+            x.fill_(torch.nan)
+        indptr, indices, last = (
+            torch.from_numpy(x) for x in (batch.page_indptr, batch.page_indices, batch.last_page_len)
+        )
+        out = torch.zeros(rows * query_len, heads[0], dim, dtype=torch.float16)
+        launch_prefix(query, layer, key, indptr, indices, shared, query_len)
+        launch_packed(query, layer, key, indptr, indices, last, out, scratch, query_len, shared)
+        assert not scratch.arrived.any()
+        assert bool(shared.sums.isnan().all()) == (not prefix)
+        keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
+        for row, length in enumerate(lengths):
+            slots = torch.from_numpy(slots_of(table, np.full(length, row), np.arange(length), page_size))
+            tokens = slice(row * query_len, (row + 1) * query_len)
+            expected = attended(query[tokens], keys[slots], values[slots], key.scale)
+            assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm(), (prefix, row)
+
+
+def _rows_over(
+    lengths: np.ndarray, members: np.ndarray, count: int, key: AttentionSpec, page_size: int, layout: KVLayout
+) -> tuple[np.ndarray, LayerKV]:
+    """Block table of rows of these lengths, the first `count` pages of `members` being the same; and a cache."""
+    width = int((-(-lengths // page_size)).max())
+    own = np.random.default_rng(2).permutation(np.arange(1, count + len(lengths) * width + 1)).astype(np.int32)
+    table = own[count:].reshape(len(lengths), width).copy()
+    table[members, :count] = own[:count]
+    table[np.arange(width) >= -(-lengths // page_size)[:, None]] = 0
+    return table, cache(key, len(own) + 1, page_size, layout)
 
 
 def test_packed_kernel_follows_its_part() -> None:
