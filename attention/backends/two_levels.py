@@ -7,7 +7,7 @@ these (Source: Milakov & Gimelshein, arXiv 1805.02867, the online softmax).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -18,8 +18,8 @@ from attention.spec import AttentionSpec
 def cascade_limit(key: AttentionSpec, eight_bits: bool) -> str:
     """Why layers are never attended in two levels, in words; "" where they can be. eight_bits: the cache.
 
-    >>> plain = AttentionSpec(8, 2, 64, 64, 1.0)
-    >>> cascade_limit(plain, False), cascade_limit(plain, True), cascade_limit(replace(plain, window=9), False)
+    >>> plain, windowed = AttentionSpec(8, 2, 64, 64, 1.0), AttentionSpec(8, 2, 64, 64, 1.0, window=9)
+    >>> cascade_limit(plain, False), cascade_limit(plain, True), cascade_limit(windowed, False)
     ('', 'an 8-bit cache', 'a sliding window')
     """
     limits = (
@@ -59,9 +59,7 @@ def attend_prefix(level: PrefixLevel, key: AttentionSpec, query: torch.Tensor, l
     return level_of(q.permute(1, 2, 0, 3)[None], k.transpose(0, 1)[None], v.transpose(0, 1)[None], None, key)
 
 
-def level_of(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, key: AttentionSpec
-) -> Level:
+def level_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, key: AttentionSpec) -> Level:
     """q [b, Hkv, G, Q, Dk], k and v [b, Hkv, S, D], mask [b, 1, G·Q, S] bool or None -> of the b·Q tokens in order."""
     rows, heads, groups, queries, _ = q.shape
     dtype = torch.promote_types(q.dtype, torch.float32)

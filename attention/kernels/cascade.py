@@ -149,13 +149,10 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     tl.store(stats_ptr + place * 2 + 1, l, mask=own)
 
 
-def shared_keys(pages: torch.Tensor, key: AttentionSpec, query_len: int, multiprocessors: int) -> SharedKeys:
-    """Room for the sums of B rows of `query_len` tokens; pages: [B] int32, see `SharedKeys`."""
-    tokens = len(pages) * query_len
-    tiling = prefix_tiling(tokens * (key.num_q_heads // key.num_kv_heads), key.num_kv_heads, multiprocessors)
+def sum_shapes(key: AttentionSpec, tokens: int, tiling: PrefixTiling) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of `SharedKeys.sums` and `SharedKeys.stats`, for a batch of so many tokens."""
     places = (tiling.parts, tokens, key.num_q_heads)
-    sums = torch.empty(*places, key.head_dim_v, dtype=torch.float32, device=pages.device)
-    return SharedKeys(pages, sums, sums.new_empty(*places, 2), tiling)
+    return (*places, key.head_dim_v), (*places, 2)
 
 
 def launch_prefix(

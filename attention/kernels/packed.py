@@ -211,13 +211,14 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
     l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
     acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
-    if CASCADE:
+    if CASCADE:  # noqa: SIM102  # one is known to the compiler
         if (part == 0) & (before > 0):
             share_before = prefix_share(before, PREFIX_PARTS, PREFIX_TILE, PREFIX_LEAST)
+            left_keys = tl.where(token < query_len, before, 0)  # [M]
             for other in tl.static_range(PREFIX_PARTS):  # unrolled, so that one load does not wait for the other
                 left_at = (other * rows * query_len + place) * QUERY_HEADS + head  # [M] int64
                 stats = prefix_stats_ptr + left_at * 2  # [M]
-                is_left = (token < query_len) & (other * share_before < before)  # [M]
+                is_left = left_keys > other * share_before  # [M]
                 m_of = tl.load(stats, mask=is_left, other=-1e30, cache_modifier=".cg")  # [M]
                 l_of = tl.load(stats + 1, mask=is_left, other=0.0, cache_modifier=".cg")  # [M]
                 left = prefix_sums_ptr + left_at[:, None] * DIM + column[None, :]  # [M, D]

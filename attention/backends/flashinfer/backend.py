@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -29,7 +28,7 @@ from attention.backends.flashinfer.mla import (
     check_mla_supported,
     run_mla,
 )
-from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed, packed_scratch
+from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, is_packed
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
     Kernel,
@@ -47,9 +46,6 @@ from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from attention.kernels.packed import Scratch
 
 PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
@@ -129,9 +125,12 @@ class FlashInferBuilder:
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
-        packed: Callable[[], PackedKernel],
+        packed: Callable[[HostBatch, int, int], PackedKernel],
     ) -> None:
-        """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it."""
+        """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it.
+
+        packed: (batch, n, query_len) -> a packed kernel for its first n rows, of query_len tokens each.
+        """
         self._packs = partial(is_packed, group, key, dtype)
         self._packed = packed
         self._rings: dict[Route, _Ring] = {
@@ -148,15 +147,15 @@ class FlashInferBuilder:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
         for part in split_batch(metadata):
-            kernel = self._kernel(part)
+            kernel = self._kernel(part, metadata.host)
             kernel.plan(part)
             planned.append((kernel, kernel.generation, part.start))
         return FlashInferPlan(tuple(planned))
 
-    def _kernel(self, part: Part) -> Kernel | PackedKernel:
+    def _kernel(self, part: Part, host: HostBatch) -> Kernel | PackedKernel:
         query_len = part.query_len
         if query_len is not None and self._packs(query_len):
-            return self._packed()
+            return self._packed(host, len(part.seq_lens), query_len)
         return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
@@ -210,6 +209,7 @@ class FixedBuilder:
         """Plan one batch from its host arrays."""
         self._part = part = whole_batch(metadata)
         self._kernel.plan(part)
+        self._share(metadata.host)
         return FlashInferPlan(((self._kernel, self._kernel.generation, part.start),))
 
     def replan(self, host: HostBatch) -> None:
@@ -217,6 +217,11 @@ class FixedBuilder:
         assert self._part is not None
         if not self._kernel.keeps(host.page_indptr):
             self._kernel.plan(self._part.at(host))
+        self._share(host)
+
+    def _share(self, host: HostBatch) -> None:
+        if isinstance(self._kernel, PackedKernel):
+            self._kernel.share(host)
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
@@ -277,16 +282,19 @@ class FlashInferBackend:
     name = "flashinfer"
     batch_invariant = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cascades: bool = False) -> None:
+        """cascades: look for pages that rows share, and attend them once where that pays."""
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
-        self._scratch: Scratch | None = None
+        self._packed = PackedKernels(device, cascades)
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
-        return FlashInferBuilder(self._workspace_for(key), group, key, dtype, partial(self._packed, key))
+        return FlashInferBuilder(
+            self._workspace_for(key), group, key, dtype, partial(self._packed.of_batch, key, dtype)
+        )
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
@@ -294,9 +302,8 @@ class FlashInferBackend:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        packs = is_packed(group, key, dtype, 1)
-        packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
-        return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
+        kernel = kernel_name(group.format.dtype_for(dtype), key, dtype, "fa2")
+        return f"FlashInfer {kernel}{chunks}{self._packed.in_words(group, key, dtype)}"
 
     def fixed_builder(
         self,
@@ -311,7 +318,7 @@ class FlashInferBackend:
         check_supported(group, key, dtype)
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
         if is_packed(group, key, dtype, query_len):
-            return FixedBuilder(self._packed(key), geometry)
+            return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
@@ -320,11 +327,6 @@ class FlashInferBackend:
         splits = splits_kv(key, rows, self._workspace.device)
         workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
-
-    def _packed(self, key: AttentionSpec) -> PackedKernel:
-        if self._scratch is None:
-            self._scratch = packed_scratch(self._workspace.device)
-        return PackedKernel(key, self._scratch)
 
     def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.backends.flashinfer.sharing import SharedRows, Sharing, cascade_in_words
 from attention.backends.flashinfer.wrapper import Part
+from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
 
@@ -40,10 +42,12 @@ def packed_scratch(device: torch.device) -> Scratch:
 
 class PackedKernel:
     """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
-    planned batch lay."""
+    planned batch lay. Pages that rows share are attended once, where that pays; see `sharing`."""
 
-    def __init__(self, key: AttentionSpec, scratch: Scratch) -> None:
+    def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | None = None) -> None:
+        """sharing: of the batches that it serves; None where no pages are looked for."""
         self.generation = 0
+        self._sharing = sharing
         self._scratch = scratch
         self._key = key
         self._part: Part | None = None
@@ -53,16 +57,64 @@ class PackedKernel:
         self._part = part
         self.generation += 1
 
+    def share(self, batch: HostBatch) -> None:
+        """Find the pages that rows of the planned batch share; batch: begins with these rows."""
+        if self._sharing is not None:
+            self._sharing.update(batch)
+
     def keeps(self, page_indptr: object) -> bool:
         """See `Kernel.keeps`: any lengths will do."""
         return True
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """See `Kernel.run`; there are no sinks."""
+        from attention.kernels.cascade import launch_prefix
         from attention.kernels.packed import launch_packed
 
         assert self._part is not None and sinks is None
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
         query_len = (part.stop - part.start) // len(part.device_last_page_len)
-        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len)
+        shared = None if self._sharing is None else self._sharing.shared
+        if shared is not None:
+            launch_prefix(query, layer_kv, self._key, *places[:2], shared, query_len)
+        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len, shared)
+
+
+class PackedKernels:
+    """The packed kernels of a device: what they share, and whether they look for pages that rows share."""
+
+    def __init__(self, device: torch.device, cascades: bool) -> None:
+        """cascades: look for them, and attend them once where that pays."""
+        self._device = device
+        self._scratch: Scratch | None = None
+        self._sharing = Sharing(device) if cascades else None
+
+    def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
+        """For batches of this shape."""
+        scratch = self._made()
+        if self._sharing is None:
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self._sharing.fixed(key, dtype, (rows, query_len), scratch.multiprocessors))
+
+    def of_batch(
+        self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
+    ) -> PackedKernel:
+        """For the first rows of a batch, `query_len` tokens each."""
+        scratch, shape = self._made(), (rows, query_len)
+        if self._sharing is None:
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self._sharing.of_batch(key, dtype, shape, scratch.multiprocessors, batch))
+
+    def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        """What they serve, after the name of another kernel; "" for nothing."""
+        packs = is_packed(group, key, dtype, 1)
+        packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
+        if self._sharing is None:
+            return packed
+        return f"{packed}; {cascade_in_words(packs, key, group.format.dtype_for(dtype) != dtype)}"
+
+    def _made(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = packed_scratch(self._device)
+        return self._scratch

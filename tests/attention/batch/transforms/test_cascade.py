@@ -51,11 +51,7 @@ def batches(draw: st.DrawFn) -> HostBatch:
     """Rows over up to five shared pages, some of which lie wholly inside them; writes to a shared page are allowed only
     to one row, so a row shares no more pages than it has computed or is alone on."""
     page_size = draw(st.sampled_from([1, 3, 4]))
-    rows = draw(
-        st.lists(
-            st.tuples(st.integers(0, 5), st.integers(0, 24), st.integers(1, 20)), min_size=1, max_size=6
-        )
-    )
+    rows = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 24), st.integers(1, 20)), min_size=1, max_size=6))
     return batch_of([(min(n, computed // page_size), computed, lens) for n, computed, lens in rows], page_size, 3)
 
 
@@ -65,7 +61,9 @@ def attended(batch: HostBatch, cascades: bool, dtype: torch.dtype, spec: Attenti
     generator = torch.Generator().manual_seed(0)
     for pages in (runner.layers[0].keys, runner.layers[0].values):
         pages.copy_(torch.randn(pages.shape, generator=generator, dtype=torch.float64))
-    states = [torch.randn(batch.num_tokens, h, 8, generator=generator, dtype=torch.float64).to(dtype) for h in (4, 2, 2)]
+    states = [
+        torch.randn(batch.num_tokens, h, 8, generator=generator, dtype=torch.float64).to(dtype) for h in (4, 2, 2)
+    ]
     metadata = stage(batch, *single_batch_arena(batch.num_reqs, batch.num_tokens, batch.block_table.shape[1], CPU))
     return runner.attend(runner.plan(metadata), 0, *states)
 
