@@ -10,11 +10,13 @@ import numpy as np
 import torch
 
 from attention.backends.flashinfer.backend import whole_batch
+from attention.backends.flashinfer.packed import PackedKernel, is_packed, packed_scratch
 from attention.backends.flashinfer.wrapper import Kernel, Route
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat, LayerKV, allocate
+from attention.errors import UnsupportedAttentionError
 from attention.kernels.write import write_kv
 from attention.spec import AttentionSpec
 
@@ -26,24 +28,26 @@ _CACHES_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Case:
-    """One batch: `rows` rows with `query` new tokens each and `context` keys in all; dtypes of queries and of cache."""
+    """One batch: `rows` rows with `query` new tokens each and `context` keys in all; dtypes of queries and of cache;
+    what the layer is."""
 
     rows: int
     query: int
     context: int
     dtype: torch.dtype
     cache: torch.dtype
+    key: AttentionSpec = KEY
 
     @property
     def cache_bytes(self) -> int:
         """Keys and values of all rows in one layer."""
-        return self.rows * self.context * 2 * KEY.num_kv_heads * KEY.head_dim_k * self.cache.itemsize
+        return self.rows * self.context * 2 * self.key.num_kv_heads * self.key.head_dim_k * self.cache.itemsize
 
     @property
     def operations(self) -> int:
         """Of both matmuls over what causal attention sees."""
         seen = self.query * self.context - self.query * (self.query - 1) // 2
-        return 4 * self.rows * seen * KEY.num_q_heads * KEY.head_dim_k
+        return 4 * self.rows * seen * self.key.num_q_heads * self.key.head_dim_k
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class FlashInferConfiguration:
 
     def __init__(self, scene: Scene, workspace: torch.Tensor, route: Route, fixed: bool) -> None:
         shape = (scene.case.rows, scene.case.query) if fixed else None
-        self._kernel = Kernel(workspace, scene.group, KEY, scene.case.dtype, route, shape)
+        self._kernel = Kernel(workspace, scene.group, scene.case.key, scene.case.dtype, route, shape)
         self._part = whole_batch(scene.metadata)
         self._query = scene.states[0]
         self._out = torch.empty_like(self._query)
@@ -87,26 +91,26 @@ class FlashInferConfiguration:
 
 
 class DecodeConfiguration:
-    """FlashInfer's own decode wrapper on tensor cores, in graph form, planned by its own method from host arrays."""
+    """FlashInfer's own decode wrapper, in graph form, planned by its own method from host arrays."""
 
-    def __init__(self, scene: Scene, workspace: torch.Tensor) -> None:
+    def __init__(self, scene: Scene, workspace: torch.Tensor, tensor_cores: bool = True) -> None:
         from flashinfer import BatchDecodeWithPagedKVCacheWrapper
 
-        host, views = scene.metadata.host, scene.metadata
+        host, views, key = scene.metadata.host, scene.metadata, scene.case.key
         self._wrapper: Any = BatchDecodeWithPagedKVCacheWrapper(
             workspace,
             "NHD",
             use_cuda_graph=True,
-            use_tensor_cores=True,
-            backend="fa2",
+            use_tensor_cores=tensor_cores,
+            backend="fa2" if tensor_cores else "auto",
             paged_kv_indptr_buffer=views.page_indptr.clone(),
             paged_kv_indices_buffer=views.page_indices.clone(),
             paged_kv_last_page_len_buffer=views.last_page_len.clone(),
         )
         indptr, last = torch.from_numpy(host.page_indptr), torch.from_numpy(host.last_page_len)
-        sizes = (KEY.num_q_heads, KEY.num_kv_heads, KEY.head_dim_k, PAGE_SIZE)
+        sizes = (key.num_q_heads, key.num_kv_heads, key.head_dim_k, PAGE_SIZE)
         self._arguments = (indptr, views.page_indices[: len(host.page_indices)], last, *sizes)
-        self._dtypes = {"q_data_type": scene.case.dtype, "kv_data_type": scene.case.cache, "sm_scale": KEY.scale}
+        self._dtypes = {"q_data_type": scene.case.dtype, "kv_data_type": scene.case.cache, "sm_scale": key.scale}
         self._query = scene.states[0]
         self._out = torch.empty_like(self._query)
 
@@ -119,13 +123,33 @@ class DecodeConfiguration:
         self._wrapper.run(self._query, (layer.keys, layer.values), out=self._out)
 
 
+class PackedConfiguration:
+    """Our kernel of short queries, for any number of rows; nothing to plan."""
+
+    def __init__(self, scene: Scene) -> None:
+        if not is_packed(scene.group, scene.case.key, scene.case.dtype, scene.case.query):
+            raise UnsupportedAttentionError(f"the packed kernel is not for {scene.case.key}")
+        self._kernel = PackedKernel(scene.case.key, packed_scratch(CUDA))
+        self._part = whole_batch(scene.metadata)
+        self._query = scene.states[0]
+        self._out = torch.empty_like(self._query)
+
+    def plan(self) -> None:
+        """See Configuration."""
+        self._kernel.plan(self._part)
+
+    def run(self, layer: LayerKV) -> None:
+        """See Configuration."""
+        self._kernel.run(self._query, layer, self._out, None)
+
+
 class TorchConfiguration:
     """The reference backend; its run writes the batch's keys and values as well."""
 
     def __init__(self, scene: Scene) -> None:
         self._scene = scene
         self._backend = TorchBackend(CUDA)
-        self._builder = self._backend.builder(scene.group, KEY, scene.case.dtype)
+        self._builder = self._backend.builder(scene.group, scene.case.key, scene.case.dtype)
         self._plan = self._builder.build(scene.metadata)
 
     def plan(self) -> None:
@@ -134,7 +158,7 @@ class TorchConfiguration:
 
     def run(self, layer: LayerKV) -> None:
         """See Configuration."""
-        self._backend.run(self._plan, KEY, *self._scene.states, layer, self._scene.metadata)
+        self._backend.run(self._plan, self._scene.case.key, *self._scene.states, layer, self._scene.metadata)
 
 
 class WriteConfiguration:
@@ -156,7 +180,8 @@ def make_scene(case: Case) -> Scene:
     pages = -(-case.context // PAGE_SIZE)
     count = max(1, min(128, _CACHES_BYTES // case.cache_bytes))
     format = KVFormat(FP8 if case.cache == FP8 else None)
-    group = CacheGroup("bench", (KEY,) * count, case.rows * pages + 1, PAGE_SIZE, "NHD", format)
+    key = case.key
+    group = CacheGroup("bench", (key,) * count, case.rows * pages + 1, PAGE_SIZE, "NHD", format)
     layers = allocate(group, case.dtype, CUDA)
     for tensor in (t for layer in layers for t in (layer.keys, layer.values)):
         _fill(tensor)
@@ -165,8 +190,8 @@ def make_scene(case: Case) -> Scene:
     first = np.full(case.rows, case.context - case.query)
     batch = rows_batch(starts, first, table.astype(np.int32), PAGE_SIZE)
     metadata = stage(batch, *single_batch_arena(batch.num_reqs, batch.num_tokens, pages, CUDA))
-    heads = (KEY.num_q_heads, KEY.num_kv_heads, KEY.num_kv_heads)
-    query, key, value = (torch.randn(batch.num_tokens, n, KEY.head_dim_k, device=CUDA).to(case.dtype) for n in heads)
+    heads = (key.num_q_heads, key.num_kv_heads, key.num_kv_heads)
+    query, key, value = (torch.randn(batch.num_tokens, n, key.head_dim_k, device=CUDA).to(case.dtype) for n in heads)
     return Scene(case, group, metadata, layers, (query, key, value))
 
 

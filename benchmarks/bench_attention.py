@@ -1,6 +1,6 @@
 """Planning and running one attention layer: every kernel against the bytes and operations it cannot avoid.
 
-    python benchmarks/bench_attention.py --out benchmarks/results/attention.jsonl
+    python -m benchmarks.bench_attention --out benchmarks/results/attention.jsonl
 
 A layer of Llama-3.1-8B's shape (32 query heads, 8 KV heads, head dim 128, pages of 16). Two kinds of batches: rows with
 a few query tokens over a long cache (decoding and verification), bound by the bytes of the cache; and prompt chunks,
@@ -23,10 +23,10 @@ from typing import Any
 
 import click
 import torch
-from attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
-from document import provenance
 
 from attention.cache.kv_cache import FP8
+from benchmarks.attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
+from benchmarks.document import provenance
 
 _REPEATS = 15
 _LEAST_LAUNCHES = 16

@@ -223,7 +223,8 @@ ARMS = {
 def main(part: str, count: int, k: int, target: str, draft: str, out: Path | None) -> None:
     """Measure the pair; ends in one JSON line."""
     data = Path(os.environ["SPECDEC_DATA"])
-    model = SpeculativeModel.from_pretrained(target, draft=draft, num_speculative_tokens=k, max_num_seqs=16)
+    options: dict[str, Any] = {"num_speculative_tokens": k, "max_num_seqs": 16, "enable_prefix_caching": False}
+    model = SpeculativeModel.from_pretrained(target, draft=draft, **options)  # the same questions, again and again
     numbers = acceptance_numbers if part == "acceptance" else speed_numbers
     head = {"benchmark": f"builtin_{part}", "target": target, "questions": count, "k": k, "device": str(model.device)}
     publish(head | numbers(model, data, count), out)

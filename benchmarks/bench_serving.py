@@ -3,6 +3,7 @@
     python -m benchmarks.bench_serving --out serving.jsonl                                      # greedy, all at once
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
+    python -m benchmarks.bench_serving --shared-prefix 2048 --out serving.jsonl                 # 32 tokens of their own
     SPECDEC_COMMIT=11c2809 python -m benchmarks.bench_serving --tree OLD --out serving.jsonl    # another commit
     OTHER_COMMIT=11c2809 python -m benchmarks.bench_serving --against OLD --out serving.jsonl   # both, and their ratio
 
@@ -29,6 +30,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ import torch
 from benchmarks.document import provenance
 from benchmarks.hold import wait_for
 from benchmarks.mixed import mixed_rounds
+from benchmarks.prefix import shared_prefix
 from benchmarks.serving import interference, served, tokens_to_outlast
 from benchmarks.shapes import SHAPES, Pair, random_pair
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide, engine_of, sharpen
@@ -74,10 +77,12 @@ def workload(model: SpeculativeModel, load: Load, vocab: int, repeats: int) -> d
     return found
 
 
-def wrapped(pair: Pair, drafts: int, graphs: str, **sizes: int) -> SpeculativeModel:
+def wrapped(pair: Pair, drafts: int, graphs: str, prefix_caching: bool = False, **sizes: int) -> SpeculativeModel:
     """The public model over a pair. sizes: other options of `from_pretrained`."""
     head = pair.head if drafts else None
     options: dict[str, Any] = sizes | _GRAPHS[graphs]
+    if "enable_prefix_caching" in signature(SpeculativeModel.from_pretrained).parameters:  # not in older checkouts
+        options["enable_prefix_caching"] = prefix_caching
     return SpeculativeModel.from_pretrained(
         pair.target, head, num_speculative_tokens=drafts, tokenizer=Tokenizer(), **options
     )
@@ -154,6 +159,12 @@ def traced_summary(trace: dict[str, Any]) -> str:
 
 def summary(line: dict[str, Any]) -> str:
     """The numbers that matter, for a reader."""
+    if line["benchmark"] == "shared_prefix":
+        return (
+            f"first token {line['first_token_cached_ms_median']:.1f} ms with {line['cached_tokens']} of "
+            f"{line['prefix'] + line['own']} tokens cached, {line['first_token_uncached_ms_median']:.1f} ms without: "
+            f"{line['cached_over_uncached']:.3f} x"
+        )
     if line["benchmark"] == "interference":
         pairs = [
             f"{unit}: median alone {line['alone'][f'{unit}_ms_median']:.2f} ms, "
@@ -231,6 +242,8 @@ def trace_of_mixed(
 @click.option("--updates", type=int, default=300, show_default=True, help="Of --interference: of each row, twice.")
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
 @click.option("--trace", "traced_rounds", type=int, default=0, help="Of --interference: mixed rounds to trace.")
+@click.option("--shared-prefix", "prefix", type=int, default=0, help="Tokens with which all prompts begin.")
+@click.option("--own", type=int, default=32, show_default=True, help="Of --shared-prefix: other tokens of each prompt.")
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
 @click.option(
@@ -261,6 +274,8 @@ def main(
     updates: int,
     arriving: tuple[int, int],
     traced_rounds: int,
+    prefix: int,
+    own: int,
     device: str,
     tree: Path | None,
     against: Path | None,
@@ -270,6 +285,8 @@ def main(
     """Measure one workload and print one JSON line."""
     if traced_rounds and not interfere:
         raise click.UsageError("--trace traces mixed rounds: give --interference too, or trace with bench_round")
+    if prefix and (interfere or tree is not None or against is not None):
+        raise click.UsageError("--shared-prefix is measured alone: leave out --interference, --tree and --against")
     if tree is not None:
         other = over(tree, without(sys.argv[1:], "--tree"), "SPECDEC_COMMIT")
         os.execve(sys.executable, other.command, other.environment)
@@ -281,16 +298,19 @@ def main(
     load = Load(requests, prompt, output, sampled_share, rate, seed)
     lasting = tokens_to_outlast(updates, drafts) if interfere else output[1]
     sizes = {"max_model_len": max(prompt[1] + lasting, sum(arriving) * interfere) + 16, "max_num_seqs": at_once}
+    if prefix:
+        sizes = {"max_model_len": prefix + own + 2 * drafts + 32, "max_num_seqs": at_once}
     sizes |= {} if batched_tokens is None else {"max_num_batched_tokens": batched_tokens}
     sizes |= {} if prefill_tokens is None else {"max_num_prefill_tokens": prefill_tokens}
     started = time.perf_counter()
-    model = wrapped(pair, drafts, graphs, **sizes)
+    model = wrapped(pair, drafts, graphs, prefix > 0, **sizes)
     start_s = time.perf_counter() - started
     if hold is not None:
         wait_for(hold)
     vocab = pair.target.config.vocab_size
     decide(model, DrawnAcceptance(acceptance, vocab, np.random.default_rng(seed), place))
-    line: dict[str, Any] = {"benchmark": "interference" if interfere else "serving", "shape": shape, "drafts": drafts}
+    kind = "shared_prefix" if prefix else "interference" if interfere else "serving"
+    line: dict[str, Any] = {"benchmark": kind, "shape": shape, "drafts": drafts}
     line |= {"acceptance": acceptance, "prompt": prompt, "at_once": at_once, "rate": rate, "seed": seed}
     line |= {
         "sampled_share": sampled_share,
@@ -300,7 +320,9 @@ def main(
         "prefill_tokens": prefill_tokens,
     }
     line |= {"start_s": start_s, **provenance()}
-    if interfere:
+    if prefix:
+        line |= shared_prefix(model, prefix, own, repeats, vocab, seed)
+    elif interfere:
         line |= {"rows": rows, "arriving": arriving} | interfered(model, load, rows, arriving, updates)
         if traced_rounds:  # last: once CUPTI has been on, a process launches every graph slowly
             line["trace"] = trace_of_mixed(model, load, rows, arriving, traced_rounds)

@@ -24,6 +24,7 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
+bench_backends (every attention backend on every batch of the test suite),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
 (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
@@ -120,6 +121,36 @@ def kernels(lines: list[Line]) -> list[list[str]]:
         same = sorted(group, key=lambda line: line["run_us"])
         runs = ", ".join(f"{line['route']} {line['run_us']:.1f}" for line in same)
         table.append([kind, str(rows), str(query), str(context), cache, runs, _short(same[0].get("floor_us"))])
+    return table
+
+
+def backends(lines: list[Line]) -> list[list[str]]:
+    """Every backend on every batch of the suite; what one does not serve, by its own words."""
+    table = [
+        ["batch", "rows", "tokens", "keys", "backend", "plan µs", "run µs a layer", "total µs", "floor µs", "ratio"]
+    ]
+    for line in lines:
+        size = [line["batch"], *(str(line[name]) for name in ("rows", "tokens", "keys"))]
+        times = [_number(line.get(name), ".1f") for name in ("plan_us", "run_us", "total_us")]
+        ratio = f"refused: {line['refused']}".replace("|", "/") if "refused" in line else f"{line['ratio']:.2f}"
+        table.append([*size, line["backend"], *times, f"{line['floor_us']:.1f}", ratio])
+    return table
+
+
+def decode_kernels(lines: list[Line]) -> list[list[str]]:
+    """Microseconds of each decode kernel, and the fastest of them."""
+    names = list(dict.fromkeys(line["kernel"] for line in lines))
+    table = [["head dim", "query heads a KV head", "rows", *names, "floor", "fastest"]]
+
+    def case(line: Line) -> tuple[int, int, int]:
+        return line["head_dim"], line["query_heads_a_kv_head"], line["rows"]
+
+    for which, group in itertools.groupby(sorted(lines, key=case), key=case):
+        found = {line["kernel"]: line for line in group}
+        runs = {name: line["run_us"] for name, line in found.items() if "run_us" in line}
+        times = [_number(runs.get(name), ".1f") or "refused" for name in names]
+        fastest = min(runs, key=lambda name: runs[name]) if runs else ""
+        table.append([*map(str, which), *times, f"{next(iter(found.values()))['floor_us']:.1f}", fastest])
     return table
 
 
@@ -251,6 +282,8 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "serving": servings,
     "interference": interferences,
     "attention": kernels,
+    "backends": backends,
+    "decode_kernels": decode_kernels,
     "check_pair": pairs,
     "check_half": halves,
     "draft_sampling": draft_samplings,

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from specdec.errors import InvalidInputError
 
-BACKENDS = ("auto", "torch", "flashinfer", "batch_invariant")
+BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
 """How the target's keys and values are stored, see `specdec.loading.backends.kv_format`."""
@@ -52,6 +52,7 @@ class EngineConfig:
             together: it bounds how much longer a prompt makes the time between two tokens of those rows. Where no row
             decodes, `max_num_batched_tokens` alone holds.
         windowed: the target's further cache groups, see `attention.groups`.
+        enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
     """
 
     num_speculative_tokens: int
@@ -64,6 +65,7 @@ class EngineConfig:
     draft_sampling: str = "probabilistic"
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
     windowed: tuple[WindowedPool, ...] = ()
+    enable_prefix_caching: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -34,6 +35,7 @@ from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
+from specdec.loading.prefixes import choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
@@ -82,6 +84,7 @@ class SpeculativeModel:
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
+        prefix_caching: "on", or "off: " and the reason.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
             call on another one.
@@ -99,6 +102,7 @@ class SpeculativeModel:
         layout: KVLayout = "NHD",
         generation_config: Use = "model",
         checkpoint: Checkpoint | None = None,
+        prefix_caching: str | None = None,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -108,7 +112,8 @@ class SpeculativeModel:
             format: how the target's keys and values are stored.
             layout: order inside a page of the target's cache and the head's.
             generation_config: what of the model's own applies; see `from_pretrained`.
-            checkpoint: where the target was read from, for `describe`.
+            checkpoint: where the target was read from, for `describe`. prefix_caching: see the attribute; default by
+                `config`.
 
         Raises:
             InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -126,6 +131,7 @@ class SpeculativeModel:
         self.config = config
         self.generation_config_use = generation_config
         self.backend_name = backend.name
+        self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
@@ -184,6 +190,7 @@ class SpeculativeModel:
         kv_cache_scales: Sequence[tuple[float, float]] | None = None,
         kv_cache_layout: str = "auto",
         hybrid_kv_cache: bool = True,
+        enable_prefix_caching: bool | Literal["auto"] = "auto",
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
@@ -201,9 +208,12 @@ class SpeculativeModel:
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
-            backend: "auto", "torch", "flashinfer", or "batch_invariant": kernels by which a token's result has the same
-                bits whatever else is in the batch, so that half precision says the same with and without speculation.
-                Not with cuda_graphs=False; slower, see the README.
+            backend: attention kernels. "auto": FlashInfer on a GPU, "flex" where it is not installed and on ROCm builds
+                of torch (untested on such hardware), "torch" (the reference) on a CPU. "flex": torch's FlexAttention,
+                compiled at the first rounds; no CUDA graphs.
+                "batch_invariant": a token's result has the same bits whatever else is in the batch, so that half
+                precision says the same with and without speculation. Not with cuda_graphs=False; slower, see the
+                README.
             dtype: "auto" (float32 on CPU, the checkpoint's on a GPU) or a torch dtype or its name.
             device: default CUDA where there is one; a loaded model stays as it is.
             tokenizer: a tokenizer, or the folder or hub name of one; default the target's own; needed when `target` is
@@ -222,10 +232,16 @@ class SpeculativeModel:
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
                 1.0 everywhere, which cuts off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
-                "HND", head by head; "auto" is NHD. It changes no token: only where a key lies.
+                "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
+                changes no token: only where a key lies.
             hybrid_kv_cache: layers with a sliding window have pages of their own, freed once they are behind it, where
                 other layers see further (Gemma 2 and 3, gpt-oss, …): the same memory holds far more tokens.
                 False: all layers keep all keys. It changes no token.
+            enable_prefix_caching: requests begin with the pages of the cache, the target's and the head's, that earlier
+                ones with the same first tokens left there; those least recently used go first when pages are needed.
+                "auto": wherever it can be done (`describe` says where not); True: else that is an error. In float32 and
+                with "batch_invariant" no token changes; otherwise a prompt is then read in other pieces, which round
+                differently, as they do beside other requests. SamplingParams.cache_prefix is the switch of one request.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
@@ -310,6 +326,8 @@ class SpeculativeModel:
             max_num_prefill_tokens=options.max_num_prefill_tokens,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
+        prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, len(config.windowed) > 0)
+        config = replace(config, enable_prefix_caching=prefix_caching == "on")
         windowed = sizes.of_pools(config.windowed, page_size)
         check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed)
         if isinstance(draft, (str, Path)):
@@ -323,9 +341,10 @@ class SpeculativeModel:
                 config,
                 options.cuda_graphs,
                 format=format,
-                layout=kv_layout(options.kv_cache_layout),
+                layout=kv_layout(options.kv_cache_layout, backend),
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
+                prefix_caching=prefix_caching,
             )
 
     def close(self) -> None:
@@ -478,6 +497,7 @@ class SpeculativeModel:
                     "requests are running on the old weights; finish or close them before refresh()"
                 )
             self._live.check()
+            self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 

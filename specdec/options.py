@@ -225,6 +225,13 @@ class LoadOptions:
             Flag(), "Free the pages of sliding-window layers behind the window, where other layers see further."
         ),
     )
+    enable_prefix_caching: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(),
+            "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
+        ),
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),

@@ -69,7 +69,7 @@ def test_every_package_is_checked() -> None:
 @pytest.mark.parametrize(
     ("module", "only"),
     [
-        ("flashinfer", {f"attention/backends/flashinfer/{name}.py" for name in ("causal", "wrapper", "mla")}),
+        ("flashinfer", {f"attention/backends/flashinfer/{name}.py" for name in ("causal", "wrapper", "mla", "trtllm")}),
         ("nvmath", {"specdec/ops/products/library.py"}),
         ("transformers.integrations", {"specdec/ops/experts.py"}),
     ],

@@ -19,8 +19,6 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, packed_scratch
-from attention.backends.invariant import InvariantBackend
-from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.batch.transforms.cascade import CascadeCost, shared_prefix
@@ -29,7 +27,6 @@ from attention.kernels.cascade import SharedKeys, launch_prefix, prefix_tiling, 
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
-from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from specdec.ops.argmax import greedy_drafts
 from specdec.ops.argmax_kernel import launch_greedy
@@ -236,49 +233,6 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
         copies.append(shared.num_copies)
         found.append(shared.shared.pages.tolist())
     assert found == [[0] * 4, [2] * 4, [2] * 4, [0, 3, 3, 3], [0] * 4] and copies == [0, 1, 1, 2, 3]
-
-
-KINDS = {
-    "plain": {},
-    "window": {"window": 40},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"has_sinks": True},
-    "all": {"window": 150, "softcap": 5.0, "has_sinks": True},
-}
-
-SINGLE = ("window", "softcap", "sinks")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("heads", "page_size", "layout"), [((8, 2), 16, "NHD"), ((8, 2), 16, "HND"), ((6, 2), 1, "HND")]
-)
-@pytest.mark.parametrize("kind", ["plain", "all", *(pytest.param(k, marks=pytest.mark.slow) for k in SINGLE)])
-def test_batch_invariant_attention(kind: str, heads: tuple[int, int], page_size: int, layout: KVLayout) -> None:
-    """Decoding, verification and a chunk of a prompt in one batch, over lengths at the edges of the tiles of keys."""
-    key = AttentionSpec(*heads, 64, 64, 0.125, **KINDS[kind])  # type: ignore[arg-type]
-    query_lens, start = np.array([1, 6, 50, 3]), np.array([127, 250, 150, 0])
-    counts = -(-(query_lens + start) // page_size)
-    table = np.zeros((4, counts.max()), np.int32)
-    table[np.arange(counts.max()) < counts[:, None]] = np.random.default_rng(1).permutation(counts.sum()) + 1
-    batch = rows_batch(np.concatenate([[0], np.cumsum(query_lens)]), start, table, page_size)
-    arena, bucket = single_batch_arena(4, batch.num_tokens, table.shape[1], CPU)
-    metadata = stage(batch, arena, bucket)
-    group = CacheGroup("test", (key,), int(counts.sum()) + 1, page_size, layout)
-    ours, reference = (GroupRunner(b, group, torch.float16, CPU) for b in (InvariantBackend(), TorchBackend(CPU)))
-    for mine, theirs in zip(ours.layers, reference.layers, strict=True):
-        theirs.keys.copy_(mine.keys.normal_())
-        theirs.values.copy_(mine.values.normal_())
-    fused = torch.randn(batch.num_tokens, heads[0] + 2 * heads[1], 64, dtype=torch.float16)
-    states = fused.split((heads[0], heads[1], heads[1]), 1)
-    sinks = torch.randn(heads[0], dtype=torch.float16) if key.has_sinks else None
-    padded = [torch.cat([x, x.new_full((9, *x.shape[1:]), float("nan"))]) for x in states]
-    out = padded[0].new_full(padded[0].shape, 7.0)
-    assert ours.attend(ours.plan(metadata), 0, *padded, sinks, out) is out
-    assert (out[batch.num_tokens :] == 7).all()
-    expected = reference.attend(reference.plan(metadata), 0, states[0].float(), states[1], states[2], sinks)
-    for token in range(batch.num_tokens):
-        assert (out[token] - expected[token]).norm() <= 4e-3 * expected[token].norm()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from attention.backends.building import Build
     from attention.batch.host import HostBatch
     from attention.batch.metadata import CommonAttentionMetadata
-    from attention.cache.kv_cache import CacheGroup, LayerKV
+    from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 
 
 class AttentionMetadataBuilder(Protocol):
@@ -81,6 +81,15 @@ class AttentionBackend(Protocol):
         Returns:
             `out`. Padding rows of a new tensor may hold anything.
         """
+
+
+@runtime_checkable
+class PrefersLayout(Protocol):
+    """A backend whose kernels read one order inside a page better than the other, on its device."""
+
+    @property
+    def preferred_layout(self) -> KVLayout:
+        """What `kv_cache_layout="auto"` is then."""
 
 
 class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):

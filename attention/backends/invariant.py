@@ -37,14 +37,15 @@ class InvariantBuilder:
 
 
 class InvariantBackend:
-    """GQA, sliding window, softcap, sinks, NHD and HND pages of any size; caches in the dtype of the model."""
+    """GQA, sliding window, softcap, sinks, heads of any width up to 512, NHD and HND pages of any size; caches in the
+    dtype of the model."""
 
     name = "batch_invariant"
     batch_invariant = True
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `AttentionBackend.route`."""
-        return f"batch-invariant Triton kernel, {str(dtype).removeprefix('torch.')}, head dim {key.head_dim_k}"
+        return f"batch-invariant {own_kernel(group, key, dtype)}"
 
     def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> InvariantBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
@@ -76,14 +77,43 @@ class InvariantBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        from attention.kernels.invariant import launch_invariant_attention
-        from attention.kernels.write import write_kv
+        return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
 
-        write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
-        if out is None:
-            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
-        launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
-        return out
+
+def own_kernel(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+    """What the kernel is compiled for, in words.
+
+    >>> group = CacheGroup("target", (), 4, 16)
+    >>> own_kernel(group, AttentionSpec(8, 2, 192, 128, 1.0), torch.bfloat16)
+    'Triton kernel, bfloat16, head dims 192 and 128'
+    """
+    dims = f"head dim {key.head_dim_k}"
+    if key.head_dim_v != key.head_dim_k:
+        dims = f"head dims {key.head_dim_k} and {key.head_dim_v}"
+    cache = "" if group.format.dtype is None else f", cache {str(group.format.dtype).removeprefix('torch.')}"
+    return f"Triton kernel, {str(dtype).removeprefix('torch.')}, {dims}{cache}"
+
+
+def run_invariant(
+    plan: InvariantPlan,
+    key: AttentionSpec,
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    layer_kv: LayerKV,
+    metadata: CommonAttentionMetadata,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write K and V, then attend; see `AttentionBackend.run`."""
+    from attention.kernels.invariant import launch_invariant_attention
+    from attention.kernels.write import write_kv
+
+    write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+    if out is None:
+        out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+    launch_invariant_attention(query, layer_kv, key, plan.max_query_len, metadata, sinks, out)
+    return out
 
 
 def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:

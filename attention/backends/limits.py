@@ -9,6 +9,14 @@ from attention.spec import AttentionSpec
 
 HALF = (torch.float16, torch.bfloat16)
 HEAD_DIMS = (64, 128, 256)
+"""Of FlashInfer's paged kernels, equal for keys and values."""
+WIDEST_HEAD = 512
+"""Of our own kernel (`attention/kernels/invariant.py`), keys and values each."""
+
+
+def has_flashinfer_heads(key: AttentionSpec) -> bool:
+    """Whether FlashInfer has a paged kernel for heads of this width; all others take our own kernel."""
+    return key.head_dim_k == key.head_dim_v and key.head_dim_k in HEAD_DIMS
 
 
 def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
@@ -24,8 +32,7 @@ def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
         raise UnsupportedAttentionError(
             f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
         )
-    if key.head_dim_k != key.head_dim_v or key.head_dim_k not in HEAD_DIMS:
+    if max(key.head_dim_k, key.head_dim_v) > WIDEST_HEAD:
         raise UnsupportedAttentionError(
-            f"{where} takes head dims {HEAD_DIMS}, equal for keys and values; "
-            f"given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"
+            f"{where} takes head dims up to {WIDEST_HEAD}; given {key.head_dim_k} and {key.head_dim_v}{elsewhere}"
         )

@@ -115,6 +115,8 @@ def _group_prefixes(prefix: str, num_groups: int) -> tuple[str, ...]:
 def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
     """The arrays of a HostBatch under their arena names, those of its further cache groups included."""
     arrays = {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+    if not batch.other_groups:
+        return arrays
     for own, group in zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True):
         arrays |= {f"{own}.{name}": getattr(group, name) for name, _, _ in _GROUP_FIELDS}
     return arrays

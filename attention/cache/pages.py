@@ -51,6 +51,20 @@ class PageAllocator:
         """A copy of the free list (for the ownership checker)."""
         return list(self._free)
 
+    def check_holders(self, held: Counter[int]) -> None:
+        """Every page has exactly one owner: the free list or a row.
+
+        Args:
+            held: of every page, in how many places of rows it stands.
+
+        Raises:
+            InvariantError: a page is owned twice, or lost.
+        """
+        seen = held + Counter(self._free)
+        require(NULL_PAGE not in seen, "the null page has an owner")
+        require(set(seen.values()) <= {1}, f"pages owned twice: {[p for p, n in seen.items() if n > 1][:8]}")
+        require(len(seen) == self.num_pages - 1, f"{self.num_pages - 1 - len(seen)} pages are lost")
+
 
 class BlockTables:
     """Rows of page ids, one row a running request, over one allocator.
@@ -58,16 +72,24 @@ class BlockTables:
     `table` is [max_rows, P] int32; entries past a row's own pages are 0.
     """
 
-    def __init__(self, num_pages: int, max_rows: int, max_tokens_per_row: int, page_size: int) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        max_rows: int,
+        max_tokens_per_row: int,
+        page_size: int,
+        allocator: PageAllocator | None = None,
+    ) -> None:
+        """allocator: of `num_pages` pages; default one in which every page has one owner."""
         self.page_size = page_size
-        self.allocator = PageAllocator(num_pages)
+        self.allocator = allocator or PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
         self._counts = np.zeros(max_rows, np.int64)
 
     @property
     def num_used(self) -> int:
-        """Pages that rows own."""
-        return int(self._counts.sum())
+        """Pages that rows hold; one that several rows share counts once."""
+        return self.allocator.num_pages - 1 - self.allocator.num_free
 
     @property
     def capacity_tokens(self) -> int:
@@ -81,6 +103,17 @@ class BlockTables:
     def release(self, row: int) -> None:
         """Return all pages of a row."""
         self.resize([row], [0])
+
+    def pages_of(self, row: int) -> list[int]:
+        """A row's pages, in the order of its tokens."""
+        pages: list[int] = self.table[row, : self._counts[row]].tolist()
+        return pages
+
+    def begin(self, row: int, pages: Sequence[int]) -> None:
+        """Let a row without pages begin with these, which its allocator counts as held by it already."""
+        require(not self._counts[row], "a row that has pages was given others to begin with")
+        self.table[row, : len(pages)] = pages
+        self._counts[row] = len(pages)
 
     def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
         """Give each row exactly the pages that num_tokens[i] tokens need; the rest is returned.
@@ -99,16 +132,13 @@ class BlockTables:
         self._set(owners, np.maximum(self._pages_of(num_tokens), self._counts[owners]))
 
     def validate(self) -> None:
-        """Every page has exactly one owner: the free list, one place in one row, or none (page 0).
+        """Every page has the holders that its allocator knows of, and page 0 has none.
 
         Raises:
             InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
         """
-        owned = [int(p) for row, n in zip(self.table, self._counts, strict=True) for p in row[:n]]
-        seen = Counter(owned + self.allocator.free_pages())
-        require(NULL_PAGE not in seen, "the null page has an owner")
-        require(set(seen.values()) <= {1}, f"pages owned twice: {[p for p, n in seen.items() if n > 1][:8]}")
-        require(len(seen) == self.allocator.num_pages - 1, f"{self.allocator.num_pages - 1 - len(seen)} pages are lost")
+        held = Counter(page for row in range(len(self.table)) for page in self.pages_of(row))
+        self.allocator.check_holders(held)
         tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
         require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
 

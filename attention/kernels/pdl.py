@@ -27,6 +27,11 @@ def wait_for_predecessor(DEPENDENT: tl.constexpr):  # type: ignore[no-untyped-de
 
 @cache
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """The options of a launch, for kernels that call `wait_for_predecessor`; Hopper and later have it."""
-    has = device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device)[0] >= 9
+    """The options of a launch, for kernels that call `wait_for_predecessor`; Hopper and later have it.
+
+    On a ROCm build the instructions are left out of the kernels, and Triton knows no option `launch_pdl`.
+    """
+    if torch.version.hip is not None:
+        return {"DEPENDENT": False}
+    has = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 9
     return {"DEPENDENT": has, "launch_pdl": has}

@@ -24,6 +24,15 @@ def key_places(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def without_padding(rows, column, DIM: tl.constexpr):  # type: ignore[no-untyped-def]
+    """rows [R, 1] bool, column [W] -> [R, W] bool: a row's first DIM columns, or `rows` where W is DIM."""
+    if column.shape[0] == DIM:
+        return rows
+    else:  # noqa: RET505 - two shapes, one compiled each
+        return rows & (column < DIM)[None, :]
+
+
+@triton.jit
 def attend_tile(s, v, m, l, acc):  # type: ignore[no-untyped-def]  # noqa: E741
     """One step of the online softmax over a tile of N keys.
 

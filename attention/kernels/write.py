@@ -15,10 +15,10 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 
 @triton.jit
 def _write_kernel(  # type: ignore[no-untyped-def]
-    key_ptr,  # [T, Hkv, D]
-    value_ptr,  # [T, Hkv, D]
-    keys_ptr,  # [pages, page_size, Hkv, D], or [pages, Hkv, page_size, D]: see the strides
-    values_ptr,  # as keys
+    key_ptr,  # [T, Hkv, Dk]
+    value_ptr,  # [T, Hkv, Dv]
+    keys_ptr,  # [pages, page_size, Hkv, Dk], or [pages, Hkv, page_size, Dk]: see the strides
+    values_ptr,  # as keys, Dv wide
     slot_ptr,  # [T] int64
     key_token,
     key_head,
@@ -27,6 +27,9 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     page_stride,
     slot_stride,
     head_stride,
+    value_page,
+    value_slot,
+    value_head_stride,
     key_inverse,
     value_inverse,
     limit,
@@ -34,6 +37,7 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
+    DIM_V: tl.constexpr,
     BLOCK: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -45,27 +49,32 @@ def _write_kernel(  # type: ignore[no-untyped-def]
     inside = at < HEADS * DIM  # [BLOCK]
     place = (slot // PAGE_SIZE) * page_stride + (slot % PAGE_SIZE) * slot_stride + head * head_stride + column
     key = tl.load(key_ptr + token * key_token + head * key_head + column, mask=inside)  # [BLOCK]
-    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=inside)  # [BLOCK]
+    value_place, value_inside = place, inside
+    if DIM_V != DIM:  # the same for values, whose heads are of another width
+        head, column, value_inside = at // DIM_V, at % DIM_V, at < HEADS * DIM_V
+        value_place = (slot // PAGE_SIZE) * value_page + (slot % PAGE_SIZE) * value_slot
+        value_place += head * value_head_stride + column
+    value = tl.load(value_ptr + token * value_token + head * value_head + column, mask=value_inside)  # [BLOCK]
     if EIGHT_BITS:
         key = tl.minimum(tl.maximum(key.to(tl.float32) * key_inverse, -limit), limit)
         value = tl.minimum(tl.maximum(value.to(tl.float32) * value_inverse, -limit), limit)
     tl.store(keys_ptr + place, key.to(keys_ptr.dtype.element_ty), mask=inside)
-    tl.store(values_ptr + place, value.to(values_ptr.dtype.element_ty), mask=inside)
+    tl.store(values_ptr + value_place, value.to(values_ptr.dtype.element_ty), mask=value_inside)
 
 
 def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mapping: torch.Tensor) -> None:
-    """Write key and value [T' >= T, Hkv, D] (last dimension contiguous) to their slots [T] int64, in place.
+    """Write key [T' >= T, Hkv, Dk] and value [T', Hkv, Dv] (last dimension contiguous) to their slots [T] int64, in
+    place.
 
-    The cache tensors of keys and values have the same shape and strides. The rule of 8-bit caches is that of
-    `attention.cache.kv_cache.KVFormat`.
+    The rule of 8-bit caches is that of `attention.cache.kv_cache.KVFormat`.
     """
     _, heads, dim = key.shape
-    pages, (slot, head) = layer.keys, layer.slot_and_head
+    pages, values, (slot, head) = layer.keys, layer.values, layer.slot_and_head
     _write_kernel[(len(slot_mapping),)](
         key,
         value,
         pages,
-        layer.values,
+        values,
         slot_mapping,
         key.stride(0),
         key.stride(1),
@@ -74,6 +83,9 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
         pages.stride(0),
         pages.stride(slot),
         pages.stride(head),
+        values.stride(0),
+        values.stride(slot),
+        values.stride(head),
         1 / layer.key_scale,
         1 / layer.value_scale,
         FP8_MAX,
@@ -81,6 +93,7 @@ def write_kv(layer: LayerKV, key: torch.Tensor, value: torch.Tensor, slot_mappin
         PAGE_SIZE=pages.shape[slot],
         HEADS=heads,
         DIM=dim,
-        BLOCK=triton.next_power_of_2(heads * dim),
+        DIM_V=value.shape[2],
+        BLOCK=triton.next_power_of_2(heads * max(dim, value.shape[2])),
         **dependent_launch(key.device),
     )

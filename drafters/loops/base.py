@@ -106,6 +106,8 @@ class DraftInput:
         tokens: [N, L] int32 committed tokens by position; the bonus token stands at seq'.
         num_drafts_next: [R] n_i, drafts to make for the drafting rows, at least 1.
         block_table: [B', P] int32 of the head's pages.
+        begins: [B'] the first position of each that the head reads; what is in its pages before it stays as it is. None
+            where all begin at 0.
     """
 
     query_start_loc: np.ndarray
@@ -118,6 +120,7 @@ class DraftInput:
     num_drafts_next: np.ndarray
     block_table: np.ndarray
     page_size: int
+    begins: np.ndarray | None = None
 
     @cached_property
     def drafting(self) -> DraftingRows:
@@ -143,6 +146,17 @@ class LoopSize:
     def steps(self) -> int:
         """Steps after the draft prefill."""
         return max(self.drafts - 1, 0)
+
+
+@runtime_checkable
+class SharesPages(Protocol):
+    """A loop whose pages may serve another request that begins with the same tokens: all that a request needs of what
+    was read before is in the head's pages.
+
+    num_following: how many tokens after a position its entry there depends on, at least 1.
+    """
+
+    num_following: int
 
 
 class LoopArrays(Protocol):

@@ -110,7 +110,7 @@ def _check_generates(name: str, output_type: str) -> None:
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan
-    results = [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
+    results = evaluate(model, prepared, store, report)
     kept = _asked(store, plan)
     baseline, fast = (kept[arm.name] for arm in plan.arms)
     return {
@@ -123,13 +123,29 @@ def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStor
             "prompts_sha256": digest([a.question_id for a in baseline]),
         },
         "definitions": {**definitions(), "mcnemar": paired.MCNEMAR, "accuracy_interval": paired.INTERVAL},
-        "scores": _scores(*results),
+        "scores": scores(*results),
         "identical": _identical(baseline, fast),
         "arms": [_totals_only(summarize(arm, kept[arm.name], baseline, plan.seed)) for arm in plan.arms],
+        "timing": {
+            "prefix_cache": {arm.name: found["prefix_cache"] for arm, found in zip(plan.arms, results, strict=True)}
+        },
         "lm_eval": {
             arm.name: {key: found[key] for key in _KEPT} for arm, found in zip(plan.arms, results, strict=True)
         },
     }
+
+
+def prefix_cache(side: EngineLM) -> Json:
+    """What the prefix cache had of the prompts that were generated from now: tokens, and the share of those found."""
+    prompts, found = side.prompt_tokens, side.prefix_hit_tokens
+    rate = found / prompts if prompts else None
+    return {"prompt_tokens": prompts, "hit_tokens": found, "cached_tokens": side.cached_tokens, "hit_rate": rate}
+
+
+def evaluate(model: Any, prepared: Prepared, store: RunStore, report: Report) -> list[Json]:
+    """lm-eval's result of each of the plan's configurations."""
+    plan = prepared.plan
+    return [_evaluate(EngineLM(model, arm, **_options(plan, store, report)), prepared) for arm in plan.arms]
 
 
 def _options(plan: AccuracyPlan, store: RunStore, report: Report) -> dict[str, Any]:
@@ -156,7 +172,7 @@ def _evaluate(model: EngineLM, prepared: Prepared) -> Json:
         bootstrap_iters=0,
         confirm_run_unsafe_code=plan.unsafe_code,
     )
-    return found
+    return {**found, "prefix_cache": prefix_cache(model)}
 
 
 def _tasks(plan: AccuracyPlan) -> list[Any]:
@@ -180,7 +196,8 @@ def _samples(result: Json) -> dict[tuple[str, str, str], dict[int, bool]]:
     return scores
 
 
-def _scores(alone: Json, fast: Json) -> list[Json]:
+def scores(alone: Json, fast: Json) -> list[Json]:
+    """Two results on the same questions, for every task, filter and metric: see `paired.paired_accuracy`."""
     found, rival = _samples(alone), _samples(fast)
     rows = []
     for key, right in found.items():

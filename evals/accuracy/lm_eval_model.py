@@ -31,7 +31,7 @@ from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
-from specdec.requests.stats import RoundRecord, pool
+from specdec.requests.stats import RequestStats, RoundRecord, pool
 
 _KNOWN_KWARGS = frozenset({"until", "max_gen_toks", "do_sample", "temperature", "top_p", "top_k", "min_p", "seed"})
 NAME = "specdec"
@@ -43,6 +43,7 @@ class EngineLM(TemplateLM):
 
     Attributes:
         tokenizer, batch_sizes: read by lm-eval.
+        prompt_tokens, prefix_hit_tokens, cached_tokens: of the answers generated, see `RequestStats`.
         rounds: the verification rounds of everything generated so far.
     """
 
@@ -63,6 +64,7 @@ class EngineLM(TemplateLM):
         self.tokenizer = model.tokenizer
         self.batch_sizes: dict[str, int] = {}
         self.rounds: list[RoundRecord] = []
+        self.prompt_tokens = self.prefix_hit_tokens = self.cached_tokens = 0
         self._model = model
         self._arm = arm
         self._max_gen_toks = max_gen_toks
@@ -146,6 +148,7 @@ class EngineLM(TemplateLM):
         last = time.perf_counter()
         for i, completion in self._model.generate_iter([p for p, _ in prepared], [q for _, q in prepared]):
             now = time.perf_counter()
+            self._note_prefix(completion.stats)
             name, request = asked[i]
             task = str(request.task_name)
             turn = to_turn(self.tokenizer, completion, now - last)
@@ -155,6 +158,12 @@ class EngineLM(TemplateLM):
             self._report([answers[name]])
             last = time.perf_counter()
         return answers
+
+    def _note_prefix(self, stats: RequestStats) -> None:
+        """Of answers generated now, not of kept ones."""
+        self.prompt_tokens += stats.prompt_tokens
+        self.prefix_hit_tokens += stats.prefix_hit_tokens
+        self.cached_tokens += stats.cached_tokens
 
     def _prepare(self, name: str, request: Instance) -> tuple[list[int], SamplingParams]:
         """Prompt ids and sampling of a request.
@@ -221,6 +230,10 @@ class EngineLM(TemplateLM):
                 "emitted": stats.emitted,
                 "drafted": stats.drafted,
                 "accepted": stats.accepted,
+                "prompt_tokens": self.prompt_tokens,
+                "prefix_hit_tokens": self.prefix_hit_tokens,
+                "cached_tokens": self.cached_tokens,
+                "prefix_hit_rate": self.prefix_hit_tokens / self.prompt_tokens if self.prompt_tokens else None,
             }
         }
 

@@ -46,6 +46,7 @@ def _shared_options(command: Any) -> Any:
     epilog=examples(
         "specdec eval gsm8k --tasks specdec_arithmetic --limit 50",
         "specdec eval gsm8k --data DIR --tasks gsm8k,gsm8k_cot --limit 200 --output gsm8k.json",
+        "specdec eval gsm8k --tasks specdec_arithmetic --backends flashinfer,batch_invariant,flex,torch",
     ),
 )
 @click.option(
@@ -53,15 +54,27 @@ def _shared_options(command: Any) -> Any:
 )
 @click.option("--num-fewshot", type=click.IntRange(0), default=None, help="Examples in the prompt; default the task's.")
 @click.option("--chat-template/--no-chat-template", default=None, help="Default: with it where the tokenizer has one.")
+@click.option(
+    "--backends",
+    default=None,
+    help="Attention backends in one paired table, e.g. torch,flex; without --model over both built-in models.",
+)
 @_shared_options
-def gsm8k(tasks: str, num_fewshot: int | None, chat_template: bool | None, **options: Any) -> None:
+def gsm8k(
+    tasks: str, num_fewshot: int | None, chat_template: bool | None, backends: str | None, **options: Any
+) -> None:
     """Accuracy with and without speculation on the same prompts, through lm-eval's own tasks.
 
     --data is a folder with train.jsonl and test.jsonl, or test.jsonl itself (train.jsonl must lie beside it), or a
     data folder as $SPECDEC_DATA. Without any of them lm-eval loads its data from the hub.
     """
-    plan = _plan(options, tuple(tasks.split(",")))
-    _run(replace(plan, num_fewshot=num_fewshot), chat_template, options)
+    plan = replace(_plan(options, tuple(tasks.split(","))), num_fewshot=num_fewshot)
+    if backends is None:
+        _run(plan, chat_template, options)
+    else:
+        from evals.cli.accuracy_grid import backends_of, run_grid
+
+        run_grid(plan, chat_template, backends_of(backends, options), options)
 
 
 @click.command(
@@ -201,6 +214,10 @@ def _print(console: Console, document: Json) -> None:
     console.print(f"identical answers: {same['identical']} of {same['questions']}")
     speedup = {"low": None, **arm["timing"]["speedup"]}
     console.print(f"τ {show(arm['metrics']['tau'])}, speed-up {show(speedup, 2)} (ratio of totals)", highlight=False)
+    for name, cached in document["timing"]["prefix_cache"].items():
+        if cached["hit_tokens"]:
+            tokens = f"{cached['hit_tokens']:,} of {cached['prompt_tokens']:,} prompt tokens"
+            console.print(f"prefix cache, {name}: {tokens} ({cached['hit_rate']:.1%})", highlight=False)
     for line in _warnings(document):
         console.print(line, style="bold yellow", highlight=False)
     for key in ("tau", "speedup", "mcnemar", "accuracy_interval", "interval"):

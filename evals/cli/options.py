@@ -120,7 +120,8 @@ def make_asking(options: Mapping[str, Any]) -> Asking:
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
-    params = SamplingParams(**{name: options[name] for name in names})
+    # The configurations are asked the same questions one after the other: none may find what another has left.
+    params = SamplingParams(**{name: options[name] for name in names}, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
 
 

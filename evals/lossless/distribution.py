@@ -172,6 +172,7 @@ def sample(model: Model, prompt: Sequence[int], arm: Configuration, sampling: Sa
         top_p=sampling.top_p,
         ignore_eos=True,
         num_speculative_tokens=arm.k,
+        cache_prefix=False,  # each sample is a draw of its own, its prompt's logits included
     )
     each = [replace(params, seed=question_seed(arm.k, name, i)) for i in range(sampling.samples)]
     completions = model.generate([list(prompt)] * sampling.samples, each)

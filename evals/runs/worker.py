@@ -70,7 +70,10 @@ class Worker:
 
 def _endless(params: SamplingParams) -> SamplingParams:
     return SamplingParams(
-        max_new_tokens=min(params.max_new_tokens, 64), temperature=params.temperature, ignore_eos=True
+        max_new_tokens=min(params.max_new_tokens, 64),
+        temperature=params.temperature,
+        ignore_eos=True,
+        cache_prefix=params.cache_prefix,
     )
 
 

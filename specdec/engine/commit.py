@@ -62,10 +62,15 @@ def ending_tokens(tokens: np.ndarray, count: np.ndarray, eos_ids: np.ndarray) ->
     return found & (np.arange(tokens.shape[1]) < count[:, None])
 
 
-def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable) -> Committed:
+def commit(
+    schedule: Schedule, target: TargetArrays, outcome: Outcome, table: RowTable, head_has_read: bool = False
+) -> Committed:
     """Append the committed tokens to the table and advance its lengths.
 
     A row keeps its accepted drafts and the next bonus token, up to the first eos id and to its limit.
+
+    head_has_read: whether the draft prefill over this verification is launched; else the head has read what was
+        committed before it, of rows with drafts.
     """
     rows = schedule.rows[target.decided]
     width = np.arange(outcome.tokens.shape[1])
@@ -80,7 +85,12 @@ def commit(schedule: Schedule, target: TargetArrays, outcome: Outcome, table: Ro
     table.length[rows] = length + count
     accepted = np.zeros(len(schedule.rows), np.int64)
     accepted[target.decided] = outcome.num_accepted
+    if not head_has_read:
+        drafted = schedule.rows[: schedule.num_drafting]
+        table.head_computed[drafted] = table.computed[drafted]
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
+    if head_has_read:
+        table.head_computed[schedule.rows] = table.computed[schedule.rows]
     return Committed(
         schedule=schedule,
         target=target,

@@ -12,7 +12,9 @@ from collections.abc import Sequence
 
 import torch
 
-from attention.cache.pages import BlockTables
+from attention.cache.pages import BlockTables, PageAllocator
+from attention.cache.prefix import PrefixCache
+from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
@@ -20,16 +22,19 @@ from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
+from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
+from specdec.execution.verification import DraftedVerification
 from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
+from specdec.target.live import WeightVersions
 from specdec.target.target import Target
 
 
@@ -70,19 +75,30 @@ class Engine:
         self._counters.start_transfers(self.executor.transfers)
         self._requests: dict[int, Request] = {}
         self._next_id = 0
+        self._weights: WeightVersions | None = None
+        if config.enable_prefix_caching:
+            self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
 
     def _start(self, waiting: list[Request]) -> None:
-        """Empty tables, all pages free, and these requests waiting."""
+        """Empty tables, all pages free, nothing cached, and these requests waiting."""
         c, drafter = self.config, self._drafter
         self.table = RowTable(c.max_num_seqs, c.max_model_len)
-        head_pages = None if drafter is None else self._pages(c.num_head_pages)
+        num_head_pages = None if drafter is None else c.num_head_pages
         num_modules = 1 if drafter is None else drafter.loop.num_modules
+        cache = self._prefix_cache(num_head_pages)
+        pages = self._pages(c.num_pages, None if cache is None else cache.pages)
+        head_pages = None
+        if num_head_pages is not None:
+            head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
+        prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
         windowed = [windowed_tables(c, pool) for pool in c.windowed]
-        self.scheduler = Scheduler(c, self.table, self._pages(c.num_pages), head_pages, num_modules, windowed)
+        self.scheduler = Scheduler(
+            c, self.table, pages, head_pages, num_modules, windowed, prefixes=prefixes, counters=self._counters
+        )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
         self._connect()
@@ -93,9 +109,22 @@ class Engine:
         num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
-    def _pages(self, num_pages: int) -> BlockTables:
+    def _prefix_cache(self, num_head_pages: int | None) -> PrefixCache | None:
+        """Raises InvalidInputError where there can be none, see `choose_prefix_caching`."""
+        c, drafter = self.config, self._drafter
+        if not c.enable_prefix_caching:
+            return None
+        if c.windowed:
+            raise InvalidInputError("enable_prefix_caching=True: not with cache groups of sliding-window layers")
+        if drafter is None:
+            return PrefixCache(c.page_size, c.num_pages)
+        if not isinstance(drafter.loop, SharesPages):
+            raise InvalidInputError(f"enable_prefix_caching=True: not with {drafter.loop.name}; give False")
+        return PrefixCache(c.page_size, c.num_pages, num_head_pages, drafter.loop.num_following)
+
+    def _pages(self, num_pages: int, allocator: PageAllocator | None) -> BlockTables:
         c = self.config
-        return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size)
+        return BlockTables(num_pages, c.max_num_seqs, c.max_model_len, c.page_size, allocator)
 
     @property
     def stats(self) -> EngineStats:
@@ -168,6 +197,17 @@ class Engine:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
         return self._admission.check(token_ids, params)
 
+    def check_weights(self) -> None:
+        """Empty the prefix cache when weights have changed in place since the last call, see `WeightVersions`."""
+        if self._weights is not None and self._weights.changed():
+            self.forget_prefixes()
+
+    def forget_prefixes(self) -> None:
+        """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""
+        with self._change:
+            if self.scheduler.prefixes is not None:
+                self.scheduler.prefixes.clear()
+
     def abort(self, request_ids: Sequence[int]) -> None:
         """Forget requests, wherever they are; their rows and pages are free at once."""
         with self._change:
@@ -192,7 +232,8 @@ class Engine:
             outcome = self._read(current)  # the round's one device-to-host read
             draft = self._launcher.draft_steps(current, outcome)  # the draft prefill is done: the device goes on
             upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
-            committed = commit(current.schedule, current.target, outcome, self.table)
+            head_has_read = isinstance(current.verification, DraftedVerification)
+            committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
             owners = self._retire(current, committed)
             self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts

@@ -10,12 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.cache.pages import BlockTables
+from attention.cache.prefix import NOTHING, Found
 from attention.cache.windowed import WindowedTables
 from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.faults import Isolated
+from specdec.engine.prefixes import Prefixes
+from specdec.engine.stats import Counters
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable
@@ -53,6 +56,7 @@ class Scheduler:
     Attributes:
         waiting, running: requests in order of arrival.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+        prefixes: what requests share through the prefix cache; None without one.
     """
 
     def __init__(
@@ -63,14 +67,20 @@ class Scheduler:
         head_pages: BlockTables | None,
         num_modules: int = 1,
         windowed_pages: Sequence[WindowedTables] = (),
+        *,
+        prefixes: Prefixes | None = None,
+        counters: Counters | None = None,
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
-        windowed_pages: of the target's further cache groups.
+        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages; not with further
+            groups. counters: what is counted of it.
         """
         self._config = config
         self._table = table
         self._num_modules = num_modules
+        self.prefixes = prefixes
+        self._counters = counters or Counters()
         self.target_pages = target_pages
         self.head_pages = head_pages
         self.windowed_pages = tuple(windowed_pages)
@@ -90,6 +100,8 @@ class Scheduler:
         if checking():
             for pages in self._pools():
                 pages.validate()
+            if self.prefixes is not None:
+                self.prefixes.cache.validate()
         rows = self._config.max_num_seqs - self._table.num_free
         held = (target.num_used, 0 if head is None else head.num_used, sum(pages.num_used for pages in windowed))
         return Usage(requests, len(self.waiting), len(self.running), rows, *held)
@@ -111,6 +123,8 @@ class Scheduler:
             self._free_behind_windows(np.array([r.row for r in self.running], np.int64))
         schedule = self._running_rows()
         if self._reserved(schedule):
+            if self.prefixes is not None:
+                self.prefixes.register_read(schedule)
             schedule = self._with_admitted(schedule)
         else:
             while not self._reserved(schedule):
@@ -222,6 +236,8 @@ class Scheduler:
             drafts = self._table.drafts[rows]
             wanted = np.where(drafts > 0, np.minimum(tokens + drafts, self._config.max_model_len), 0)
             size(self.head_pages, rows, wanted)
+        if checking() and self.prefixes is not None:
+            self.prefixes.check_writable(rows)
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
@@ -229,37 +245,54 @@ class Scheduler:
             return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
         budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
-        rows, chunks = [], []
+        rows: list[int] = []
+        chunks: list[int] = []
+        later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
-        free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
-        while self.waiting and budget > 0 and self._table.num_free:
+        while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting[0]
             prefill, drafts = self._entry(request)
-            promised += self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
-            if (promised > free).any():
+            found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
+            if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
+                later.append(self.waiting.popleft())
+                continue
+            own = self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
+            own[0] -= len(found.pages)
+            if (promised + own > self._free_besides(found)).any():
                 break
+            promised += own
             with Isolated() as fault:
-                self._open(request, prefill)
+                self._open(request, prefill, found)
             self.waiting.popleft()
             if fault.error is not None:
+                promised -= own
                 self.refused.append((request, fault.error))
                 continue
             rows.append(request.row)
-            chunks.append(min(prefill, budget))
+            chunks.append(min(int(self._table.pending(np.array([request.row]))[0]), budget))
             budget -= chunks[-1]
-        self._reserve(np.array(rows, np.int64), np.array(chunks, np.int64), False)
+        self.waiting.extendleft(reversed(later))
+        admitted, lens = np.array(rows, np.int64), np.array(chunks, np.int64)
+        self._reserve(admitted, self._table.computed[admitted] + lens, False)
         no_drafts = np.zeros(len(rows), np.int64)
         return Schedule(
-            np.concatenate([schedule.rows, np.array(rows, np.int64)]),
-            np.concatenate([schedule.num_new, np.array(chunks, np.int64)]),
+            np.concatenate([schedule.rows, admitted]),
+            np.concatenate([schedule.num_new, lens]),
             np.concatenate([schedule.num_drafts, no_drafts]),
         )
 
-    def _pages_of_entry(self, num_tokens: int, chunk: int) -> list[int]:
+    def _free_besides(self, found: Found) -> list[int]:
+        """Free pages of each of the target's groups once `found` is held: until then idle pages of it count as free."""
+        free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
+        if self.prefixes is not None:
+            free[0] -= self.prefixes.cache.num_idle(found)
+        return free
+
+    def _pages_of_entry(self, num_tokens: int, chunk: int) -> np.ndarray:
         """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""
         query_len = max(chunk, self._config.num_speculative_tokens + 1)
         windowed = (pages.most_pages(num_tokens, query_len) for pages in self.windowed_pages)
-        return [self.target_pages.pages_for(num_tokens), *windowed]
+        return np.array([self.target_pages.pages_for(num_tokens), *windowed], np.int64)
 
     def _entry(self, request: Request) -> tuple[int, int]:
         """(tokens that a waiting request prefills, drafts of its first verification after that).
@@ -274,7 +307,8 @@ class Scheduler:
         drafts = int(self._drafts_at(np.array(length - 1), np.array(request.num_drafts), np.array(request.limit)))
         return (length - 1, drafts) if drafts else (length, 0)
 
-    def _open(self, request: Request, prefill: int) -> None:
+    def _open(self, request: Request, prefill: int, found: Found) -> None:
+        page_size = self._config.page_size
         request.row = self._table.open(
             request.committed,
             request.limit,
@@ -283,8 +317,16 @@ class Scheduler:
             request.params,
             request.eos_token_ids,
             prefill,
+            len(found.pages) * page_size,
         )
-        request.times.admitted = request.times.admitted or time.perf_counter()
+        if self.prefixes is not None:
+            self.prefixes.enter(request, found)
+        if not request.times.admitted:
+            request.times.admitted = time.perf_counter()
+            request.prefix_hit_tokens = found.num_pages * page_size
+            request.cached_tokens = len(found.pages) * page_size
+            if self.prefixes is not None and request.params.cache_prefix:
+                self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
     def _preempt(self, request: Request) -> None:
@@ -296,6 +338,8 @@ class Scheduler:
         self.waiting.appendleft(request)
 
     def _close(self, request: Request) -> None:
+        if self.prefixes is not None:
+            self.prefixes.leave(request.row)
         for pages in self._pools():
             pages.release(request.row)
         self._table.close(request.row)

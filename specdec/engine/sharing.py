@@ -237,6 +237,7 @@ class SharedEngine:
 
     def _queue(self, call: Call, requests: Sequence[Submission]) -> None:
         first = self._engine.next_id
+        self._engine.check_weights()
         try:
             for index, request in enumerate(requests):
                 request_id = self._engine.submit(

@@ -12,12 +12,23 @@ class EngineStats:
     Attributes:
         rounds: launched verifications.
         host_to_device, device_to_host: copies. preemptions: requests that lost their row.
+        prefix_query_tokens: prompt tokens of requests that looked into the prefix cache.
+        prefix_hit_tokens: those of them in pages that were found. cached_tokens: those that were not read again: a
+            request that drafts reads the last page that it found again, into a page of its own.
     """
 
     rounds: int = 0
     host_to_device: int = 0
     device_to_host: int = 0
     preemptions: int = 0
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    cached_tokens: int = 0
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """Share of prompt tokens that were found in the prefix cache; NaN where none was looked for."""
+        return self.prefix_hit_tokens / self.prefix_query_tokens if self.prefix_query_tokens else float("nan")
 
 
 class Counters:
@@ -30,11 +41,13 @@ class Counters:
     def __init__(self) -> None:
         self._rounds = self._host_to_device = self._device_to_host = self._preemptions = 0
         self._transfers = 0
+        self._prefix = (0, 0, 0)
 
     @property
     def stats(self) -> EngineStats:
         """What was counted so far."""
-        return EngineStats(self._rounds, self._host_to_device, self._device_to_host, self._preemptions)
+        counts = self._rounds, self._host_to_device, self._device_to_host, self._preemptions
+        return EngineStats(*counts, *self._prefix)
 
     def add_read(self) -> None:
         """A round's device-to-host read."""
@@ -43,6 +56,11 @@ class Counters:
     def add_preemptions(self, count: int) -> None:
         """Requests that lost their row."""
         self._preemptions += count
+
+    def add_prefix(self, prompt: int, found: int, taken: int) -> None:
+        """A request that looked into the prefix cache: tokens of its prompt, found ones, and those not read again."""
+        prompts, hits, cached = self._prefix
+        self._prefix = prompts + prompt, hits + found, cached + taken
 
     def start_transfers(self, transfers: int) -> None:
         """transfers: host-to-device copies that the executor has made so far, which do not count."""

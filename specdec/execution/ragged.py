@@ -52,7 +52,7 @@ def mixed_bucket(config: EngineConfig, rows: int) -> int:
 
     >>> config = EngineConfig(3, 4096, 32, 2048, 16, 100, max_num_prefill_tokens=512)
     >>> [mixed_bucket(config, rows) for rows in (32, 24, 16, 1)]
-    [640, 640, 512, 512]
+    [640, 512, 512, 512]
     """
     tokens = rows * (config.num_speculative_tokens + 1)
     return token_bucket(tokens + prefill_budget(config, tokens), config.max_num_batched_tokens)

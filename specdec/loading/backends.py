@@ -3,6 +3,7 @@ exception."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -10,16 +11,16 @@ from typing import Any, Literal
 
 import torch
 
-from attention.backends.base import AttentionBackend, GraphBackend
+from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecWarning
 
 _STORED = {"auto": None, "fp8": FP8}
-_LAYOUTS: dict[str, KVLayout] = {"auto": "NHD", "NHD": "NHD", "HND": "HND"}
+_LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 _LOCAL = "attention in chunks and temperature tuning (Llama 4)"
 
 
@@ -38,21 +39,21 @@ def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFor
     return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
 
 
-def kv_layout(layout: str) -> KVLayout:
+def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:
     """The order inside a page of the target's cache and the head's; see `attention.cache.kv_cache.CacheGroup`.
 
     Every backend serves both, with all cache dtypes, page sizes and variants of attention that it serves at all. In
     MLA's cache, which has one head, the two are the same bytes.
 
     Args:
-        layout: "auto" is NHD.
+        layout: "auto" is what the backend's kernels read best on its GPU (HND on Blackwell), else NHD.
 
     Raises:
         InvalidInputError: an unknown name.
     """
     if layout not in _LAYOUTS:
         raise InvalidInputError(f"kv_cache_layout={layout!r}: allowed are {', '.join(_LAYOUTS)}")
-    return _LAYOUTS[layout]
+    return _LAYOUTS[layout] or (backend.preferred_layout if isinstance(backend, PrefersLayout) else "NHD")
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ def check_graphs(
             "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
         )
     if cuda_graphs and not isinstance(backend, GraphBackend):
-        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU, not {backend.name!r}")
+        raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU that has graphs, not {backend.name!r}")
     if loop is not None and not isinstance(loop, GraphLoop) and (cuda_graphs or backend.batch_invariant):
         raise InvalidInputError(
             f"{loop.name} run without CUDA graphs, and so not with backend='batch_invariant'; use "
@@ -139,6 +140,8 @@ def expected_keys(config: Any) -> list[AttentionSpec]:
     Only what decides which kernel is built is filled in. [] where the configuration does not say it plainly.
     """
     text = config.get_text_config()
+    if getattr(text, "is_heterogeneous", False):  # Gemma 4: heads differ by layer, and reading head_dim raises
+        return []
     heads, hidden = getattr(text, "num_attention_heads", None), getattr(text, "hidden_size", None)
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return []
@@ -162,7 +165,7 @@ def begin_kernels(
     Args:
         name: of the backend, as in `make_backend`; kv_cache_dtype: as in `kv_format`.
     """
-    if device.type == "cuda" and name in ("auto", "flashinfer") and find_spec("flashinfer") is not None:
+    if device.type == "cuda" and name in ("auto", "flashinfer") and _has_flashinfer():
         from attention.backends.flashinfer.backend import start_building
 
         cache = _STORED.get(kv_cache_dtype) or dtype
@@ -171,10 +174,12 @@ def begin_kernels(
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """The attention backend: "auto" is FlashInfer on CUDA and the torch reference elsewhere.
+    """The attention backend: "auto" is FlashInfer on CUDA, Flex where that is not installed and on a ROCm build (a
+    SpecdecWarning says so), the torch reference elsewhere.
 
     Raises:
-        InvalidInputError: unknown name, a backend for CUDA elsewhere, or FlashInfer not installed.
+        InvalidInputError: unknown name, a backend for CUDA elsewhere, one for NVIDIA GPUs on ROCm, or FlashInfer not
+            installed.
     """
     if name not in BACKENDS:
         raise InvalidInputError(f"backend={name!r}: allowed are {', '.join(BACKENDS)}")
@@ -182,14 +187,43 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
         return TorchBackend(device)
     if device.type != "cuda":
         raise InvalidInputError(f"backend={name!r} needs a CUDA device, not {device}; use backend='torch'")
+    if name == "flex" or (name == "auto" and not _has_flashinfer()):
+        from attention.backends.flex import FlexBackend
+
+        if name == "auto":
+            _warn_of_flex()
+        return FlexBackend(device)
+    if torch.version.hip is not None:
+        raise InvalidInputError(
+            f"backend={name!r} has kernels for NVIDIA GPUs only, and this torch is built for ROCm (HIP "
+            f"{torch.version.hip}); use backend='flex' or 'torch'"
+        )
     if name == "batch_invariant":
         from attention.backends.invariant import InvariantBackend
 
         return InvariantBackend()
-    if find_spec("flashinfer") is None:
+    if not _has_flashinfer():
         raise InvalidInputError(
-            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='torch' (slow on a GPU)"
+            "FlashInfer is not installed: pip install \"specdec-hf[cuda]\", or choose backend='flex', which has no "
+            "CUDA graphs"
         )
     from attention.backends.flashinfer.backend import FlashInferBackend
 
     return FlashInferBackend(device)
+
+
+def _warn_of_flex() -> None:
+    """Nobody asked for Flex by name."""
+    reason = 'FlashInfer is not installed (pip install "specdec-hf[cuda]")'
+    if torch.version.hip is not None:
+        reason = "this torch is built for ROCm, on which this library is not tested"
+    warnings.warn(
+        f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more",
+        SpecdecWarning,
+        stacklevel=3,
+    )
+
+
+def _has_flashinfer() -> bool:
+    """Whether FlashInfer is there, and a torch that it can work with."""
+    return torch.version.hip is None and find_spec("flashinfer") is not None

@@ -29,6 +29,7 @@ class Loaded(Protocol):
     config: Any
     generation_config_use: Any
     graphs: str
+    prefix_caching: str
 
     @property
     def builds(self) -> Any: ...
@@ -71,6 +72,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name)) for runner in runners},
+        "prefix_caching": model.prefix_caching,
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,

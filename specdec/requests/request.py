@@ -121,6 +121,8 @@ class Request:
     times: Times
     row: int = -1
     preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     new_tokens: list[int] = field(default_factory=list)
     rounds: list[RoundRecord] = field(default_factory=list)
@@ -183,6 +185,8 @@ class Request:
             prefill_s=t.first_token - t.admitted,
             decode_s=t.finished - t.first_token,
             preemptions=self.preemptions,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            cached_tokens=self.cached_tokens,
         )
         assert self.finish_reason is not None
         return Completion(

@@ -49,6 +49,8 @@ class SamplingParams:
         return_drafts: keep the draft ids of every round in `Completion.drafts`.
         n: completions of each prompt, in a row, as transformers' num_return_sequences. Sample i of a seed is the same
             whatever n is. Greedy decoding has one completion only: more are refused, as transformers refuses them.
+        cache_prefix: begin with pages that earlier requests left in the prefix cache, and leave this one's there.
+            False: neither. Without effect where the model was loaded with enable_prefix_caching=False.
     """
 
     max_new_tokens: int = 256
@@ -63,6 +65,7 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     return_drafts: bool = False
     n: int = 1
+    cache_prefix: bool = True
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for a value that is not of its kind or outside its range."""
@@ -75,6 +78,7 @@ class SamplingParams:
             "stop_token_ids": _stop_ids(self.stop_token_ids),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
             "return_drafts": flag("return_drafts", self.return_drafts),
+            "cache_prefix": flag("cache_prefix", self.cache_prefix),
             "seed": None if seed is None else whole("seed", seed, *SEEDS, "None or a whole number of 64 bits"),
             "num_speculative_tokens": None
             if spec is None

@@ -37,6 +37,8 @@ class RequestStats:
         prompt_tokens, new_tokens: lengths; new_tokens = 1 + sum(emitted) (0 when nothing was generated).
         queue_s, prefill_s, decode_s: wall seconds waiting, from admission to the first token, from there to the end.
         preemptions: how often the request lost its pages and was recomputed.
+        prefix_hit_tokens: prompt tokens in pages that the prefix cache had when the request was admitted.
+        cached_tokens: those of them that were not read again; with drafts, the last page found is.
     """
 
     rounds: tuple[RoundRecord, ...] = ()
@@ -46,6 +48,8 @@ class RequestStats:
     prefill_s: float = 0.0
     decode_s: float = 0.0
     preemptions: int = 0
+    prefix_hit_tokens: int = 0
+    cached_tokens: int = 0
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def ahead_inputs(target: TargetArrays, num_modules: int = 1, num_carried: int = 
     decided_place[target.decided] = np.arange(len(target.decided))
     place = starts, target.start, target.head_table, target.page_size
     return AheadInputs(
-        batches=(rows_batch(*place), *(shifted_batch(m, *place) for m in range(1, num_modules))),
+        batches=(rows_batch(*place), *(shifted_batch(m, *place, target.begins) for m in range(1, num_modules))),
         token_ids=token_ids,
         token_sources=np.repeat(np.arange(len(counts)) * (target.max_drafts + 1), counts) + offsets_within(counts),
         last_row=starts[:-1] + num_new - 1,

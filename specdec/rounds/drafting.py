@@ -37,6 +37,7 @@ def draft_input(
         num_drafts_next=schedule.num_drafts[: len(drafting)],
         block_table=block_table[rows],
         page_size=page_size,
+        begins=table.begin[rows],
     )
 
 

@@ -15,6 +15,8 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
+        begin [R]: the first position that the row reads itself; what is before it is from the prefix cache.
+        head_computed [R]: positions of which the head has read the target's states; it may have read more.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
             first token; after a preemption all but the bonus token that the row had drafts from.
         limit [R]: most committed tokens (prompt + max_new_tokens, at most max_model_len).
@@ -27,6 +29,8 @@ class RowTable:
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
+        self.begin = np.zeros(max_rows, np.int64)
+        self.head_computed = np.zeros(max_rows, np.int64)
         self.prefill = np.zeros(max_rows, np.int64)
         self.limit = np.zeros(max_rows, np.int64)
         self.drafts = np.zeros(max_rows, np.int64)
@@ -50,16 +54,19 @@ class RowTable:
         params: SamplingParams,
         eos_ids: Sequence[int] = (),
         prefill: int | None = None,
+        begin: int = 0,
     ) -> int:
-        """Take a row for a request that enters (or comes back) with these committed tokens and no KV; return it.
+        """Take a row for a request that enters (or comes back) with these committed tokens; return it.
 
         When a parameter does not fit its column numpy's error is raised and the row stays free.
 
-        prefill: how many of the tokens it reads before it decodes; default all of them.
+        prefill: how many of the tokens it reads before it decodes; default all of them. begin: how many of these have
+            keys and values already.
         """
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
-        self.length[row], self.computed[row], self.limit[row] = len(tokens), 0, limit
+        self.length[row], self.limit[row] = len(tokens), limit
+        self.computed[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self._set_eos(row, eos_ids)

@@ -87,6 +87,7 @@ class TargetArrays:
         request_rows: [B] RowTable rows.
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
         windowed: the rows' pages of the target's further cache groups.
+        begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
     """
 
     start: np.ndarray
@@ -104,6 +105,7 @@ class TargetArrays:
     request_rows: np.ndarray
     sources: np.ndarray | None = None
     windowed: tuple[WindowedTable, ...] = ()
+    begins: np.ndarray | None = None
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -207,6 +209,7 @@ def target_arrays(
         request_rows=rows,
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
         windowed=windowed,
+        begins=table.begin[rows],
     )
 
 
@@ -243,6 +246,7 @@ def target_after(
         page_size=target.page_size,
         request_rows=target.request_rows,
         windowed=windowed,
+        begins=target.begins,
     )
 
 

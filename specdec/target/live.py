@@ -119,6 +119,29 @@ class LiveModel:
             )
 
 
+class WeightVersions:
+    """Whether the values of weights have changed in place since the last look, as far as torch counts that.
+
+    It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
+    not what is written through `.data` or `.detach()`. For inference tensors it counts nothing.
+    """
+
+    def __init__(self, *parts: object) -> None:
+        """parts: modules; anything else has no weights."""
+        modules = (part for part in parts if isinstance(part, nn.Module))
+        tensors = (p for module in modules for p in (*module.parameters(), *module.buffers()))
+        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
+        self._seen = self._now()
+
+    def changed(self) -> bool:
+        """Whether any has since this was asked last."""
+        before, self._seen = self._seen, self._now()
+        return self._seen != before
+
+    def _now(self) -> int:
+        return sum(tensor._version for tensor in self._tensors)
+
+
 def _parts(model: nn.Module) -> tuple[object, ...]:
     """Plain linear layers by their sizes (one may replace another: the engine holds none), others by identity."""
     return tuple((m.in_features, m.out_features) if isinstance(m, nn.Linear) else id(m) for m in model.modules())

@@ -124,7 +124,8 @@ def _answer_rest(model: SpeculativeModel, questions: Questions, store: AnswerSto
     if len(rest) < len(questions.usable):
         line = f"{len(questions.usable) - len(rest)} answers are kept from an earlier run, {len(rest)} are missing"
         console.print(line, highlight=False)
-    params = SamplingParams(max_new_tokens=questions.limits.max_new_tokens)
+    # Without the prefix cache: which questions an interrupted run has answered must not change how others round.
+    params = SamplingParams(max_new_tokens=questions.limits.max_new_tokens, cache_prefix=False)
     each = model.generate_iter([questions.prompts[i] for i in rest], params)
     for index, completion in track(each, "the target answers", total=len(rest), console=console):
         store.add(rest[index], completion.token_ids)

@@ -15,6 +15,7 @@ import pytest
 import torch
 from fakes import VOCAB, engine_of, free_everywhere, table_head, tiny_llama, wrap
 
+import benchmarks.prefix
 from benchmarks.bench_serving import (
     interfered,
     line_of,
@@ -28,6 +29,7 @@ from benchmarks.bench_serving import (
     workload,
 )
 from benchmarks.mixed import mixed_rounds
+from benchmarks.prefix import shared_prefix
 from benchmarks.serving import Rounds, as_they_arrive
 from benchmarks.synthetic import DrawnAcceptance, decide
 from benchmarks.workload import (
@@ -40,6 +42,7 @@ from benchmarks.workload import (
     until_first_token,
     waits,
 )
+from specdec import SamplingParams
 
 LOAD = Load(requests=400, prompt=(64, 1024), output=(32, 384))
 
@@ -94,12 +97,16 @@ def test_percentiles() -> None:
     assert between_updates([])["tokens_an_update"] == 0
 
 
-@pytest.fixture
-def model() -> Any:
+def tiny_pair(prefix_caching: bool) -> Any:
     target = tiny_llama()
-    wrapped = wrap(target, table_head(target), num_speculative_tokens=2)
+    wrapped = wrap(target, table_head(target), num_speculative_tokens=2, enable_prefix_caching=prefix_caching)
     decide(wrapped, DrawnAcceptance(0.8, VOCAB, np.random.default_rng(0), torch.device("cpu")))
     return wrapped
+
+
+@pytest.fixture
+def model() -> Any:
+    return tiny_pair(prefix_caching=False)
 
 
 @pytest.mark.parametrize("rate", [0.0, 500.0])
@@ -118,6 +125,21 @@ def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     publish(found, tmp_path / "out.jsonl")
     assert json.loads((tmp_path / "out.jsonl").read_text("utf-8")) == found
     assert free_everywhere(model)
+
+
+def test_prompts_that_begin_alike_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted: nothing is taken from the cache, so there is nothing to compare."""
+    model = tiny_pair(prefix_caching=True)
+    found = shared_prefix(model, 41, 6, 3, VOCAB, seed=0)
+    assert (found["cached_tokens"], found["prefix"], found["own"], found["repeats"]) == (40, 41, 6, 3)
+    cached, uncached = (found[f"first_token_{name}_ms_median"] for name in ("cached", "uncached"))
+    assert found["cached_over_uncached"] == pytest.approx(cached / uncached)
+    assert "with 40 of 47 tokens cached" in summary({"benchmark": "shared_prefix"} | found)
+    monkeypatch.setattr(
+        benchmarks.prefix, "SamplingParams", lambda **given: SamplingParams(**given | {"cache_prefix": False})
+    )
+    with pytest.raises(ValueError, match="only 0 were found"):
+        shared_prefix(model, 41, 6, 3, VOCAB, seed=0)
 
 
 def test_a_request_joins_no_earlier_than_it_is_due(model: Any) -> None:

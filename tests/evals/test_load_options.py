@@ -47,7 +47,10 @@ def value(each: Field[Any]) -> Any:
         return ((0.5, 0.25), (2.0, 4.0))
     if isinstance(kind, Switch):
         return False
-    return True if text is None else int(text) if isinstance(kind, Whole) else 0.5 if text == "0.5" else text
+    if isinstance(kind, Flag):
+        return not each.default
+    assert text is not None
+    return int(text) if isinstance(kind, Whole) else 0.5 if text == "0.5" else text
 
 
 EVERY = {name: value(each) for name, each in FIELDS.items()}
@@ -81,8 +84,8 @@ def flags(names: list[str], own: dict[str, str]) -> list[str]:
     """The command-line form of these options, under a command's own names for some."""
     given = []
     for name in names:
-        text = word(FIELDS[name])
-        given += [own.get(name, f"--{name.replace('_', '-')}"), *([] if text is None else [text])]
+        text, no = word(FIELDS[name]), "no-" if FIELDS[name].default is True else ""
+        given += [own.get(name, f"--{no}{name.replace('_', '-')}"), *([] if text is None else [text])]
     return given
 
 
@@ -130,7 +133,7 @@ def test_lm_eval(loaded: Callable[..., dict[str, Any]]) -> None:
     utils = pytest.importorskip("lm_eval.utils")
     from evals.accuracy.lm_eval_model import SpecdecLM
 
-    text = ",".join(f"{name}={word(each) or 'true'}" for name, each in FIELDS.items())
+    text = ",".join(f"{name}={word(each) or str(not each.default).lower()}" for name, each in FIELDS.items())
     given = utils.simple_parse_args_string(f"pretrained=m,{text}")
     assert loaded(lambda: SpecdecLM(**given)) == EVERY
     assert loaded(lambda: SpecdecLM("m", max_length=9, batch_size="4"))["max_model_len"] == 9

@@ -1,4 +1,5 @@
-"""FlashInfer against the torch reference over the same pages, and the two ways its plans can go wrong."""
+"""FlashInfer's plans: chunks, fa3, graphs, and the two ways they can go wrong. Its kernels one by one, over every
+batch and option: tests/attention/test_backends.py."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
-from attention.errors import InvariantError, UnsupportedAttentionError
+from attention.errors import InvariantError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 
@@ -108,14 +109,6 @@ def relative_error(out: torch.Tensor, expected: torch.Tensor) -> float:
     return float((out.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("batch", [DECODE, VERIFY, PROMPT, MIXED], ids=["decode", "verify", "prompt", "mixed"])
-def test_equals_the_reference(batch: tuple[list[int], list[int]], dtype: torch.dtype) -> None:
-    pair = Pair(attention_spec(), dtype)
-    assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype]
-    pair.assert_same_caches()
-
-
 @pytest.mark.parametrize("chunk_size", [16, 64, 528, 8192])
 @pytest.mark.parametrize(
     "batch", [DECODE, VERIFY, PROMPT, MIXED, LONG], ids=["decode", "verify", "prompt", "mixed", "fa3"]
@@ -156,45 +149,6 @@ def test_padding_is_neither_written_nor_attended(batch: tuple[list[int], list[in
     pair.assert_same_caches()
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_page_sizes_and_layouts(page_size: int, layout: str) -> None:
-    assert Pair(attention_spec(), torch.bfloat16, page_size, layout).error(host_batch(*MIXED, page_size)) <= 3e-3
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (16, 8), (24, 8), (28, 4), (16, 1), (6, 6)])
-def test_query_heads_a_kv_head(heads: tuple[int, int]) -> None:
-    assert Pair(attention_spec(heads), torch.bfloat16).error(host_batch(*MIXED, 16)) <= 3e-3
-
-
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("options", [{}, {"window": 100}, {"softcap": 5.0}, {"window": 17, "softcap": 20.0}])
-def test_head_dims_windows_and_softcap(dim: int, options: dict[str, object]) -> None:
-    pair = Pair(attention_spec((8, 2), dim, **options), torch.bfloat16)
-    assert pair.error(host_batch(*VERIFY, 16)) <= 3e-3
-    assert pair.error(host_batch(*MIXED, 16)) <= 3e-3
-
-
-@pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
-@pytest.mark.parametrize(
-    ("dim", "dtype"), [(64, torch.bfloat16), (128, torch.bfloat16), (256, torch.bfloat16), (128, torch.float16)]
-)
-@pytest.mark.parametrize("scales", [(), ((0.7, 1.3),)], ids=["unscaled", "scaled"])
-def test_a_cache_in_8_bits(
-    batch: tuple[list[int], list[int]], dim: int, dtype: torch.dtype, scales: tuple[tuple[float, float], ...]
-) -> None:
-    """The same bytes are written as by the reference, and read alike."""
-    pair = Pair(attention_spec((8, 2), dim), dtype, format=KVFormat(FP8, scales))
-    assert pair.error(host_batch(*batch, 16)) <= LIMIT[dtype] * 1.3
-    pair.assert_same_caches()
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_8_bits_with_window_and_softcap(layout: str) -> None:
-    pair = Pair(attention_spec(window=100, softcap=20.0), torch.bfloat16, 32, layout, KVFormat(FP8, ((1.1, 0.9),)))
-    assert pair.error(host_batch(*MIXED, 32)) <= 4e-3
-
-
 def test_what_8_bits_change_is_their_rounding() -> None:
     batch = host_batch([300, 64, 17], [0, 0, 0], 16)
     rounded, exact = (
@@ -222,18 +176,6 @@ def test_a_forgotten_scale_shows() -> None:
     assert pair.error(host_batch(*VERIFY, 16)) > 4e-3
 
 
-@pytest.mark.parametrize(("window", "layout"), [(None, "NHD"), (100, "NHD"), (100, "HND")])
-@pytest.mark.parametrize("batch", [DECODE, VERIFY, MIXED], ids=["decode", "verify", "mixed"])
-def test_attention_sinks(batch: tuple[list[int], list[int]], window: int | None, layout: str) -> None:
-    pair = Pair(attention_spec((64, 8), 64, window=window, has_sinks=True), torch.bfloat16, layout=layout)
-    assert pair.error(host_batch(*batch, 16)) <= 3e-3
-    assert pair.sinks is not None
-    pair.sinks = torch.zeros_like(pair.sinks)
-    with_others = pair.expected(metadata_of(host_batch(*DECODE, 16)), pair.states(4))
-    pair.sinks += 2
-    assert relative_error(pair.expected(metadata_of(host_batch(*DECODE, 16)), pair.states(4)), with_others) > 3e-3
-
-
 def routes_of(pair: Pair, batch: HostBatch) -> list[str]:
     return [kernel.route for kernel, _, _ in pair.flashinfer.plan(metadata_of(batch)).plans[pair.key].parts]
 
@@ -257,11 +199,6 @@ def test_the_comparison_can_fail() -> None:
     batch = host_batch(*VERIFY, 16)
     pair.flashinfer.layers[0].values[batch.block_table[0, 0]] = 0
     assert pair.error(batch) > 3e-3
-
-
-def test_float32_is_refused() -> None:
-    with pytest.raises(UnsupportedAttentionError, match=r"float32.*float16 and bfloat16.*torch"):
-        Pair(attention_spec(), torch.float32)
 
 
 def test_replanning_behind_a_slow_kernel() -> None:

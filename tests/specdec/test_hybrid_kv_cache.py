@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from attention.cache.pages import NULL_PAGE
 from attention.cache.windowed import WindowedTables
 from specdec.errors import CacheTooSmallError
+from specdec.loading.groups import Rows
 from specdec.requests.sampling import SamplingParams
 
 WINDOW, LONGEST = 20, 640
@@ -94,8 +95,21 @@ def test_other_pages_and_preemption(page_size: int, layout: str) -> None:
     model = mixed()
     tight = SIZES | {"kv_cache_tokens": 420, "page_size": page_size, "kv_cache_layout": layout}
     wrapped = wrap(model, table_head(model), **tight)
+    assert scheduler_of(wrapped).windowed_pages
     assert lived(wrapped.generate(PROMPTS, params())) == _undivided("gemma3_text")
     assert free_everywhere(wrapped)
+
+
+def test_rows_are_preempted_for_pages_of_the_windowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pool of 21 pages, of which four rows that decode need up to 28."""
+    monkeypatch.setattr(Rows, "tokens", lambda *args: 84)
+    model, prompts, sizes = mixed(), random_prompts((5, 6, 7, 9)), SIZES | {"max_num_seqs": 4}
+    whole, wrapped = (wrap(model, table_head(model), hybrid_kv_cache=hybrid, **sizes) for hybrid in (False, True))
+    (pool,) = wrapped.config.windowed
+    assert pool.num_pages == 22 and wrapped.config.num_pages == 601
+    asked = params()[:4]
+    assert lived(wrapped.generate(prompts, asked)) == lived(whole.generate(prompts, asked))
+    assert wrapped.engine_stats.preemptions > 0 == whole.engine_stats.preemptions and free_everywhere(wrapped)
 
 
 def test_without_a_head() -> None:

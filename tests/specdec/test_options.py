@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from attention.backends.reference import TorchBackend
 from specdec import SpeculativeModel
 from specdec.cli.generate import generate
 from specdec.cli.generate import inspect as inspect_command
@@ -179,5 +180,5 @@ def test_every_word_of_the_list_is_known_where_it_is_used() -> None:
     kinds = {each.name: option_of(each).kind for each in fields(LoadOptions)}
     stored, order = kinds["kv_cache_dtype"], kinds["kv_cache_layout"]
     assert isinstance(stored, Choice) and isinstance(order, Choice) and isinstance(kinds["cuda_graphs"], Switch)
-    assert [kv_layout(word) for word in order.words] == ["NHD", "NHD", "HND"]
+    assert [kv_layout(word, TorchBackend(torch.device("cpu"))) for word in order.words] == ["NHD", "NHD", "HND"]
     assert [kv_format(word, None).dtype for word in stored.words] == [None, torch.float8_e4m3fn]

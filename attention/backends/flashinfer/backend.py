@@ -25,10 +25,21 @@ from attention.backends.flashinfer.mla import (
     MlaKernel,
     MlaPlan,
     building_latent,
-    check_mla_supported,
     run_mla,
 )
 from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, is_packed
+from attention.backends.flashinfer.support import check_supported
+from attention.backends.flashinfer.trtllm import (
+    WORKSPACE_BYTES,
+    FixedTrtllmBuilder,
+    TrtllmBuilder,
+    TrtllmKernel,
+    TrtllmPlan,
+    is_blackwell,
+    run_trtllm,
+    serves,
+    serves_key,
+)
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
     Kernel,
@@ -39,15 +50,14 @@ from attention.backends.flashinfer.wrapper import (
     kernel_name,
     splits_kv,
 )
-from attention.backends.limits import HALF, check_heads
+from attention.backends.invariant import InvariantBuilder, InvariantPlan, own_kernel, run_invariant
+from attention.backends.limits import HALF, HEAD_DIMS, has_flashinfer_heads
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
-from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
-PAGE_SIZES = (1, 16, 32, 64)
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
 chosen from the mean query length."""
@@ -61,27 +71,6 @@ few query tokens it is up to 4 times slower than fa2.
 _HOPPER = (9, 0)
 
 log = logging.getLogger("specdec")
-
-
-def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> None:
-    """Refuse what this backend does not offer, before anything is allocated.
-
-    Raises:
-        UnsupportedAttentionError: dtype, head dim, page size, head counts, sinks with softcap, or MLA.
-    """
-    if key.value_in_key:
-        check_mla_supported(group, key, dtype)
-        return
-    where = f"group {group.name}: FlashInfer"
-    elsewhere = "; use backend='torch'"
-    if dtype not in HALF:
-        names = " and ".join(str(d).removeprefix("torch.") for d in HALF)
-        raise UnsupportedAttentionError(f"{where} has no {dtype} attention, only {names}{elsewhere}")
-    check_heads(key, where, elsewhere)
-    if group.page_size not in PAGE_SIZES:
-        raise UnsupportedAttentionError(f"{where} takes page sizes {PAGE_SIZES}; given {group.page_size}")
-    if key.has_sinks and key.softcap is not None:
-        raise UnsupportedAttentionError(f"{where} has no attention sinks together with a softcap{elsewhere}")
 
 
 @dataclass(frozen=True)
@@ -170,7 +159,9 @@ def start_building(
 
     fa3's comes first: nvcc takes twice as long for it.
     """
-    if dtype not in HALF:
+    if dtype not in HALF or (not key.value_in_key and not has_flashinfer_heads(key)):
+        return ()
+    if serves_key(key, dtype, cache, device):
         return ()
     if key.value_in_key:
         return (building_latent(dtype, device),)
@@ -277,7 +268,8 @@ def split_batch(metadata: CommonAttentionMetadata) -> tuple[Part, ...]:
 
 class FlashInferBackend:
     """FlashInfer's paged attention on tensor cores: GQA, sliding window, softcap, sinks, NHD and HND pages, 8-bit
-    caches; and MLA in absorbed form (fa3 on Hopper)."""
+    caches; and MLA in absorbed form (fa3 on Hopper). Heads of other widths than FlashInfer's take our own kernel, which
+    does not split the KV of a row: padding heads to FlashInfer's next width would read up to 1.6 times the bytes."""
 
     name = "flashinfer"
     batch_invariant = False
@@ -286,20 +278,35 @@ class FlashInferBackend:
         """cascades: look for pages that rows share, and attend them once where that pays."""
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
         self._packed = PackedKernels(device, cascades)
+        self._zeroed: torch.Tensor | None = None
 
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlashInferBuilder | MlaBuilder:
+    @property
+    def preferred_layout(self) -> KVLayout:
+        """The order inside a page that its kernels read best on this device."""
+        return "HND" if is_blackwell(self._workspace.device) else "NHD"
+
+    def builder(
+        self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype
+    ) -> FlashInferBuilder | MlaBuilder | InvariantBuilder | TrtllmBuilder:
         """A builder for `key`; see `check_supported` for what it raises."""
         check_supported(group, key, dtype)
+        if serves(group, key, dtype, self._workspace.device):
+            return TrtllmBuilder(self._trtllm(group, key))
         if key.value_in_key:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
-        return FlashInferBuilder(
-            self._workspace_for(key), group, key, dtype, partial(self._packed.of_batch, key, dtype)
-        )
+        if not has_flashinfer_heads(key):
+            return InvariantBuilder()
+        packed = partial(self._packed.of_batch, key, dtype)
+        return FlashInferBuilder(self._workspace_for(key), group, key, dtype, packed)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
+        if not has_flashinfer_heads(key):
+            return f"{own_kernel(group, key, dtype)} (FlashInfer has head dims {', '.join(map(str, HEAD_DIMS))})"
+        if serves(group, key, dtype, self._workspace.device):
+            return f"FlashInfer trtllm-gen, {dtype_name(dtype)}, head dim {key.head_dim_k}, {group.layout} pages"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
         kernel = kernel_name(group.format.dtype_for(dtype), key, dtype, "fa2")
@@ -313,9 +320,13 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
-    ) -> FixedBuilder | FixedMlaBuilder:
+    ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder | FixedTrtllmBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
+        if serves(group, key, dtype, self._workspace.device):
+            return FixedTrtllmBuilder(self._trtllm(group, key), rows, query_len)
+        if not key.value_in_key and not has_flashinfer_heads(key):
+            return InvariantBuilder()
         geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
         if is_packed(group, key, dtype, query_len):
             return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
@@ -328,6 +339,13 @@ class FlashInferBackend:
         workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
         return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
 
+    def _trtllm(self, group: CacheGroup, key: AttentionSpec) -> TrtllmKernel:
+        """The Blackwell kernels for `key`, with the workspace that they alone use."""
+        device = self._workspace.device
+        if self._zeroed is None:
+            self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+        return TrtllmKernel(self._zeroed, group, key)
+
     def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
@@ -339,7 +357,7 @@ class FlashInferBackend:
 
     def run(
         self,
-        plan: FlashInferPlan | MlaPlan,
+        plan: FlashInferPlan | MlaPlan | InvariantPlan | TrtllmPlan,
         key: AttentionSpec,
         query: torch.Tensor,
         key_states: torch.Tensor,
@@ -354,6 +372,10 @@ class FlashInferBackend:
 
         if isinstance(plan, MlaPlan):
             return run_mla(plan, query, key_states, layer_kv, metadata, out)
+        if isinstance(plan, TrtllmPlan):
+            return run_trtllm(plan, query, key_states, value_states, layer_kv, metadata, sinks, out)
+        if isinstance(plan, InvariantPlan):
+            return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if checking():
             metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:

@@ -44,7 +44,7 @@ def most_listed_pages(window: int, query_len: int, page_size: int) -> int:
     """Most pages on the list of a row with `query_len` query tokens.
 
     >>> most_listed_pages(32, 2, 16)
-    11
+    10
     """
     return -(-(lcm(TILE_KEYS, page_size) - 1 + window - 1 + query_len) // page_size)
 

@@ -23,6 +23,7 @@ class ChainLoop:
 
     name = "chains of drafts"
     num_modules = 1
+    num_following = 1
     fields = ChainSection.fields
 
     def __init__(self, head: Head, passes: Callable[[], HeadPasses] | None = None) -> None:

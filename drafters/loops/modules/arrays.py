@@ -55,7 +55,7 @@ def module_arrays(draft: DraftInput, num_modules: int) -> ModuleArrays:
     prefill = prefill_arrays(draft)
     first, page_size = prefill.batch, draft.page_size
     passes = [ModulePassArrays(prefill.token_ids, prefill.accepted.token_indices, prefill.accepted.last_row, first)]
-    for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules):
+    for rows in module_rows(first.num_computed_tokens, first.query_lens, num_modules, draft.begins):
         batch = module_batch(rows, first.block_table, page_size)
         passes.append(ModulePassArrays(prefill.token_ids[rows.tokens], rows.sources, rows.last_row, batch))
     own = draft.drafting

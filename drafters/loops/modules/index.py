@@ -2,8 +2,9 @@
 
 Module m's row i pairs the token at i+1+m with module m-1's output at row i (m = 0: with the target's state), so it is
 true once the token at i+1+m is committed. For a new range [a, seq') of target states that makes the rows [a-m, seq'-m)
-of module m, each in a cache layer of its own; rows below 0 do not exist. Row a-m needs module m-1's output at a row of
-the round before: one carried vector a request and module.
+of module m, each in a cache layer of its own; rows below 0 do not exist, nor rows below the position at which a request
+begins whose first pages are another's. Row a-m needs module m-1's output at a row of the round before: one carried
+vector a request and module.
 
 Draft s+1 comes from module m = s mod M. While s < M it runs the rows seq'-s … seq'-1 with the tokens d_1 … d_s. Then
 the modules go round again (lap l = s // M): all run the M rows that end at seq'+l·M-1 with the tokens d_{s-M+1} … d_s;
@@ -38,11 +39,14 @@ class ModuleRows:
     last_row: np.ndarray
 
 
-def module_rows(first_positions: np.ndarray, lens: np.ndarray, num_modules: int) -> tuple[ModuleRows, ...]:
+def module_rows(
+    first_positions: np.ndarray, lens: np.ndarray, num_modules: int, begins: np.ndarray | None = None
+) -> tuple[ModuleRows, ...]:
     """The rows of modules 1 … M-1 for new ranges [a, a + len) of module 0.
 
     Args:
         first_positions: [B'] a; lens: [B'] rows of module 0, at least 1 each.
+        begins: [B'] the position before which a request has no rows; None for 0.
 
     Two requests, a = 5 with three new rows and a = 0 with two (a prompt's start):
 
@@ -51,14 +55,21 @@ def module_rows(first_positions: np.ndarray, lens: np.ndarray, num_modules: int)
     ([4, 0], [3, 1], [0, 1, 2, 4])
     >>> m.sources.tolist(), m.last_row.tolist()  # 0, 1 are the carried vectors, 2 … 6 module 0's outputs
     ([0, 2, 3, 5], [2, 3])
+
+    The first of them once more, when it begins at 5:
+
+    >>> (m,) = module_rows(np.array([5]), np.array([3]), 2, np.array([5]))
+    >>> m.first_positions.tolist(), m.lens.tolist(), m.tokens.tolist(), m.sources.tolist()
+    ([5], [2], [1, 2], [1, 2])
     """
+    least = np.zeros_like(lens) if begins is None else begins
     stop = first_positions + lens
     starts = np.concatenate([[0], np.cumsum(lens)])
     ends = starts[1:]
     before, rows = (first_positions, starts), []
     for m in range(1, num_modules):
-        first = np.maximum(first_positions - m, 0)
-        count = np.maximum(stop - m, 0) - first
+        first = np.maximum(first_positions - m, least)
+        count = np.maximum(stop - m, least) - first
         starts = np.concatenate([[0], np.cumsum(count)])
         owner = np.repeat(np.arange(len(count)), count)
         within = np.arange(starts[-1]) - starts[owner]
@@ -84,25 +95,38 @@ def module_batch(rows: ModuleRows, block_table: np.ndarray, page_size: int) -> H
 
 
 def shifted_batch(
-    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, block_table: np.ndarray, page_size: int
+    module: int,
+    query_start_loc: np.ndarray,
+    first_positions: np.ndarray,
+    block_table: np.ndarray,
+    page_size: int,
+    begins: np.ndarray | None = None,
 ) -> HostBatch:
     """Module m's attention over all token rows of a verification, in their places: they stand m positions further back.
 
-    Of a request that starts before position m the first rows do not exist: they are a row of their own on the null
-    page.
+    Of a request that starts fewer than m positions after its beginning the first rows do not exist: they are a row of
+    their own on the null page.
 
     Args:
         query_start_loc: [B+1]; first_positions: [B] of the verification; block_table: [B, P] of the head's pages.
+        begins: [B] where the requests begin, see `module_rows`.
 
     Three requests, at 5 with three tokens, at 0 with two, and at 0 with one:
 
     >>> batch = shifted_batch(1, np.array([0, 3, 5, 6]), np.array([5, 0, 0]), np.array([[7], [8], [9]]), 16)
     >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
     ([0, 3, 4, 5, 6], [4, 5, 6, 0, 0, 0], [7, 0, 8, 0])
+
+    The first of them once more, when it begins at 5:
+
+    >>> batch = shifted_batch(1, np.array([0, 3]), np.array([5]), np.array([[7]]), 16, np.array([5]))
+    >>> batch.query_start_loc.tolist(), batch.positions.tolist(), batch.block_table[:, 0].tolist()
+    ([0, 1, 3], [0, 5, 6], [0, 7])
     """
     lens = np.diff(query_start_loc)
-    missing = np.clip(module - first_positions, 0, lens)
-    first = np.maximum(first_positions - module, 0)
+    least = np.zeros_like(lens) if begins is None else begins
+    missing = np.clip(module - (first_positions - least), 0, lens)
+    first = np.maximum(first_positions - module, least)
     if not missing.any():
         return rows_batch(query_start_loc, first, block_table, page_size)
     split = np.stack([missing, lens - missing], 1).reshape(-1)

@@ -47,7 +47,7 @@ class ModuleLoop:
     def __init__(self, stack: ModuleStack, limits: LoopSize) -> None:
         """limits: requests and drafts at most, two or more drafts. Modules that no draft comes from are not run."""
         self._stack = stack
-        self.num_modules = min(stack.num_modules, limits.drafts)
+        self.num_modules = self.num_following = min(stack.num_modules, limits.drafts)
         self._section = ModuleSection(self.num_modules, limits.drafts)
         self.fields = self._section.fields
         self._max_requests = limits.rows

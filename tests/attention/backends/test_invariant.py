@@ -24,11 +24,10 @@ HALF = torch.bfloat16
         (GROUP, KEY, torch.float32, "takes float16 and bfloat16, given torch.float32"),
         (
             GROUP,
-            replace(KEY, head_dim_k=80, head_dim_v=80),
+            replace(KEY, head_dim_v=576),
             HALF,
-            r"takes head dims \(64, 128, 256\).* given 80 and 80",
+            "takes head dims up to 512; given 64 and 576",
         ),
-        (GROUP, replace(KEY, head_dim_v=128), HALF, "given 64 and 128"),
         (GROUP, replace(KEY, num_q_heads=5), HALF, "the 5 query heads to be a multiple of the 2 KV heads"),
         (GROUP, replace(KEY, value_in_key=True), HALF, "does not serve MLA; use backend='flashinfer'"),
         (replace(GROUP, format=KVFormat(FP8)), KEY, HALF, "has no cache in 8 bits; use kv_cache_dtype='auto'"),

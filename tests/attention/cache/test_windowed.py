@@ -43,7 +43,8 @@ class WindowedMachine(RuleBasedStateMachine):
         if not exactly or wanted > self.pages[row]:
             self.pages[row] = wanted
         else:  # as in block tables of whole rows, surplus pages go back only where a row of the call grows
-            self.pages[row] = int(self.tables._counts[row])
+            held = np.flatnonzero(self.tables.table[row])
+            self.pages[row] = int(held[-1]) + 1 if len(held) else self.first[row]
         kept = slice(self.first[row], min(wanted, self.pages[row], before.shape[1]))
         old = before[row, kept][before[row, kept] != NULL_PAGE]
         assert self.tables.table[row, kept][: len(old)].tolist() == old.tolist(), "kept pages never move"

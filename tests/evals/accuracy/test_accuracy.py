@@ -73,6 +73,9 @@ def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
     assert row["p_value"] is None and row["only_a"] == row["only_b"] == 0
     assert document["identical"] == {"questions": 20, "identical": 20, "differ": []}
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
+    for cached in document["timing"]["prefix_cache"].values():
+        assert cached["hit_rate"] == cached["hit_tokens"] / cached["prompt_tokens"]
+        assert 0 <= cached["cached_tokens"] <= cached["hit_tokens"] < cached["prompt_tokens"]
     assert json.loads(json.dumps(document, allow_nan=False)) == document
 
 

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fakes import table_head, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cache.kv_cache import KVFormat
+from attention.cache.pages import BlockTables
+from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
+from specdec.requests.request import Request, Times
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.rows import RowTable
 from specdec.target.target import probe_target
 
 GIB = 1 << 30
@@ -54,6 +61,38 @@ def test_the_numbers_of_20_gib() -> None:
     assert 20 * GIB // GEMMA.all == 54613
     assert division.tokens > 4.5 * 54613 and rows_held(division, rows) >= 7
     assert division.windowed[0] * 40 * LAYER <= 5 * GIB, "a quarter"
+
+
+def most_decoding(num_pages: int, windowed: tuple[WindowedPool, ...]) -> int:
+    """Rows of about 32,768 tokens that decode at once when eight such requests come to a scheduler over these pools."""
+    config = EngineConfig(5, LONG, 32, 2048, 16, num_pages, windowed=windowed)
+    table = RowTable(32, LONG)
+    pages, head = (BlockTables(n, 32, LONG, 16) for n in (num_pages, config.num_head_pages))
+    near = [windowed_tables(config, pool) for pool in windowed]
+    scheduler, prompt, stream = Scheduler(config, table, pages, head, windowed_pages=near), LONG - 700, None
+    for number in range(8):
+        tokens = np.zeros(prompt, np.int32)
+        sizes = (prompt, LONG - 10, 5, 1)
+        scheduler.waiting.append(Request(number, SamplingParams(), *sizes, tokens, stream, 0, (), Times(0.0)))  # type: ignore[arg-type]
+    most = 0
+    for _ in range(600):  # prompts are read in pieces of 512 tokens beside rows that decode
+        schedule = scheduler.schedule()
+        assert schedule is not None
+        rows = schedule.rows
+        table.computed[rows] += schedule.num_new
+        at_end = rows[table.computed[rows] == table.length[rows]]
+        table.length[at_end] += 1
+        most = max(most, int((table.computed[[r.row for r in scheduler.running]] >= prompt).sum()))
+        for each in [r for r in scheduler.running if table.length[r.row] >= r.limit]:
+            scheduler.remove(each)
+    return most
+
+
+@pytest.mark.slow
+def test_a_scheduler_holds_as_many_rows_as_the_sizes_say() -> None:
+    division = divided(20 * GIB, 32 * LONG, GEMMA, gemma_rows())
+    assert most_decoding(20 * GIB // GEMMA.all // 16 + 1, ()) == 1
+    assert most_decoding(division.tokens // 16 + 1, division.pools(GEMMA, 16)) == 7
 
 
 def test_scarce_memory_is_shared_with_short_requests() -> None:

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from attention.backends.flashinfer.backend import check_supported, routes, split_batch
+from attention.backends.flashinfer.backend import (
+    FlashInferBackend,
+    routes,
+    split_batch,
+    start_building,
+)
+from attention.backends.flashinfer.support import check_supported
 from attention.backends.flashinfer.wrapper import kernel_name
+from attention.backends.invariant import InvariantBuilder
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import FP8, CacheGroup
@@ -29,23 +36,29 @@ def refusal(key: AttentionSpec = KEY, dtype: torch.dtype = torch.bfloat16, page_
     return str(error.value)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-def test_what_is_offered(dtype: torch.dtype, dim: int, page_size: int) -> None:
-    key = AttentionSpec(8, 2, dim, dim, scale=1.0, window=100, softcap=30.0)
-    check_supported(group(key, page_size), key, dtype)
-
-
 def test_refusals_name_what_was_given_and_what_is_allowed() -> None:
     assert "float32" in refusal(dtype=torch.float32) and "float16 and bfloat16" in refusal(dtype=torch.float32)
-    other_dim = refusal(replace(KEY, head_dim_k=96, head_dim_v=96))
-    assert "(64, 128, 256)" in other_dim and "96" in other_dim and "backend='torch'" in other_dim
-    assert "192 and 128" in refusal(replace(KEY, head_dim_k=192))
+    other_dim = refusal(replace(KEY, head_dim_k=640))
+    assert "up to 512" in other_dim and "640 and 128" in other_dim and "backend='torch'" in other_dim
     assert "(1, 16, 32, 64)" in refusal(page_size=8) and "given 8" in refusal(page_size=8)
     assert "30 query heads" in refusal(replace(KEY, num_q_heads=30))
     assert "sinks together with a softcap" in refusal(replace(KEY, has_sinks=True, softcap=3.0))
     assert "latent" in refusal(replace(KEY, value_in_key=True))
+
+
+@pytest.mark.parametrize("dim", [80, 96, 112, 160, 192])
+def test_other_heads_take_our_own_kernel_and_say_so(dim: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any batch and graphs alike; nothing is built for them."""
+    monkeypatch.setattr("attention.backends.flashinfer.backend.LEAST_BYTES", 1)
+    backend, key = FlashInferBackend(torch.device("cpu")), replace(KEY, head_dim_k=dim, head_dim_v=dim)
+    for made in (
+        backend.builder(group(key), key, torch.bfloat16),
+        backend.fixed_builder(group(key), key, torch.bfloat16, 4, 6),
+    ):
+        assert isinstance(made, InvariantBuilder)
+    assert start_building(key, torch.bfloat16, torch.bfloat16, torch.device("cpu")) == ()
+    route = backend.route(group(key), key, torch.bfloat16)
+    assert route == f"Triton kernel, bfloat16, head dim {dim} (FlashInfer has head dims 64, 128, 256)"
 
 
 def test_which_kernels_serve_a_key(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,8 @@ import attention.batch.transforms.windowed as windowed_module
 from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
+from attention.batch.transforms.decode_first import decode_first_swaps, swapped
+from attention.batch.transforms.slices import request_slices, token_slices
 from attention.batch.transforms.windowed import first_listed, most_listed_pages, windowed_batch
 from attention.cache.kv_cache import CacheGroup, write
 from attention.cache.windowed import WindowedTables
@@ -95,3 +97,21 @@ def test_lists_begin_on_a_tile_and_a_page_before_the_window(start: int, window: 
     first = int(first_listed(np.array([start]), window, page)[0])
     assert first % 128 == 0 and first % page == 0 and 0 <= first <= max(start - window + 1, 0)
     assert max(start - window + 1, 0) - first < max(128, page)
+
+
+def test_slices_and_reordered_rows_keep_their_groups() -> None:
+    """Cutting or reordering the batch is cutting or reordering each group's."""
+    tables = np.arange(1, 161, dtype=np.int32).reshape(2, 80)
+    whole = rows_batch(np.array([0, 20, 23]), np.array([100, 250]), tables, 4)
+    group = windowed_batch(whole, tables[::-1].copy(), np.arange(2), 30)
+    batch = replace(whole, other_groups=(group,))
+    made = [*zip(request_slices(batch, [1]), request_slices(group, [1]), strict=True)]
+    made += [*zip(token_slices(batch, [7]), token_slices(group, [7]), strict=True)]
+    swaps = decode_first_swaps(batch.query_lens, 16)
+    made.append((swapped(batch, swaps), swapped(group, swaps)))
+    for found, right in made:
+        (own,) = found.other_groups
+        own.validate()
+        assert own.page_indices.tolist() == right.page_indices.tolist()
+        assert own.slot_mapping.tolist() == right.slot_mapping.tolist()
+        assert own.query_start_loc.tolist() == found.query_start_loc.tolist()

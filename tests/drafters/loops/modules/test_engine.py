@@ -6,10 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from fakes import engine_of, free_everywhere, random_prompts, wrap
 
+from drafters.loops.base import DraftInput
 from drafters.mtp.stack import MtpStack
 from drafters.oracle import ChooseDraft, most_probable, oracle_module_drafts
 from specdec.model import SpeculativeModel
@@ -92,6 +94,53 @@ def test_tokens_and_drafts(
     assert (wrapped.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
     assert wrapped.engine_stats.host_to_device == wrapped.engine_stats.rounds, "verification and loop in one copy"
     assert free_everywhere(wrapped)
+
+
+SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5, 1, 9, 2, 7), seed=3), [])]
+
+
+@pytest.mark.parametrize("modules", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        pytest.param(
+            {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}, marks=pytest.mark.slow
+        ),
+        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
+    ],
+    ids=["whole", "chunks shorter than the modules are many", "pages shorter than the modules are many"],
+)
+@torch.inference_mode()
+def test_drafts_on_pages_of_other_requests(
+    modules: int, options: dict[str, int], make: Callable[..., SpeculativeModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module's rows stand further back than the first position that a request reads: there they are another's.
+
+    Planted: modules begin their rows there all the same.
+    """
+    wrapped = make("deepseek_v3", modules, num_speculative_tokens=4, **options)
+    with torch.no_grad():
+        for each in wrapped.head.heads:  # type: ignore[union-attr]
+            each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+    compared = []
+    for _ in range(2):
+        completions = wrapped.generate(SHARED, GREEDY)
+        compared += [r for p, c in zip(SHARED, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert len(compared) > 60 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]
+    assert wrapped.engine_stats.cached_tokens > 100
+    if options:
+        return
+    monkeypatch.setenv("SPECDEC_CHECK", "0")
+    plain = DraftInput
+    monkeypatch.setattr(
+        "specdec.rounds.drafting.DraftInput",
+        lambda **given: plain(**{**given, "begins": np.zeros_like(given["begins"])}),
+    )
+    wrapped.refresh()
+    completions = wrapped.generate(SHARED, GREEDY)
+    compared = [r for p, c in zip(SHARED, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert any(ours != oracle for ours, oracle in compared)
 
 
 @pytest.mark.slow

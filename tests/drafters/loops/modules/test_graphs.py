@@ -29,7 +29,7 @@ from specdec.execution.ragged import RaggedPrefill
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.randomness import SamplingRound
-from tests.drafters.loops.modules.test_engine import GREEDY, PROMPTS, greedy_by_hand, make, rounds  # noqa: F401
+from tests.drafters.loops.modules.test_engine import GREEDY, PROMPTS, SHARED, greedy_by_hand, make, rounds  # noqa: F401
 from tests.specdec.execution.test_graphs import (
     FixedPlaceBackend,
     FixedPlaceBuilder,
@@ -110,6 +110,25 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
     assert sum(graph.replays for graph in graphs_on_cpu) > 20 and len(ragged) > 6
     assert any(upcoming is not None for upcoming in ahead)
     assert drafts == 1 or len(prefills) > len(ragged) + 10, "rounds of one shape as well"
+
+
+@pytest.mark.parametrize(("name", "modules"), [("mimo", 3), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)])
+def test_pages_of_other_requests(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    make: Make,  # noqa: F811
+    name: str,
+    modules: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Planted: a pass of any shape begins a module's rows before the first position that the request reads."""
+    graphed = check(make, name, modules, SHARED, GREEDY, num_speculative_tokens=4, **SIZES)
+    again = graphed.generate(SHARED, GREEDY)
+    drafted = compared(graphed, SHARED, again)
+    assert drafted and [ours for ours, _ in drafted] == [oracle for _, oracle in drafted]
+    assert graphed.engine_stats.cached_tokens > 100
+    monkeypatch.setattr(specdec.rounds.ahead, "shifted_batch", lambda m, *place: shifted_batch(m, *place[:4]))
+    graphed.refresh()
+    assert any(ours != oracle for ours, oracle in compared(graphed, SHARED, graphed.generate(SHARED, GREEDY)))
 
 
 @pytest.mark.slow
@@ -289,7 +308,7 @@ def _not_shifted(module: int, *place: Any) -> HostBatch:
 
 
 def _not_split(
-    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, table: np.ndarray, page_size: int
+    module: int, query_start_loc: np.ndarray, first_positions: np.ndarray, table: np.ndarray, page_size: int, *_: Any
 ) -> HostBatch:
     return shifted_batch(0, query_start_loc, np.maximum(first_positions - module, 0), table, page_size)
 

@@ -1,0 +1,253 @@
+"""The trtllm-gen kernels of FlashInfer (0.7.2) for data-center Blackwell: no plan, only device arrays and host maxima.
+
+Chosen by compute capability; **not tested on hardware** here: the contract of the two functions is tested with a fake
+of the same signatures (tests/attention/backends/flashinfer/test_trtllm.py). They take block tables and lengths on the
+device, and upper bounds of query and key lengths on the host. FlashInfer loads them as binaries (`flashinfer-cubin`, or
+from the network at the first use).
+
+Source: flashinfer-ai/flashinfer 0.7.2.post1, flashinfer/decode.py (trtllm_batch_decode_with_kv_cache) and prefill.py
+(trtllm_batch_context_with_kv_cache).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.backends.limits import HALF, has_flashinfer_heads
+from attention.batch.host import HostBatch
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.checking import checking, require
+from attention.spec import AttentionSpec
+
+CAPABILITIES = ((10, 0), (10, 3))
+PAGE_SIZES = (16, 32, 64)
+SHORT_QUERY = 16
+"""Rows with at most this many query tokens take the decode kernels, each row with its own number of them."""
+WORKSPACE_BYTES = 128 << 20
+
+
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU; None of anything else."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def is_blackwell(device: torch.device) -> bool:
+    """Whether these kernels run on a device."""
+    return capability(device) in CAPABILITIES
+
+
+def serves_key(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: torch.device) -> bool:
+    """Whether these kernels serve such layers there: no softcap, no MLA, a cache in the model's dtype."""
+    plain = has_flashinfer_heads(key) and key.softcap is None and not key.value_in_key
+    return plain and dtype in HALF and cache == dtype and is_blackwell(device)
+
+
+def serves(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether these kernels serve a group's layers on a device; all others go on to FlashInfer's planned kernels."""
+    return group.page_size in PAGE_SIZES and serves_key(key, dtype, group.format.dtype_for(dtype), device)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Rows attended together.
+
+    Attributes:
+        start, stop: their token rows in the batch.
+        tables: [b, W] int32; seq_lens: [b] int32, both on the device.
+        most_queries, most_keys: upper bounds of the rows' query tokens and keys.
+        query_start: [b+1] int32 on the device, from 0; None where every row has `most_queries` tokens.
+        key_start: [b+1] int32 on the device for prompt chunks; None for the decode kernels.
+    """
+
+    start: int
+    stop: int
+    tables: torch.Tensor
+    seq_lens: torch.Tensor
+    most_queries: int
+    most_keys: int
+    query_start: torch.Tensor | None = None
+    key_start: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TrtllmPlan:
+    """One batch: rows with short queries, prompt chunks; and the kernels' counters."""
+
+    kernel: TrtllmKernel
+    launches: tuple[Launch, ...]
+
+
+class TrtllmKernel:
+    """Both functions for one AttentionSpec, with the buffers they work in."""
+
+    def __init__(self, workspace: torch.Tensor, group: CacheGroup, key: AttentionSpec) -> None:
+        """workspace: zeros at first, used by these kernels only."""
+        self.device, self.group = workspace.device, group
+        self._workspace, self._key, self._sms = workspace, key, multiprocessors(workspace.device)
+        self._counters = self._zeros(1)
+
+    def _zeros(self, rows: int) -> torch.Tensor:
+        """Counters of the CTAs that share a row's KV; each launch leaves them at zero.
+
+        Source: flashinfer/utils.py (get_trtllm_gen_multi_ctas_kv_counter_bytes).
+        """
+        counters = max(rows * self._key.num_q_heads, self._sms)
+        return torch.zeros(-(-counters // 8) * 8 * 4, dtype=torch.uint8, device=self.device)
+
+    def reserve(self, rows: int) -> None:
+        """Make room for the counters of a batch; before a graph is captured."""
+        if len(self._counters) < 4 * rows * self._key.num_q_heads:
+            self._counters = self._zeros(rows)
+
+    def run(self, launch: Launch, query: torch.Tensor, layer: LayerKV, out: torch.Tensor, sinks: Any) -> None:
+        """query [b's tokens, Hq, D], out: the same, contiguous; sinks [Hq] float32 or None."""
+        from flashinfer.decode import trtllm_batch_decode_with_kv_cache
+        from flashinfer.prefill import trtllm_batch_context_with_kv_cache
+
+        key = self._key
+        common: dict[str, Any] = {
+            "query": query,
+            "kv_cache": (layer.keys, layer.values),
+            "workspace_buffer": self._workspace,
+            "block_tables": launch.tables,
+            "seq_lens": launch.seq_lens,
+            "bmm1_scale": key.scale,
+            "bmm2_scale": 1.0,
+            "window_left": -1 if key.window is None else key.window - 1,
+            "out": out,
+            "sinks": sinks,
+            "kv_layout": layer.layout,
+            "multi_ctas_kv_counter_buffer": self._counters,
+            "backend": "trtllm-gen",
+        }
+        if launch.key_start is not None:
+            trtllm_batch_context_with_kv_cache(
+                **common,
+                max_q_len=launch.most_queries,
+                max_kv_len=launch.most_keys,
+                batch_size=len(launch.seq_lens),
+                cum_seq_lens_q=launch.query_start,
+                cum_seq_lens_kv=launch.key_start,
+            )
+        elif launch.query_start is not None:
+            several = {"q_len_per_req": None, "max_q_len": launch.most_queries, "cum_seq_lens_q": launch.query_start}
+            trtllm_batch_decode_with_kv_cache(**common, max_seq_len=launch.most_keys, **several)
+        else:
+            trtllm_batch_decode_with_kv_cache(**common, max_seq_len=launch.most_keys, q_len_per_req=launch.most_queries)
+
+
+class TrtllmBuilder:
+    """Any batch: the leading rows with short queries by the decode kernels, everything from the first long one on by
+    those for prompts. Nothing is computed on the host but maxima."""
+
+    def __init__(self, kernel: TrtllmKernel) -> None:
+        self._kernel = kernel
+
+    def build(self, metadata: CommonAttentionMetadata) -> TrtllmPlan:
+        """Plan one batch. Never waits for the device."""
+        host = metadata.host
+        self._kernel.reserve(host.num_reqs)
+        tables = metadata.block_table
+        if tables is None:
+            tables = tables_of(metadata)
+        is_long = host.query_lens > SHORT_QUERY
+        cut = int(is_long.argmax()) if is_long.any() else host.num_reqs
+        parts = [(first, last) for first, last in ((0, cut), (cut, host.num_reqs)) if first < last]
+        return TrtllmPlan(self._kernel, tuple(self._launch(metadata, tables, *part, cut) for part in parts))
+
+    @staticmethod
+    def _launch(metadata: CommonAttentionMetadata, tables: torch.Tensor, first: int, last: int, cut: int) -> Launch:
+        host, rows = metadata.host, slice(first, last)
+        start, stop = int(host.query_start_loc[first]), int(host.query_start_loc[last])
+        query_start = metadata.query_start_loc[first : last + 1]
+        seq_lens, key_start = metadata.seq_lens[rows], None
+        if first == cut:
+            query_start = query_start - start
+            key_start = torch.zeros(last - first + 1, dtype=torch.int32, device=seq_lens.device)
+            torch.cumsum(seq_lens, 0, dtype=torch.int32, out=key_start[1:])
+        most = int(host.query_lens[rows].max()), int(host.seq_lens[rows].max())
+        return Launch(start, stop, tables[rows], seq_lens, *most, query_start, key_start)
+
+
+class FixedTrtllmBuilder:
+    """Batches of exactly `rows` rows with `query_len` tokens: one launch; block tables are sent when they change."""
+
+    def __init__(self, kernel: TrtllmKernel, rows: int, query_len: int) -> None:
+        self._kernel, self._rows, self._query_len = kernel, rows, query_len
+        kernel.reserve(rows)
+        shape, on_gpu = (rows, kernel.group.num_pages), kernel.device.type == "cuda"
+        with torch.inference_mode(False):  # made inside, it could not be written outside
+            self._pinned = torch.zeros(shape, dtype=torch.int32, pin_memory=on_gpu)
+            self._tables = torch.zeros(shape, dtype=torch.int32, device=kernel.device)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._sent = b""
+
+    def build(self, metadata: CommonAttentionMetadata) -> TrtllmPlan:
+        """Plan one batch."""
+        if checking():
+            even = bool((metadata.host.query_lens == self._query_len).all()) and metadata.num_reqs == self._rows
+            require(even, f"a batch of another shape than {self._rows} rows of {self._query_len} tokens")
+        self.replan(metadata.host)
+        most_keys = self._kernel.group.num_pages * self._kernel.group.page_size  # of every batch that is to come
+        tokens = self._rows * self._query_len
+        launch = Launch(0, tokens, self._tables, metadata.seq_lens, self._query_len, most_keys)
+        return TrtllmPlan(self._kernel, (launch,))
+
+    def replan(self, host: HostBatch) -> None:
+        """Plan another batch of the shape; its lengths lie on the device where those of the last `build` did."""
+        used = int(host.page_counts.max())
+        table = host.block_table[:, :used]
+        sent = table.tobytes()
+        if sent == self._sent:
+            return
+        self._sent = b""  # an interrupt from here on leaves no table, not half of one
+        if self._copied is not None:
+            self._copied.synchronize()
+        np.copyto(self._pinned.numpy()[:, :used], table)
+        self._tables[:, :used].copy_(self._pinned[:, :used], non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+        self._sent = sent
+
+
+def tables_of(metadata: CommonAttentionMetadata) -> torch.Tensor:
+    """[B, W] int32 block tables on the device from the flat list of pages; 0 past a row's end."""
+    width = int(metadata.host.page_counts.max(initial=1))
+    starts, pages = metadata.page_indptr, metadata.page_indices
+    at = starts[:-1, None] + torch.arange(width, dtype=torch.int32, device=pages.device)
+    own = at < starts[1:, None]
+    return torch.where(own, pages[torch.where(own, at, 0)], 0)
+
+
+def run_trtllm(
+    plan: TrtllmPlan,
+    query: torch.Tensor,
+    key_states: torch.Tensor,
+    value_states: torch.Tensor,
+    layer_kv: LayerKV,
+    metadata: CommonAttentionMetadata,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Write K and V, then attend; see `AttentionBackend.run`."""
+    from attention.kernels.write import write_kv
+
+    if checking():
+        metadata.staged.ensure_fresh()
+    write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
+    out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
+    sinks = None if sinks is None else sinks.float()
+    for launch in plan.launches:
+        rows = slice(launch.start, launch.stop)
+        plan.kernel.run(launch, query[rows], layer_kv, out[rows], sinks)
+    return out

@@ -1,0 +1,211 @@
+"""FlexAttention over the paged cache: torch's own kernels, for a GPU without FlashInfer and for score modifications.
+
+The cache is the keys' sequence as it lies in memory, and the block mask names the pages that a tile of queries reads:
+one block of keys is one page. The query heads of a KV head are folded into the queries, so that a tile reads a page
+once for all of them; a tile holds queries of one row only. Pages that every query of a tile sees whole need no mask.
+
+Compiled on CUDA (Triton, through torch's compiler); elsewhere, in tests, torch's eager form, which goes through every
+slot of the cache: the mask alone decides there. Source: torch.nn.attention.flex_attention (2.11 to 2.13); Dong et al.
+2024, "Flex Attention", arXiv 2412.05496. The way into a paged cache is that of vllm-project/vllm,
+vllm/v1/attention/backends/flex_attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+
+from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKernel, function_of
+from attention.backends.flex_tiles import Tiles, tile_size
+from attention.batch.metadata import CommonAttentionMetadata
+from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
+from attention.checking import checking
+from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
+
+_LEAST_DIM = 16
+"""Triton's matmuls have at least so many columns."""
+_WIDEST_HEAD = 256
+_FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True)
+class FlexPlan:
+    """One batch for one AttentionSpec.
+
+    Attributes:
+        kernel: takes query, keys, values, the scale of keys, and `arrays`.
+        arrays: what the block mask is made of, see `attend_blocks`.
+        token, head: [N] int32, the token and the query head of its KV head that each packed query is (padding: 0).
+        place: [T·G] int32, where the packed query of each token and head stands.
+    """
+
+    kernel: Attend
+    arrays: tuple[torch.Tensor, ...]
+    token: torch.Tensor
+    head: torch.Tensor
+    place: torch.Tensor
+
+
+class FlexBuilder:
+    """Plans batches from their host arrays; one copy to the device each."""
+
+    def __init__(
+        self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device, compiler: Compiler | None
+    ) -> None:
+        self._group, self._key, self._dtype, self._device, self._compiler = group, key, dtype, device, compiler
+        self._folded = key.num_kv_heads if group.layout == "HND" else 1
+
+    def build(self, metadata: CommonAttentionMetadata) -> FlexPlan:
+        """Plan one batch. Never waits for the device."""
+        group, key, host = self._group, self._key, metadata.host
+        groups = key.num_q_heads // key.num_kv_heads
+        tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
+        sent = self._sent(Tiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))
+        partly, pages, whole, whole_pages, owned, logical, row_start, position, token, head, place = sent
+        logical_page = logical.new_full((max(2, host.num_reqs) * group.num_pages,), -1)
+        logical_page[owned] = logical
+        blocks = (*self._blocks(partly, pages), *self._blocks(whole, whole_pages))
+        cache = group.format.dtype_for(self._dtype)
+        kernel = FlexKernel(key, self._dtype, cache, group.page_size, self._folded, tile, self._compiler)
+        return FlexPlan(function_of(kernel), (*blocks, logical_page, row_start, position), token, head, place)
+
+    def _blocks(self, counts: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[n] counts and [n, W] pages of each tile as blocks of the cache: [1, H, n] and [1, H, n, W].
+
+        An HND page holds one block for each head, one after the other.
+        """
+        if self._folded == 1:
+            return counts[None, None], pages[None, None]
+        heads = torch.arange(self._folded, dtype=torch.int32, device=pages.device)
+        blocks = pages[None] * self._folded + heads[:, None, None]
+        return counts.expand(1, self._folded, -1).contiguous(), blocks[None]
+
+    def _sent(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
+        """The arrays on the device, in one copy."""
+        flat = torch.from_numpy(np.concatenate([array.reshape(-1) for array in arrays]))
+        if self._device.type == "cuda":
+            flat = flat.pin_memory()
+        views = flat.to(self._device, non_blocking=True).split([array.size for array in arrays])
+        return [view.view(array.shape) for view, array in zip(views, arrays, strict=True)]
+
+
+class FlexBackend:
+    """torch's FlexAttention: GQA, window, softcap, sinks, Dk != Dv, NHD and HND pages, 8-bit caches, float32 too."""
+
+    name = "flex"
+    batch_invariant = False
+
+    def __init__(self, device: torch.device, compiler: Compiler | None = None) -> None:
+        """compiler: default on CUDA "inductor", elsewhere none: the eager form."""
+        self._device = device
+        self._compiler = compiler or ("inductor" if device.type == "cuda" else None)
+
+    def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        """See `AttentionBackend.route`."""
+        form = "eager" if self._compiler is None else "compiled"
+        return f"torch FlexAttention, {form}, cache {str(group.format.dtype_for(dtype)).removeprefix('torch.')}"
+
+    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> FlexBuilder:
+        """A builder for `key`; see `check_supported` for what it raises."""
+        check_supported(group, key, dtype, self._device)
+        return FlexBuilder(group, key, dtype, self._device, self._compiler)
+
+    def run(
+        self,
+        plan: FlexPlan,
+        key: AttentionSpec,
+        query: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_kv: LayerKV,
+        metadata: CommonAttentionMetadata,
+        sinks: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write K and V, then attend; see `AttentionBackend.run`."""
+        if checking():
+            metadata.staged.ensure_fresh()
+        tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+        self._write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
+        split = query[:tokens].unflatten(1, (heads, groups))  # [T, Hkv, G, Dk]
+        packed = split[plan.token, :, plan.head].transpose(0, 1)[None]  # [1, Hkv, N, Dk]
+        scale = _on_device(layer_kv.key_scale, self._device)
+        keys, values = _as_sequence(layer_kv.keys, layer_kv), _as_sequence(layer_kv.values, layer_kv)
+        attended, log_sum = plan.kernel(packed, keys, values, scale, *plan.arrays)
+        if sinks is not None:
+            assert log_sum is not None
+            own = sinks.float().view(heads, groups)[:, plan.head]  # [Hkv, N]
+            attended = attended * torch.sigmoid(log_sum - own)[..., None]
+        if layer_kv.value_scale != 1.0:
+            attended = attended * layer_kv.value_scale
+        found = attended[0].index_select(1, plan.place).unflatten(1, (tokens, groups))  # [Hkv, T, G, Dv]
+        if out is None:
+            out = query.new_empty(query.shape[0], key.num_q_heads, key.head_dim_v)
+        out[:tokens].unflatten(1, (heads, groups)).copy_(found.transpose(0, 1))
+        return out
+
+    @staticmethod
+    def _write(layer_kv: LayerKV, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor) -> None:
+        if not keys.is_cuda or torch.version.hip is not None:  # our kernels are not tested on ROCm
+            write(layer_kv, keys, values, slots)
+            return
+        from attention.kernels.write import write_kv
+
+        write_kv(layer_kv, keys, values, slots)
+
+
+def _as_sequence(pages: torch.Tensor, layer_kv: LayerKV) -> torch.Tensor:
+    """Cache pages as one sequence, no copy: NHD [1, Hkv, slots, D]; HND [1, 1, pages · Hkv · page_size, D]."""
+    if layer_kv.layout == "NHD":
+        return pages.flatten(0, 1).transpose(0, 1)[None]
+    return pages.flatten(0, 2)[None, None]
+
+
+@cache
+def _on_device(scale: float, device: torch.device) -> torch.Tensor:
+    return torch.full((2,), scale, device=device)  # two: a size of one would be a case of its own for the compiler
+
+
+def check_supported(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse what this backend does not offer, before anything is allocated.
+
+    Raises:
+        UnsupportedAttentionError: MLA or head counts; on CUDA also head dims, page sizes, caches and GPUs that the
+            compiled kernel does not take.
+    """
+    where, elsewhere = f"group {group.name}: FlexAttention", "; use backend='torch'"
+    if key.value_in_key:
+        raise UnsupportedAttentionError(f"{where} does not serve MLA; use backend='flashinfer' or 'torch'")
+    if key.num_q_heads % key.num_kv_heads:
+        raise UnsupportedAttentionError(
+            f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"
+        )
+    if device.type != "cuda":
+        return
+    dims = (key.head_dim_k, key.head_dim_v)
+    if min(dims) < _LEAST_DIM or max(dims) > _WIDEST_HEAD:
+        raise UnsupportedAttentionError(
+            f"{where} takes head dims from {_LEAST_DIM} to {_WIDEST_HEAD}; given {dims[0]} and {dims[1]}{elsewhere}"
+        )
+    if group.page_size % LEAST_KEYS:
+        raise UnsupportedAttentionError(
+            f"{where} takes page sizes that {LEAST_KEYS} divides; given {group.page_size}{elsewhere}"
+        )
+    elements = group.num_pages * group.page_size * key.num_kv_heads * max(key.head_dim_k, key.head_dim_v)
+    if elements >= 2**31:
+        raise UnsupportedAttentionError(
+            f"{where} addresses a layer's keys by 32 bits, at most {2**31 - 1:,} numbers; given {elements:,}: lower "
+            "kv_cache_tokens"
+        )
+    if group.format.dtype == FP8 and not _reads_8_bits(device):
+        raise UnsupportedAttentionError(
+            f"{where} reads caches in 8 bits on NVIDIA GPUs from compute capability 8.9 on; use kv_cache_dtype='auto'"
+        )
+
+
+def _reads_8_bits(device: torch.device) -> bool:
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY

@@ -1,0 +1,184 @@
+"""FlexAttention as a function of one kind of layer: its masks, and how it is compiled. The batches: `flex`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch.fx.experimental import _config as size_config
+from torch.nn.attention import flex_attention as flex_module
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from attention.cache.kv_cache import FP8
+from attention.errors import UnsupportedAttentionError
+from attention.spec import AttentionSpec
+
+LEAST_KEYS = 16
+"""Triton's matmuls have at least so many keys."""
+_TILE_BYTES = 16 << 10
+"""Of a tile of keys, so that keys, values and two stages of loading fit any GPU's shared memory."""
+_DIRECT = "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG"
+"""torch's switch for the eager form (torch 2.11 to 2.13)."""
+Compiler = str | Callable[..., Any]
+"""A backend of torch.compile."""
+Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+
+
+@dataclass(frozen=True)
+class FlexKernel:
+    """All that a compiled form depends on, but for sizes.
+
+    Attributes:
+        folded: KV heads whose blocks lie side by side in a page (HND), or 1.
+        tile: packed queries of a program. compiler: see `FlexBackend`; None is the eager form.
+    """
+
+    key: AttentionSpec
+    dtype: torch.dtype
+    cache: torch.dtype
+    page_size: int
+    folded: int
+    tile: int
+    compiler: Compiler | None
+
+
+@cache
+def function_of(kernel: FlexKernel) -> Attend:
+    """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form."""
+
+    def attend(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if kernel.compiler is not None and not torch.compiler.is_compiling():
+            raise UnsupportedAttentionError("FlexAttention is called where torch's compiler is switched off")
+        return attend_blocks(kernel, *arguments)
+
+    if kernel.compiler is None:
+        return _uncompiled(attend)
+    # Code of its own: the compiler counts how often it compiled a code, whatever closure it belongs to.
+    code = attend.__code__.replace(co_name=f"flex_attention_{function_of.cache_info().misses}")
+    own = FunctionType(code, attend.__globals__, code.co_name, None, attend.__closure__)
+    return _set_up(torch.compile(own, backend=kernel.compiler, dynamic=True, fullgraph=True))
+
+
+def attend_blocks(
+    kernel: FlexKernel,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_scale: torch.Tensor,
+    partly: torch.Tensor,
+    partly_blocks: torch.Tensor,
+    whole: torch.Tensor,
+    whole_blocks: torch.Tensor,
+    logical_page: torch.Tensor,
+    row_start: torch.Tensor,
+    position: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of packed queries, and the logarithm of their sums where a sink joins them.
+
+    Args:
+        query: [1, Hkv, N, Dk]; keys, values: [1, Hkv or 1, S, D], the cache as a sequence; key_scale: [2] float32.
+        partly, whole: [1, H, n] int32 how many blocks of the cache a tile sees partly and wholly, and which: [1, H, n,
+            W] int32.
+        logical_page: [rows · pages] int32, the place of a page in a row's order; -1 where the row does not own it.
+        row_start: [N] int32, the row of each query times the number of pages; position: [N] int32, -1 for padding.
+
+    Returns:
+        [1, Hkv, N, Dv] in the dtype of `query`, without the values' scale; [1, Hkv, N] float32 or None.
+    """
+    key, page_size, folded = kernel.key, kernel.page_size, kernel.folded
+    window = key.window
+
+    def seen(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        page = logical_page[row_start[m] + n // (page_size * folded)]
+        place = page * page_size + n % page_size
+        visible = (page >= 0) & (place <= position[m])
+        if folded > 1:
+            visible = visible & (n // page_size % folded == h)
+        if window is not None:
+            visible = visible & (place > position[m] - window)
+        return visible
+
+    mask = BlockMask.from_kv_blocks(
+        partly,
+        partly_blocks,
+        whole,
+        whole_blocks,
+        BLOCK_SIZE=(kernel.tile, page_size),
+        mask_mod=seen,
+        seq_lengths=(query.shape[2], keys.shape[2]),
+        compute_q_blocks=False,
+    )
+    options: Any = {"BACKEND": "TRITON", "BLOCK_M": kernel.tile, "BLOCK_N": keys_per_tile(kernel)}
+    attended: Any = flex_attention(
+        query,
+        keys,
+        values,
+        score_mod=_modification(kernel, key_scale),
+        block_mask=mask,
+        scale=key.scale,
+        enable_gqa=folded > 1,
+        kernel_options=options,
+        return_aux=AuxRequest(lse=True) if key.has_sinks else None,
+    )
+    return (attended[0], attended[1].lse) if key.has_sinks else (attended, None)
+
+
+def _modification(kernel: FlexKernel, key_scale: torch.Tensor) -> Callable[..., torch.Tensor] | None:
+    """What becomes of a score before the softmax: the scale of keys in 8 bits, then the softcap."""
+    eight_bits, softcap = kernel.cache == FP8, kernel.key.softcap
+    if not eight_bits and softcap is None:
+        return None
+
+    def modified(
+        score: torch.Tensor, b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor
+    ) -> torch.Tensor:
+        if eight_bits:
+            score = score * key_scale[h * 0]
+        return score if softcap is None else softcap * torch.tanh(score / softcap)
+
+    return modified
+
+
+def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function; while its first call compiles it, sizes of tensors are variables and all other numbers constants.
+
+    Two sizes that happen to be equal at the first call stay two.
+    """
+    is_compiled = False
+
+    def call(*arguments: torch.Tensor) -> Any:
+        nonlocal is_compiled
+        if is_compiled:
+            return function(*arguments)
+        sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
+        with sizes, torch._dynamo.config.patch(specialize_int=True, specialize_float=True):
+            result = function(*arguments)
+        is_compiled = True
+        return result
+
+    return call
+
+
+def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function in torch's eager form, which otherwise compiles as well, only to run operator by operator."""
+
+    def call(*arguments: torch.Tensor) -> Any:
+        before = vars(flex_module)[_DIRECT]
+        setattr(flex_module, _DIRECT, True)
+        try:
+            return function(*arguments)
+        finally:
+            setattr(flex_module, _DIRECT, before)
+
+    return call
+
+
+def keys_per_tile(kernel: FlexKernel) -> int:
+    """Keys that a program loads at once: a power of two that divides the page, in at most _TILE_BYTES."""
+    width = 1 << (max(kernel.key.head_dim_k, kernel.key.head_dim_v) - 1).bit_length()
+    return math.gcd(kernel.page_size, max(LEAST_KEYS, _TILE_BYTES // (width * kernel.dtype.itemsize)))

@@ -1,0 +1,263 @@
+"""The prefix cache: which pages hold the keys and values of which tokens, so that requests share what they begin with.
+
+A page is found by all token ids from the first to its last: a tree has one node for each page of tokens, its children
+by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. Nothing but the ids
+decides what is written in a page: weights are the same for all (`PrefixCache.clear` when they change), and there are
+no adapters, images or prefixes of other kinds.
+
+A head's entries at the last positions of a page depend on the next page's first tokens, too: `num_following` of them (1
+for a head that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a
+page of the head *for each* such continuation, always a pair. A request that drafts takes a pair when its own tokens go
+on in the same way, and then nothing is missing. The last page that its tokens share with others may go on differently:
+that one it reads again, by target and head, into a pair of its own, which is found from then on beside the other. A
+request without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.cache.shared import SharedPages
+from attention.checking import require
+
+_NO_PAGE = 0
+"""The null page is never registered."""
+_ANY = b""
+"""The continuation of a page that the head has not read: it serves whatever follows."""
+_ID_BYTES = 4
+
+
+class _Node:
+    """One page of tokens after those of its parents; `entries` by the bytes of the tokens that follow."""
+
+    __slots__ = ("children", "entries", "key", "parent")
+
+    def __init__(self, parent: _Node | None, key: bytes) -> None:
+        self.parent = parent
+        self.key = key
+        self.children: dict[bytes, _Node] = {}
+        self.entries: dict[bytes, _Entry] = {}
+
+    @property
+    def has_read(self) -> bool:
+        """Whether a head has read these tokens, whatever followed them."""
+        return any(entry.head for entry in self.entries.values())
+
+
+class _Entry:
+    """A page of the target, and that of the head (0: none) where these tokens follow."""
+
+    __slots__ = ("following", "head", "node", "page")
+
+    def __init__(self, node: _Node, following: bytes, page: int, head: int) -> None:
+        self.node = node
+        self.following = following
+        self.page = page
+        self.head = head
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the cache has of a request's tokens.
+
+    Attributes:
+        num_pages: full pages that were found, from the first on.
+        pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was
+            found is read again: at most one page, but for pages shorter than `num_following`.
+    """
+
+    num_pages: int = 0
+    pages: tuple[int, ...] = ()
+    head_pages: tuple[int, ...] = ()
+
+
+NOTHING = Found()
+
+
+class PrefixCache:
+    """A tree of token pages over the target's pages and, with a head, the head's.
+
+    Every page of the head in the tree belongs to a page of the target there, and a row has a page of the head of its
+    own only beside one of the target of its own. So a head's pool that is large enough without a cache never has to
+    evict, and the target's alone decides.
+
+    Attributes:
+        pages: allocator of the target's pages; head_pages: of the head's, None without a head.
+        page_size: tokens a page. num_following: see `__init__`.
+    """
+
+    def __init__(self, page_size: int, num_pages: int, num_head_pages: int | None = None, num_following: int = 1):
+        """num_following: tokens after a position on which the head's entry there depends, at least 1."""
+        self.page_size = page_size
+        self.num_following = num_following
+        self.pages = SharedPages(num_pages, lambda page: self._forget(self._entries[page]))
+        self.head_pages: SharedPages | None = None
+        if num_head_pages is not None:
+            self.head_pages = SharedPages(num_head_pages, lambda page: self._forget(self._head_entries[page]))
+        self._root = _Node(None, b"")
+        self._entries: dict[int, _Entry] = {}
+        self._head_entries: dict[int, _Entry] = {}
+
+    def find(self, tokens: np.ndarray, with_head: bool) -> Found:
+        """What a request begins with.
+
+        Args:
+            tokens: [n] int32, what it reads before it decodes: the position of the last one must be read in any case.
+            with_head: whether it drafts, so that only pages serve which the head has read, too.
+        """
+        taken: list[_Entry] = []
+        node, most = self._root, self.num_shared(len(tokens), len(tokens), with_head)
+        keys = self._keys(tokens)
+        following = self._following(tokens, most) if with_head else []
+        for i, key in enumerate(keys[:most]):
+            child = node.children.get(key)
+            if child is None or not child.entries:
+                break
+            entry = child.entries.get(following[i]) if with_head else next(iter(child.entries.values()))
+            if entry is None:
+                break
+            taken.append(entry)
+            node = child
+        num_pages = len(taken) + self._read_again(node, keys[len(taken) :], with_head)
+        heads = tuple(entry.head for entry in taken) if with_head else ()
+        return Found(num_pages, tuple(entry.page for entry in taken), heads)
+
+    def num_shared(self, num_common: int, num_tokens: int, with_head: bool) -> int:
+        """Pages that a request of `num_tokens` tokens takes of one with which it has the first num_common in common.
+
+        The last token's position is read in any case; with a head, so are those on which the head's entries in the
+        pages before depend.
+
+        >>> cache = PrefixCache(16, 9, 9)
+        >>> [cache.num_shared(*lens, True) for lens in ((50, 90), (48, 90), (49, 49))]
+        [3, 2, 3]
+        >>> [cache.num_shared(*lens, False) for lens in ((50, 90), (48, 90), (48, 48))]
+        [3, 3, 2]
+        """
+        common = num_common - self.num_following if with_head else min(num_common, num_tokens - 1)
+        return max(common, 0) // self.page_size
+
+    def hold(self, found: Found) -> None:
+        """A row holds what was found for it."""
+        self.pages.hold(found.pages)
+        if self.head_pages is not None:
+            self.head_pages.hold(found.head_pages)
+
+    def num_idle(self, found: Found) -> int:
+        """How many of the target's pages in `found` count as free until it is held."""
+        return self.pages.num_idle(found.pages)
+
+    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int]) -> None:
+        """Let others find a row's pages. Idempotent.
+
+        Where the cache has a page for the same already, it stays, unless nobody holds it: then the row's takes its
+        place, so that a row holds all pages before its own.
+
+        Args:
+            tokens: [n] int32, the row's committed tokens.
+            pages: the first ones of the row, with all entries final. head_pages: the same of the head's, for as many
+                pages from the first on as the head has final entries in; what follows them is among the tokens.
+        """
+        node, following = self._root, self._following(tokens, len(head_pages))
+        for i, key in enumerate(self._keys(tokens)[: len(pages)]):
+            child = node.children.get(key)
+            if child is None:
+                child = node.children[key] = _Node(node, key)
+            if i < len(head_pages):
+                self._offer(child, following[i], pages[i], head_pages[i])
+            else:
+                self._offer_headless(child, pages[i])
+            node = child
+
+    def clear(self) -> None:
+        """Forget everything; pages that rows hold stay theirs."""
+        for page in self._entries:
+            self.pages.withdraw(page)
+        if self.head_pages is not None:
+            for page in self._head_entries:
+                self.head_pages.withdraw(page)
+        self._root = _Node(None, b"")
+        self._entries, self._head_entries = {}, {}
+
+    def validate(self) -> None:
+        """Whether tree and allocators agree.
+
+        Raises:
+            InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
+        """
+        reached: list[_Node] = []
+        stack = list(self._root.children.values())
+        while stack:
+            reached.append(stack.pop())
+            stack += reached[-1].children.values()
+        require(all(node.entries or node.children for node in reached), "a node has neither pages nor children")
+        entries = [entry for node in reached for entry in node.entries.values()]
+        require({e.page: e for e in entries} == self._entries, "entries by page are not those of the tree")
+        require({e.head: e for e in entries if e.head} == self._head_entries, "entries by head page are not the tree's")
+        require(self._entries.keys() == self.pages.registered_pages(), "registered pages are not those of the tree")
+        if self.head_pages is not None:
+            wrong = self._head_entries.keys() ^ self.head_pages.registered_pages()
+            require(not wrong, f"registered pages of the head are not those of the tree: {sorted(wrong)[:8]}")
+
+    def _keys(self, tokens: np.ndarray) -> list[bytes]:
+        """The ids of every whole page as bytes."""
+        data, step = _bytes_of(tokens), _ID_BYTES * self.page_size
+        return [data[at : at + step] for at in range(0, len(data) - step + 1, step)]
+
+    def _following(self, tokens: np.ndarray, num_pages: int) -> list[bytes]:
+        """The ids after each of the first pages."""
+        data, step, width = _bytes_of(tokens), _ID_BYTES * self.page_size, _ID_BYTES * self.num_following
+        require(num_pages * step + width <= len(data) or not num_pages, "a page's continuation is not known")
+        return [data[at : at + width] for at in range(step, (num_pages + 1) * step, step)]
+
+    def _read_again(self, node: _Node, keys: Sequence[bytes], with_head: bool) -> int:
+        """How many of the next pages were found as well, and only go on differently, or with no token left."""
+        count, most = 0, -(-self.num_following // self.page_size) if with_head else 1
+        for key in keys[:most]:
+            child = node.children.get(key)
+            if child is None or not (child.has_read if with_head else child.entries):
+                break
+            node, count = child, count + 1
+        return count
+
+    def _offer(self, node: _Node, following: bytes, page: int, head: int) -> None:
+        old = node.entries.get(following)
+        if old is not None:
+            if old.page == page or not self.pages.is_idle(old.page):
+                return
+            self._drop(old)
+        entry = node.entries[following] = self._entries[page] = _Entry(node, following, page, head)
+        self.pages.register(page)
+        if head and self.head_pages is not None:
+            self._head_entries[head] = entry
+            self.head_pages.register(head)
+
+    def _offer_headless(self, node: _Node, page: int) -> None:
+        """It is of no use beside one that the head has read; what is there counts as used now."""
+        if node.entries.keys() <= {_ANY}:
+            self._offer(node, _ANY, page, _NO_PAGE)
+            return
+        for old in node.entries.values():
+            self.pages.touch(old.page)
+
+    def _drop(self, entry: _Entry) -> None:
+        del entry.node.entries[entry.following], self._entries[entry.page]
+        self.pages.withdraw(entry.page)
+        if entry.head and self.head_pages is not None:
+            del self._head_entries[entry.head]
+            self.head_pages.withdraw(entry.head)
+
+    def _forget(self, entry: _Entry) -> None:
+        """Evict a pair: to a request that drafts neither is of use without the other."""
+        self._drop(entry)
+        node = entry.node
+        while node.parent is not None and not node.entries and not node.children:
+            del node.parent.children[node.key]
+            node = node.parent
+
+
+def _bytes_of(tokens: np.ndarray) -> bytes:
+    return np.ascontiguousarray(tokens, np.int32).tobytes()

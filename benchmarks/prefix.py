@@ -1,0 +1,82 @@
+"""Prompts that begin alike: what the prefix cache has of them, and the time to the first token with it and without."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from benchmarks.workload import milliseconds
+from specdec import SamplingParams, SpeculativeModel
+
+_WARM = 2
+"""Runs that do not count: the first ones capture graphs of their own sizes."""
+
+
+def common(left: Sequence[int], right: Sequence[int]) -> int:
+    """With how many tokens both begin.
+
+    >>> common([1, 2, 3], [1, 2, 4]), common([1, 2], [1, 2, 4])
+    (2, 2)
+    """
+    return next((i for i, (a, b) in enumerate(zip(left, right, strict=False)) if a != b), min(len(left), len(right)))
+
+
+def expected_hits(prompts: Sequence[Sequence[int]], page_size: int, following: int) -> list[tuple[int, int]]:
+    """(tokens in pages found, tokens not read again) of each prompt of one call, from those before it alone.
+
+    All whole pages that it begins with as one before it does are found. Of these it reads the last one again if the
+    `following` tokens after it (M of a head of M modules; 0 without drafts) are not the same, or not there.
+
+    >>> expected_hits([[1] * 9, [1] * 9, [1] * 8 + [2, 3]], 4, 1)
+    [(0, 0), (8, 8), (8, 4)]
+    """
+    found = []
+    for i, prompt in enumerate(prompts):
+        most = max((common(prompt, before) for before in prompts[:i]), default=0)
+        read = most - following if following else min(most, len(prompt) - 1)
+        found.append((most // page_size * page_size, max(read, 0) // page_size * page_size))
+    return found
+
+
+def seconds_to_first_token(model: SpeculativeModel, prompt: list[int], cached: bool) -> tuple[float, int]:
+    """Of one request that is alone, from its call on; and how many of its tokens were not read."""
+    params = SamplingParams(max_new_tokens=2 * model.num_speculative_tokens + 3, ignore_eos=True, cache_prefix=cached)
+    started, first = time.perf_counter(), 0.0
+    for update in model.stream([prompt], params):
+        first = first or time.perf_counter() - started
+        if update.completion is not None:
+            return first, update.completion.stats.cached_tokens
+    raise AssertionError("a stream ends with a completion")
+
+
+def shared_prefix(
+    model: SpeculativeModel, prefix: int, own: int, repeats: int, vocab: int, seed: int
+) -> dict[str, Any]:
+    """Numbers of `repeats` requests with the same first `prefix` tokens and `own` others, each with and without.
+
+    The two kinds take turns, so that both see the same clocks.
+
+    Raises:
+        ValueError: the prefix was not found, so that nothing was measured.
+    """
+    rng = np.random.default_rng(seed)
+    common = rng.integers(0, vocab, prefix).tolist()
+    kinds: dict[str, list[float]] = {"cached": [], "uncached": []}
+    taken: list[int] = []
+    for run in range(-_WARM, repeats):
+        for name, times in kinds.items():
+            prompt = common + rng.integers(0, vocab, own).tolist()
+            seconds, tokens = seconds_to_first_token(model, prompt, name == "cached")
+            if run >= 0:
+                times.append(seconds)
+                taken += [tokens] * (name == "cached")
+    if min(taken) < prefix - 2 * model.config.page_size:
+        raise ValueError(f"of {prefix} tokens only {min(taken)} were found in the prefix cache")
+    found: dict[str, Any] = {"prefix": prefix, "own": own, "cached_tokens": min(taken), "repeats": repeats}
+    for name, times in kinds.items():
+        found |= milliseconds(f"first_token_{name}", np.array(times))
+    cached, uncached = (float(np.median(times)) for times in kinds.values())
+    return found | {"cached_over_uncached": cached / uncached}

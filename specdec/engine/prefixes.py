@@ -1,0 +1,161 @@
+"""Which pages requests take from the prefix cache, and which they leave in it.
+
+What is cached, and when:
+
+- The pages of a prompt are registered while it is read in chunks: before each schedule, those that committed rounds
+  have written whole, and that the head has read (or will, in the draft loop that this schedule starts, before any round
+  that the schedule lets in).
+- The pages of generated tokens are registered when the request gives up its row: at its end, at an abort, at a
+  preemption. So a round that only decodes does nothing here. Rejected drafts are in no page: only committed tokens are.
+- A request without drafts leaves no pages of the head; one that drafts takes only pages that a head has read.
+- After a failed or interrupted round rows and pages are made anew, and nothing is cached.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from attention.cache.pages import BlockTables
+from attention.cache.prefix import NOTHING, Found, PrefixCache
+from specdec.requests.request import Request
+from specdec.rounds.rows import RowTable
+from specdec.rounds.schedule import Schedule
+
+
+class Prefixes:
+    """The prefix cache of one scheduler's rows.
+
+    A row *owes* pages while it reads tokens whose pages it has not registered yet: waiting requests that begin with
+    the same tokens wait for them, rather than read them, too.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        table: RowTable,
+        target_pages: BlockTables,
+        head_pages: BlockTables | None,
+    ) -> None:
+        """target_pages, head_pages: over the cache's allocators."""
+        self.cache = cache
+        self._table = table
+        self._target_pages = target_pages
+        self._head_pages = head_pages
+        self._num_following = cache.num_following
+        self._sharing: set[int] = set()
+        self._owing: dict[int, int] = {}
+
+    def find(self, request: Request, prefill: int) -> Found:
+        """What a waiting request begins with that reads `prefill` tokens before it decodes."""
+        if not request.params.cache_prefix:
+            return NOTHING
+        return self.cache.find(request.committed[:prefill], self._drafts(request.num_drafts))
+
+    def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
+        """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
+        if not self._owing or not request.params.cache_prefix:
+            return False
+        drafts, tokens, rows = self._drafts(request.num_drafts), request.committed[:prefill], self._table
+        taken = len(found.pages)
+        begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
+        for row, registered in self._owing.items():
+            stop = min(prefill, int(rows.prefill[row]))
+            if registered > taken or stop < end or (drafts and not rows.drafts[row]):
+                continue
+            if (tokens[begin:end] != rows.tokens[row, begin:end]).any():
+                continue
+            differs = np.flatnonzero(tokens[:stop] != rows.tokens[row, :stop])
+            common = int(differs[0]) if len(differs) else stop
+            if self.cache.num_shared(common, prefill, drafts) > taken:
+                return True
+        return False
+
+    def enter(self, request: Request, found: Found) -> None:
+        """A request got a row: it holds what was found, and will register what it reads."""
+        row = request.row
+        if not request.params.cache_prefix:
+            return
+        self.cache.hold(found)
+        self._target_pages.begin(row, found.pages)
+        if self._head_pages is not None:
+            self._head_pages.begin(row, found.head_pages)
+        self._sharing.add(row)
+        if self._due(row) > len(found.pages):
+            self._owing[row] = len(found.pages)
+
+    def register_read(self, schedule: Schedule) -> None:
+        """Register what rows have read of their prompts.
+
+        Args:
+            schedule: the rows of the next round that run already, whose pages are reserved. Before any later round the
+                head of those with drafts, and of those that go on reading, gets to the end of what is committed.
+        """
+        if not self._owing:
+            return
+        table, rows = self._table, schedule.rows
+        head_reads = rows[(schedule.num_drafts > 0) | table.prefilling(rows)]
+        table.head_computed[head_reads] = table.computed[head_reads]
+        for row, registered in list(self._owing.items()):
+            target, head = self.final_pages(row)
+            final = min(target, head) if self._drafts(int(table.drafts[row])) else target
+            if final > registered:
+                self._register(row, final, final)
+                self._owing[row] = final
+            if final >= self._due(row):
+                del self._owing[row]
+
+    def leave(self, row: int) -> None:
+        """A row is about to give up its pages: register all that are final."""
+        if row not in self._sharing:
+            return
+        self._sharing.remove(row)
+        self._owing.pop(row, None)
+        target, head = self.final_pages(row)
+        self._register(row, target, min(target, head))
+
+    def clear(self) -> None:
+        """Forget everything, and register nothing of rows that run now."""
+        self.cache.clear()
+        self._sharing.clear()
+        self._owing.clear()
+
+    def check_writable(self, rows: np.ndarray) -> None:
+        """Whether the next round of these rows writes to pages of their own alone.
+
+        Raises:
+            InvariantError: to a page that is registered, or that another row holds.
+        """
+        size, table = self.cache.page_size, self._table
+        for row in rows.tolist():
+            begin = int(table.computed[row])
+            self.cache.pages.check_writable(self._target_pages.pages_of(row)[begin // size :])
+            if self._head_pages is not None and self.cache.head_pages is not None:
+                begin = max(begin - self._num_following + 1, int(table.begin[row]))  # of the last module
+                self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
+
+    def final_pages(self, row: int) -> tuple[int, int]:
+        """How many pages of a row have entries that will not change any more: of the target's, and of the head's.
+
+        A row whose last tokens were dropped at an eos id has computed more than is committed. Module M-1's entry at p
+        is there once the states before p + M are read.
+        """
+        table, size = self._table, self.cache.page_size
+        committed = int(table.length[row])
+        target = min(int(table.computed[row]), committed)
+        head = min(int(table.head_computed[row]), committed - 1) - self._num_following + 1
+        return target // size, max(head, 0) // size
+
+    def _drafts(self, num_drafts: int) -> bool:
+        return num_drafts > 0 and self._head_pages is not None
+
+    def _due(self, row: int) -> int:
+        """Pages that a row can register once it has read its prompt."""
+        following = self._num_following if self._drafts(int(self._table.drafts[row])) else 1
+        return max(int(self._table.prefill[row]) - following + 1, 0) // self.cache.page_size
+
+    def _register(self, row: int, num_pages: int, num_head_pages: int) -> None:
+        heads: list[int] = []
+        if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
+            heads = self._head_pages.pages_of(row)[:num_head_pages]
+        tokens = self._table.tokens[row, : self._table.length[row]]
+        self.cache.register(tokens, self._target_pages.pages_of(row)[:num_pages], heads)

@@ -1,0 +1,33 @@
+"""Whether a model's requests can share what they begin with, and what is said where they cannot."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from drafters.loops.base import DraftLoop, SharesPages
+from specdec.errors import InvalidInputError
+
+
+def choose_prefix_caching(
+    loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"], windowed: bool = False
+) -> str:
+    """ "on", or "off: " and the reason.
+
+    Args:
+        loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.
+        windowed: whether the target has cache groups whose pages behind a window are freed.
+
+    Raises:
+        InvalidInputError: True where it cannot be done.
+    """
+    if asked is False:
+        return "off: enable_prefix_caching=False"
+    reason, instead = "", "False or 'auto'"
+    if windowed:
+        reason = "pages behind the window of sliding-window layers are freed, and could not be found again"
+        instead += ", or hybrid_kv_cache=False"
+    elif loop is not None and not isinstance(loop, SharesPages):
+        reason = f"{loop.name} do not say on how many following tokens their cache entries depend (num_following)"
+    if reason and asked is True:
+        raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give {instead}")
+    return f"off: {reason}" if reason else "on"

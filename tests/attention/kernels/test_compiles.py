@@ -1,0 +1,57 @@
+"""Triton compiles our attention kernels for sm_90 without a GPU: its types are stricter than the interpreter's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attention.kernels import invariant, write
+
+POINTERS = {"slot_ptr": "*i64", **dict.fromkeys(("query_start_ptr", "page_indices_ptr", "page_indptr_ptr",
+            "last_page_len_ptr"), "*i32")}
+FLOATS = ("scale", "softcap", "value_scale", "key_inverse", "value_inverse", "limit")
+
+def compiled(kernel, constants, cache):
+    kinds = {"keys_ptr": cache, "values_ptr": cache} | POINTERS
+    signature = {}
+    for name in kernel.arg_names:
+        other = "*bf16" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
+        signature[name] = "constexpr" if name in constants else kinds.get(name, other)
+    places = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+
+dim_k, dim_v, cache = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+eight_bits = cache == "*fp8e4nv"
+wide = [max(16, triton.next_power_of_2(d)) for d in (dim_k, dim_v)]
+common = {"EIGHT_BITS": eight_bits, "PAGE_SIZE": 16, "DEPENDENT": True}
+options = {"HAS_SOFTCAP": True, "HAS_WINDOW": True, "HAS_SINKS": True, "QUERY_HEADS": 8, "KV_HEADS": 2}
+dims = {"DIM_K": dim_k, "DIM_V": dim_v, "WIDTH_K": wide[0], "WIDTH_V": wide[1]}
+tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 2}
+attend = compiled(invariant._invariant_attention_kernel, {**common, **options, **dims, **tiles}, cache)
+block = triton.next_power_of_2(2 * max(dim_k, dim_v))
+stored = compiled(write._write_kernel, {**common, "HEADS": 2, "DIM": dim_k, "DIM_V": dim_v, "BLOCK": block}, cache)
+print("griddepcontrol" in attend, "griddepcontrol" in stored)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dims", [(80, 80, "*fp8e4nv"), (192, 128, "*bf16"), (128, 128, "*bf16")])
+def test_attention_and_cache_write(dims: tuple[int, int, str]) -> None:
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, *map(str, dims)]
+    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "True"]
