@@ -199,14 +199,15 @@ def test_packed_kernel_follows_its_part() -> None:
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
     from attention.backends.flashinfer import sharing
+    from attention.backends.flashinfer.sharing import SharedRows
 
     free = CascadeCost(4, 2, 64, 2, launch_bytes=0, least_gain=1.0)
     monkeypatch.setattr(sharing, "_cost", lambda *_: free)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
     kernels = PackedKernels(CPU, cascades=True)
     kernel = kernels.fixed(key, torch.float16, rows, query_len)
-    layer, shared = cache(key, 40, size, "NHD"), kernel._sharing
-    assert shared is not None and kernels.fixed(key, torch.float16, 3, query_len)._sharing is None
+    layer, shared = cache(key, 40, size, "NHD"), kernel.sharing
+    assert isinstance(shared, SharedRows) and kernels.fixed(key, torch.float16, 3, query_len).sharing is None
     own = np.arange(8, 8 + 4 * rows, dtype=np.int32).reshape(rows, 4)
     with_two, with_three = own.copy(), own.copy()
     with_two[:, :2] = [1, 2]
@@ -217,7 +218,7 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
         metadata = stage(batch, *single_batch_arena(rows, rows * query_len, 4, CPU))
         query = torch.randn(rows * query_len, 4, 64, dtype=torch.float16)
         once = kernels.of_batch(key, torch.float16, batch, rows, query_len)
-        assert (once._sharing is None) == (table is own)
+        assert once.sharing is not None and once.sharing.launches == (table is not own)
         for each in (kernel, once):
             each.plan(whole_batch(metadata))
             each.share(batch)

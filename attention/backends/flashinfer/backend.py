@@ -274,11 +274,14 @@ class FlashInferBackend:
     name = "flashinfer"
     batch_invariant = False
 
-    def __init__(self, device: torch.device, cascades: bool = False) -> None:
-        """cascades: look for pages that rows share, and attend them once where that pays."""
+    def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
-        self._packed = PackedKernels(device, cascades)
+        self._packed = PackedKernels(device)
         self._zeroed: torch.Tensor | None = None
+
+    def cascade(self) -> None:
+        """See `attention.backends.base.CascadeBackend`."""
+        self._packed = PackedKernels(self._workspace.device, cascades=True)
 
     @property
     def preferred_layout(self) -> KVLayout:

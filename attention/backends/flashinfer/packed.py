@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.backends.flashinfer.sharing import SharedRows, Sharing, cascade_in_words
+from attention.backends.flashinfer.sharing import BatchShared, SharedRows, Sharing, cascade_in_words
 from attention.backends.flashinfer.wrapper import Part
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
@@ -44,10 +44,10 @@ class PackedKernel:
     """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
     planned batch lay. Pages that rows share are attended once, where that pays; see `sharing`."""
 
-    def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | None = None) -> None:
+    def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | BatchShared | None = None) -> None:
         """sharing: of the batches that it serves; None where no pages are looked for."""
         self.generation = 0
-        self._sharing = sharing
+        self.sharing = sharing
         self._scratch = scratch
         self._key = key
         self._part: Part | None = None
@@ -58,9 +58,9 @@ class PackedKernel:
         self.generation += 1
 
     def share(self, batch: HostBatch) -> None:
-        """Find the pages that rows of the planned batch share; batch: begins with these rows."""
-        if self._sharing is not None:
-            self._sharing.update(batch)
+        """Find the pages that rows of the planned batch, `batch`, share; for a kernel of a fixed shape."""
+        if isinstance(self.sharing, SharedRows):
+            self.sharing.update(batch)
 
     def keeps(self, page_indptr: object) -> bool:
         """See `Kernel.keeps`: any lengths will do."""
@@ -75,8 +75,8 @@ class PackedKernel:
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
         query_len = (part.stop - part.start) // len(part.device_last_page_len)
-        shared = None if self._sharing is None else self._sharing.shared
-        if shared is not None:
+        shared = None if self.sharing is None else self.sharing.shared
+        if shared is not None and self.sharing is not None and self.sharing.launches:
             launch_prefix(query, layer_kv, self._key, *places[:2], shared, query_len)
         launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len, shared)
 
@@ -84,33 +84,33 @@ class PackedKernel:
 class PackedKernels:
     """The packed kernels of a device: what they share, and whether they look for pages that rows share."""
 
-    def __init__(self, device: torch.device, cascades: bool) -> None:
+    def __init__(self, device: torch.device, cascades: bool = False) -> None:
         """cascades: look for them, and attend them once where that pays."""
         self._device = device
         self._scratch: Scratch | None = None
-        self._sharing = Sharing(device) if cascades else None
+        self.sharing = Sharing(device) if cascades else None
 
     def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
         """For batches of this shape."""
         scratch = self._made()
-        if self._sharing is None:
+        if self.sharing is None:
             return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self._sharing.fixed(key, dtype, (rows, query_len), scratch.multiprocessors))
+        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, (rows, query_len), scratch.multiprocessors))
 
     def of_batch(
         self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
     ) -> PackedKernel:
         """For the first rows of a batch, `query_len` tokens each."""
         scratch, shape = self._made(), (rows, query_len)
-        if self._sharing is None:
+        if self.sharing is None:
             return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self._sharing.of_batch(key, dtype, shape, scratch.multiprocessors, batch))
+        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch.multiprocessors, batch))
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """What they serve, after the name of another kernel; "" for nothing."""
         packs = is_packed(group, key, dtype, 1)
         packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
-        if self._sharing is None:
+        if self.sharing is None:
             return packed
         return f"{packed}; {cascade_in_words(packs, key, group.format.dtype_for(dtype) != dtype)}"
 

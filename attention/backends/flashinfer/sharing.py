@@ -7,6 +7,7 @@ same requests to the next it does not, so that a round sends nothing more than b
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -32,6 +33,7 @@ class Sharing:
 
     def __init__(self, device: torch.device) -> None:
         self._room = torch.empty(0, dtype=torch.float32, device=device)
+        self._none = torch.empty(0, dtype=torch.int32, device=device)
 
     def fixed(
         self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], multiprocessors: int
@@ -40,23 +42,36 @@ class Sharing:
         if shape[0] < LEAST_ROWS:
             return None
         tiling = _tiling(key, shape, multiprocessors)
-        return SharedRows(self._keys(key, shape, tiling), shape[1], _cost(key, dtype, tiling))
+        pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
+        return SharedRows(self._keys(key, shape, tiling, pages), shape[1], _cost(key, dtype, tiling))
 
     def of_batch(
         self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], multiprocessors: int, batch: HostBatch
-    ) -> SharedRows | None:
-        """For the first rows of one batch; None where two levels do not pay."""
-        tiling = _tiling(key, shape, multiprocessors)
-        cost = _cost(key, dtype, tiling)
-        pages = worth_sharing(batch, *shape, cost)
-        if not pages.any():
-            return None
-        found = SharedRows(self._keys(key, shape, tiling), shape[1], cost)
-        found.send(pages)
-        return found
+    ) -> BatchShared | None:
+        """For the first rows of one batch; None with few rows.
 
-    def _keys(self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling) -> SharedKeys:
-        """No row shares a page yet. What was handed out before keeps its memory."""
+        The kernels are those of fixed shapes, so that rounds beside graphs compile none.
+        """
+        if shape[0] < LEAST_ROWS:
+            return None
+        tiling = _tiling(key, shape, multiprocessors)
+        found = worth_sharing(batch, *shape, _cost(key, dtype, tiling))
+        pages = self._no_pages(shape[0])
+        if found.any():
+            pages = torch.from_numpy(found)
+            if self._room.is_cuda:
+                pages = pages.pin_memory().to(self._room.device, non_blocking=True)
+        return BatchShared(self._keys(key, shape, tiling, pages), bool(found.any()))
+
+    def _no_pages(self, rows: int) -> torch.Tensor:
+        if rows > len(self._none):
+            self._none = torch.zeros(rows, dtype=torch.int32, device=self._room.device)
+        return self._none[:rows]
+
+    def _keys(
+        self, key: AttentionSpec, shape: tuple[int, int], tiling: PrefixTiling, pages: torch.Tensor
+    ) -> SharedKeys:
+        """pages: [rows] int32. What was handed out before keeps its memory."""
         from attention.kernels.cascade import SharedKeys, sum_shapes
 
         sums, stats = sum_shapes(key, shape[0] * shape[1], tiling)
@@ -64,7 +79,6 @@ class Sharing:
         if sum(sizes) > len(self._room):
             self._room = torch.empty(sum(sizes), dtype=torch.float32, device=self._room.device)
         first, second = self._room[: sum(sizes)].split(sizes)
-        pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
         return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
 
 
@@ -80,9 +94,11 @@ def cascade_in_words(packs: bool, key: AttentionSpec, eight_bits: bool) -> str:
 
 
 def _tiling(key: AttentionSpec, shape: tuple[int, int], multiprocessors: int) -> PrefixTiling:
+    """Of the next power of two of rows, so that there are few kernels; shape: (rows, query_len)."""
     from attention.kernels.cascade import prefix_tiling
 
-    queries = shape[0] * shape[1] * key.num_q_heads // key.num_kv_heads
+    rows = 1 << (shape[0] - 1).bit_length()
+    queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
     return prefix_tiling(queries, key.num_kv_heads, multiprocessors)
 
 
@@ -104,8 +120,19 @@ def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost
     return found.pages_by_row(rows)
 
 
+@dataclass(frozen=True)
+class BatchShared:
+    """The shared pages of one batch. launches: whether there are any, so that they are attended before the rest."""
+
+    shared: SharedKeys
+    launches: bool
+
+
 class SharedRows:
     """The shared pages of batches of `rows` rows of `query_len` tokens, at an address that does not change."""
+
+    launches = True
+    """A captured graph does, whatever it finds."""
 
     def __init__(self, shared: SharedKeys, query_len: int, cost: CascadeCost) -> None:
         self.shared = shared
