@@ -137,7 +137,7 @@ class SharedRows:
     def __init__(self, shared: SharedKeys, query_len: int, cost: CascadeCost) -> None:
         self.shared = shared
         self._query_len = query_len
-        self._cost = cost
+        self.cost = cost
         on_cuda = shared.pages.is_cuda
         self._sent = np.zeros(len(shared.pages), np.int32).tobytes()
         self._host = [torch.zeros(len(shared.pages), dtype=torch.int32, pin_memory=on_cuda) for _ in range(_RING)]
@@ -146,7 +146,7 @@ class SharedRows:
 
     def update(self, batch: HostBatch) -> None:
         """The next launches serve this batch. Sends the pages where they changed."""
-        pages = worth_sharing(batch, len(self.shared.pages), self._query_len, self._cost)
+        pages = worth_sharing(batch, len(self.shared.pages), self._query_len, self.cost)
         if pages.tobytes() != self._sent:
             self.send(pages)
 
