@@ -304,6 +304,10 @@ class FlashInferBackend:
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
+        served = has_flashinfer_heads(key) and not serves(group, key, dtype, self._workspace.device)
+        return self._kernels(group, key, dtype) + self._packed.sharing_in_words(group, key, dtype, served)
+
+    def _kernels(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         if not has_flashinfer_heads(key):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from attention.backends.flashinfer.sharing import BatchShared, SharedRows, Sharing, cascade_in_words
+from attention.backends.flashinfer.sharing import LEAST_ROWS, BatchShared, SharedRows, Sharing
 from attention.backends.flashinfer.wrapper import Part
+from attention.backends.two_levels import cascade_limit
 from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
 HEAD_DIMS = (64, 128)
+PACKED_IN_WORDS = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)"
 
 
 def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_len: int) -> bool:
@@ -92,27 +94,37 @@ class PackedKernels:
 
     def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
         """For batches of this shape."""
-        scratch = self._made()
-        if self.sharing is None:
+        scratch, shape = self._made(), (rows, query_len)
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
             return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, (rows, query_len), scratch.multiprocessors))
+        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch.multiprocessors))
 
     def of_batch(
         self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
     ) -> PackedKernel:
         """For the first rows of a batch, `query_len` tokens each."""
         scratch, shape = self._made(), (rows, query_len)
-        if self.sharing is None:
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
             return PackedKernel(key, scratch)
         return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch.multiprocessors, batch))
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """What they serve, after the name of another kernel; "" for nothing."""
-        packs = is_packed(group, key, dtype, 1)
-        packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
+        return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) else ""
+
+    def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
+        """Where shared pages are attended once, or why never; "" where nobody looks for them.
+
+        served: some rows are packed, if their heads are.
+        """
         if self.sharing is None:
-            return packed
-        return f"{packed}; {cascade_in_words(packs, key, group.format.dtype_for(dtype) != dtype)}"
+            return ""
+        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
+        if not limit and not (served and is_packed(group, key, dtype, 1)):
+            limit = f"rows with head dim {key.head_dim_k} are not packed here"
+        if limit:
+            return f"; no cascade: {limit}"
+        return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
 
     def _made(self) -> Scratch:
         if self._scratch is None:

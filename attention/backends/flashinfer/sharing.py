@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from attention.backends.two_levels import cascade_limit
 from attention.batch.host import HostBatch
 from attention.batch.transforms.cascade import CascadeCost, shared_prefix
 from attention.spec import AttentionSpec
@@ -80,17 +79,6 @@ class Sharing:
             self._room = torch.empty(sum(sizes), dtype=torch.float32, device=self._room.device)
         first, second = self._room[: sum(sizes)].split(sizes)
         return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
-
-
-def cascade_in_words(packs: bool, key: AttentionSpec, eight_bits: bool) -> str:
-    """Where shared pages are attended once, or why never; packs: the packed kernel takes the layer's heads.
-
-    >>> plain = AttentionSpec(8, 2, 128, 128, 1.0)
-    >>> cascade_in_words(True, plain, False), cascade_in_words(False, plain, True)
-    ('cascade over shared pages from 4 rows on, where it pays', 'no cascade: an 8-bit cache')
-    """
-    limit = cascade_limit(key, eight_bits) or ("" if packs else f"head dim {key.head_dim_k}, or too many query heads")
-    return f"no cascade: {limit}" if limit else f"cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
 
 
 def _tiling(key: AttentionSpec, shape: tuple[int, int], multiprocessors: int) -> PrefixTiling:
