@@ -24,6 +24,8 @@ LEAST_ROWS = 4
 """Rows of a fixed shape from which on it has a launch for shared pages, which costs about 1 µs a layer where there are
 none: three rows save at most two readings of a prefix."""
 _RING = 2
+LOOK_AGAIN = 32
+"""Batches after which an answer that still holds is looked for again."""
 
 
 class Sharing:
@@ -131,16 +133,31 @@ class SharedRows:
         self._host = [torch.zeros(len(shared.pages), dtype=torch.int32, pin_memory=on_cuda) for _ in range(_RING)]
         self._copied = [torch.cuda.Event() for _ in range(_RING)] if on_cuda else []
         self.num_copies = 0
+        self._left, self._width, self._begins = 0, 1, b""
+        self._least = np.zeros(len(shared.pages), np.int32)  # keys that each row must have computed
 
     def update(self, batch: HostBatch) -> None:
-        """The next launches serve this batch. Sends the pages where they changed."""
-        pages = worth_sharing(batch, len(self.shared.pages), self._query_len, self.cost)
+        """The next launches serve this batch. Sends the pages where they changed.
+
+        What was found last is kept while it holds: the tables begin as they did, and all rows still see the pages that
+        they share. To look again costs 30 µs and more; once in `LOOK_AGAIN` batches it is done nevertheless, for
+        rows that could share more by now.
+        """
+        rows = len(self.shared.pages)
+        if self._left and batch.block_table[:rows, : self._width].tobytes() == self._begins:
+            self._left -= 1
+            if (batch.num_computed_tokens[:rows] >= self._least).all():
+                return
+        pages = worth_sharing(batch, rows, self._query_len, self.cost)
         if pages.tobytes() != self._sent:
             self.send(pages)
+        self._left, self._width = LOOK_AGAIN, max(1, int(pages.max()))
+        self._least = pages * batch.page_size
+        self._begins = batch.block_table[:rows, : self._width].tobytes()
 
     def send(self, pages: np.ndarray) -> None:
         """The next launches find these pages; [rows] int32, see `attention.kernels.cascade.SharedKeys`."""
-        self._sent = b""  # an interrupt from here on leaves what is sent again
+        self._sent, self._left = b"", 0  # an interrupt from here on leaves what is looked for and sent again
         slot = self.num_copies % _RING
         if self._copied and not self._copied[slot].query():
             self._copied[slot].synchronize()
