@@ -126,9 +126,19 @@ def test_packed_attention(
 )
 @pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_packed_attention_after_a_shared_prefix(
-    heads: tuple[int, int], dim: int, page_size: int, query_len: int, layout: KVLayout, parts: int
+    heads: tuple[int, int],
+    dim: int,
+    page_size: int,
+    query_len: int,
+    layout: KVLayout,
+    parts: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same launch for any prefix: rows that share it or do not, prefixes at the edges of tiles and parts, none."""
+    """The same launch for any prefix: rows that share it or do not, prefixes at the edges of tiles and parts, none.
+
+    A row's own keys are in several parts, of which the first alone begins with the prefix.
+    """
+    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
     key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 9
     scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
     pages = torch.zeros(rows, dtype=torch.int32)
@@ -156,7 +166,8 @@ def test_packed_attention_after_a_shared_prefix(
         launch_prefix(query, layer, key, indptr, indices, shared, query_len)
         launch_packed(query, layer, key, indptr, indices, last, out, scratch, query_len, shared)
         assert not scratch.arrived.any()
-        assert bool(shared.sums.isnan().all()) == (not prefix)
+        alone = np.repeat(by_row == 0, query_len)
+        assert shared.sums[:, alone].isnan().all() and not shared.sums[0, ~alone].isnan().any()
         keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
         for row, length in enumerate(lengths):
             slots = torch.from_numpy(slots_of(table, np.full(length, row), np.arange(length), page_size))
