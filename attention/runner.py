@@ -4,19 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 
 from attention.backends.base import AttentionBackend, Building, FixedMetadataBuilder, GraphBackend
 from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata, with_rows
+from attention.batch.transforms.fixed_local import FixedLocalRows
 from attention.batch.transforms.local_attention import check_chunk_size, local_attention
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec, TemperatureTuning
+
+_EMPTY: Mapping[int, FixedLocalRows] = MappingProxyType({})
+"""The chunk sizes of a group without local attention."""
 
 
 @dataclass(frozen=True)
@@ -27,13 +33,14 @@ class PlannedBatch:
         metadata: the batch.
         plans: what a backend runs; None for a batch that nothing attends to, see `GroupRunner.blank`.
         rows: the batch in the rows that each spec's layers attend, where some attend in chunks; {} where none do.
-        temperatures: [T, 1, 1] float32 factors of the queries, for layers with temperature tuning.
+        temperatures: [T', 1, 1] float32 factors of the queries, padding included, for layers with temperature tuning.
+            The first such layer of a launch computes them, so that a captured launch does with every round's positions.
     """
 
     metadata: CommonAttentionMetadata
     plans: dict[AttentionSpec, Any] | None
     rows: Mapping[AttentionSpec, CommonAttentionMetadata] = field(default_factory=dict)
-    temperatures: Mapping[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
+    temperatures: dict[TemperatureTuning, torch.Tensor] = field(default_factory=dict)
 
     def rows_of(self, spec: AttentionSpec) -> CommonAttentionMetadata:
         """The batch in the rows that a layer attends."""
@@ -56,12 +63,19 @@ class Planner(Protocol):
 class FixedPlanner:
     """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
 
-    def __init__(self, builders: dict[AttentionSpec, FixedMetadataBuilder]) -> None:
+    def __init__(
+        self, builders: dict[AttentionSpec, FixedMetadataBuilder], local: Mapping[int, FixedLocalRows] = _EMPTY
+    ) -> None:
+        """local: by chunk size, the virtual rows of layers that attend in chunks."""
         self._builders = builders
+        self._local = local
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch of the fixed shape."""
-        return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
+        in_chunks = {size: local.metadata(metadata) for size, local in self._local.items()}
+        rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
+        plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
+        return PlannedBatch(metadata, plans, rows)
 
     def builder(self, key: AttentionSpec) -> FixedMetadataBuilder | None:
         """The builder of a key, if there is one."""
@@ -69,8 +83,13 @@ class FixedPlanner:
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
-        for builder in self._builders.values():
-            builder.replan(host)
+        if not self._local:
+            for builder in self._builders.values():
+                builder.replan(host)
+            return
+        in_chunks = {size: local.send(host)[0] for size, local in self._local.items()}
+        for key, builder in self._builders.items():
+            builder.replan(host if key.chunk_size is None else in_chunks[key.chunk_size])
 
 
 class GroupRunner:
@@ -89,9 +108,11 @@ class GroupRunner:
         )
         for chunk_size in self._chunk_sizes:
             check_chunk_size(chunk_size, group.page_size)
-        self._tunings = tuple(dict.fromkeys(s.temperature for s in group.attention_specs if s.temperature is not None))
+        specs = reversed(list(enumerate(group.attention_specs)))
+        self._first_tuned = {spec.temperature: layer for layer, spec in specs if spec.temperature is not None}
         self._backend = backend
         self._dtype = dtype
+        self._device = device
         self._builders = {key: backend.builder(group, key, dtype) for key in dict.fromkeys(group.attention_specs)}
         self.layers: tuple[LayerKV, ...] = allocate(group, dtype, device)
 
@@ -121,14 +142,12 @@ class GroupRunner:
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
         """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
-        if not self._chunk_sizes and not self._tunings:
+        if not self._chunk_sizes:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
         in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
         rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
         plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
-        return PlannedBatch(
-            metadata, plans, rows, {tuning: _factors(tuning, metadata.positions) for tuning in self._tunings}
-        )
+        return PlannedBatch(metadata, plans, rows)
 
     @staticmethod
     def blank(metadata: CommonAttentionMetadata) -> PlannedBatch:
@@ -147,24 +166,25 @@ class GroupRunner:
         `beside`: another group's planner of this shape, always planned just before this one for the same lengths.
 
         Raises:
-            UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold, or a layer has local
-                attention or temperature tuning, which have none.
+            UnsupportedAttentionError: the backend has no plans that a CUDA graph can hold.
         """
-        backend = self._backend
-        if self._chunk_sizes or self._tunings:
-            raise UnsupportedAttentionError(
-                f"group {self.group.name}: local attention and temperature tuning have no plans that a CUDA graph can "
-                "hold"
-            )
+        backend, group = self._backend, self.group
         if not isinstance(backend, GraphBackend):
             raise UnsupportedAttentionError(f"backend {backend.name!r} has no plans that a CUDA graph can hold")
-        args = (self._dtype, rows, query_len)
-        return FixedPlanner(
-            {
-                key: backend.fixed_builder(self.group, key, *args, None if beside is None else beside.builder(key))
-                for key in dict.fromkeys(self.group.attention_specs)
-            }
-        )
+        local = {
+            size: FixedLocalRows(rows, query_len, size, group.page_size, group.num_pages, self._device)
+            for size in self._chunk_sizes
+        }
+        builders = {}
+        for key in self._builders:
+            own = (group, key, self._dtype)
+            shared = None if beside is None else beside.builder(key)
+            if key.chunk_size is None or query_len == 1:  # a single token lies in one chunk
+                builders[key] = backend.fixed_builder(*own, rows, query_len, shared)
+            else:
+                virtual, most = local[key.chunk_size].num_rows, min(query_len, key.chunk_size)
+                builders[key] = backend.fixed_builder(*own, virtual, most, shared, tokens=rows * query_len)
+        return FixedPlanner(builders, local)
 
     def attend(
         self,
@@ -185,7 +205,7 @@ class GroupRunner:
             return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
         given = out
         if spec.temperature is not None:
-            query = (query * planned.temperatures[spec.temperature]).to(query.dtype)
+            query = self._tuned(planned, layer, spec.temperature, query)
         out = self._backend.run(
             planned.plans[spec], spec, query, key, value, self.layers[layer], planned.rows_of(spec), sinks, out
         )
@@ -193,6 +213,13 @@ class GroupRunner:
             require(given is None or out is given, f"backend {self._backend.name!r} left its result elsewhere")
             require(out.is_contiguous(), f"backend {self._backend.name!r} returned attention that is not contiguous")
         return out
+
+    def _tuned(self, planned: PlannedBatch, layer: int, tuning: TemperatureTuning, query: torch.Tensor) -> torch.Tensor:
+        """Scaled queries [T', Hq, Dk] of a layer with temperature tuning."""
+        if layer == self._first_tuned[tuning] or tuning not in planned.temperatures:
+            factors = _factors(tuning, planned.metadata.positions)
+            planned.temperatures[tuning] = F.pad(factors, (0, 0, 0, 0, 0, len(query) - len(factors)))
+        return (query * planned.temperatures[tuning]).to(query.dtype)
 
 
 def _in_chunks(metadata: CommonAttentionMetadata, chunk_size: int) -> CommonAttentionMetadata:

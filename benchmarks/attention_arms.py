@@ -11,7 +11,7 @@ import torch
 
 from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, is_packed, packed_scratch
-from attention.backends.flashinfer.wrapper import Kernel, Route
+from attention.backends.flashinfer.wrapper import FixedShape, Kernel, Route
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
@@ -75,7 +75,7 @@ class FlashInferConfiguration:
     """A FlashInfer kernel of ours, planned from host arrays; `fixed` is the form that CUDA graphs hold."""
 
     def __init__(self, scene: Scene, workspace: torch.Tensor, route: Route, fixed: bool) -> None:
-        shape = (scene.case.rows, scene.case.query) if fixed else None
+        shape = FixedShape(scene.case.rows, scene.case.query) if fixed else None
         self._kernel = Kernel(workspace, scene.group, scene.case.key, scene.case.dtype, route, shape)
         self._part = whole_batch(scene.metadata)
         self._query = scene.states[0]

@@ -130,9 +130,10 @@ class DevicePlannedBackend:
         rows: int,
         query_len: int,
         beside: object = None,
+        tokens: int | None = None,
     ) -> DevicePlanned:
         """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
-        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len))
+        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len, tokens=tokens))
 
 
 def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> SpeculativeModel:

@@ -124,7 +124,7 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         attention_specs = tuple(c.attention_spec for c in probed.calls)
-        choice = choose_graphs(backend, loop, attention_specs, cuda_graphs)
+        choice = choose_graphs(backend, loop, cuda_graphs)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -39,6 +41,28 @@ _load_fakes()
 from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
 
 import specdec.model  # noqa: E402 - after the path is set
+
+
+def _list_builtins_once() -> None:
+    """Triton's interpreter lists what `triton.language` holds whenever a kernel is launched or a function called in it.
+
+    That is most of its time. Which of the names are builtins does not change; what they name now is read every time.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    names: dict[Any, list[str]] = {}
+
+    def members(owner: Any) -> list[tuple[str, Any]]:
+        if owner not in names:
+            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
+        return [(name, getattr(owner, name)) for name in names[owner]]
+
+    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
+
+
+if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+    _list_builtins_once()
 
 twin_test = specdec.model.twin_test
 _right_twins: dict[Any, Any] = {}

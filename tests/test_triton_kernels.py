@@ -19,10 +19,12 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, packed_scratch
+from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.batch.transforms.cascade import CascadeCost, shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
+from attention.checking import check_mode
 from attention.kernels.cascade import SharedKeys, launch_prefix, prefix_tiling, sum_shapes
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
@@ -40,6 +42,7 @@ from specdec.ops.rotary import rotated, rotated_together, token_major
 from specdec.ops.rotary_kernel import launch_rotation
 from specdec.ops.silu import silu_product
 from specdec.ops.silu_kernel import launch_silu_product
+from tests.local_rounds import fixed_rounds
 
 CPU = torch.device("cpu")
 
@@ -245,6 +248,19 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
         copies.append(shared.num_copies)
         found.append(shared.shared.pages.tolist())
     assert found == [[0] * 4, [2] * 4, [2] * 4, [0, 3, 3, 3], [0] * 4] and copies == [0, 1, 1, 2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("query_len", [1, 6])
+def test_batch_invariant_attention_in_chunks_of_fixed_rounds(query_len: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Virtual rows with many queries, few and none, at the addresses of the first round."""
+    monkeypatch.setattr("attention.batch.staging._RING", 1)
+    key = AttentionSpec(4, 2, 64, 64, 0.125, chunk_size=64)
+    firsts = [[0, 61], [63, 300], [58, 64]]
+    with check_mode(False):  # a recorded launch runs no Python again
+        rounds = fixed_rounds(InvariantBackend(), key, torch.float16, CPU, firsts, query_len, lambda launch: launch)
+        for own, expected in rounds:
+            assert (own - expected).norm() <= 2e-3 * expected.norm()
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,13 @@ class GraphBackend(AttentionBackend, Protocol):
         rows: int,
         query_len: int,
         beside: FixedMetadataBuilder | None = None,
+        tokens: int | None = None,
     ) -> FixedMetadataBuilder:
         """A builder for batches of exactly `rows` rows with `query_len` tokens each.
 
         Args:
+            tokens: of the batch, where rows have 0 … query_len each, others every time: the virtual rows of local
+                attention. None: rows·query_len.
             beside: a builder of the same shape that is always planned just before, for batches of the same lengths:
                 where the two plans would be equal, the new builder may share its.
 

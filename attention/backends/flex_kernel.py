@@ -51,10 +51,12 @@ class FlexKernel:
 def function_of(kernel: FlexKernel) -> Attend:
     """`attend_blocks` of one kernel: compiled at its first call, or in torch's eager form."""
 
+    width = tile_width(kernel)  # here, because the compiler cannot trace a greatest common divisor
+
     def attend(*arguments: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         if kernel.compiler is not None and not torch.compiler.is_compiling():
             raise UnsupportedAttentionError("FlexAttention is called where torch's compiler is switched off")
-        return attend_blocks(kernel, *arguments)
+        return attend_blocks(kernel, width, *arguments)
 
     if kernel.compiler is None:
         return _uncompiled(attend)
@@ -66,6 +68,7 @@ def function_of(kernel: FlexKernel) -> Attend:
 
 def attend_blocks(
     kernel: FlexKernel,
+    keys_per_tile: int,
     query: torch.Tensor,
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -81,6 +84,7 @@ def attend_blocks(
     """Attention of packed queries, and the logarithm of their sums where a sink joins them.
 
     Args:
+        keys_per_tile: that a program loads at once.
         query: [1, Hkv, N, Dk]; keys, values: [1, Hkv or 1, S, D], the cache as a sequence; key_scale: [2] float32.
         partly, whole: [1, H, n] int32 how many blocks of the cache a tile sees partly and wholly, and which: [1, H, n,
             W] int32.
@@ -113,7 +117,7 @@ def attend_blocks(
         seq_lengths=(query.shape[2], keys.shape[2]),
         compute_q_blocks=False,
     )
-    options: Any = {"BACKEND": "TRITON", "BLOCK_M": kernel.tile, "BLOCK_N": keys_per_tile(kernel)}
+    options: Any = {"BACKEND": "TRITON", "BLOCK_M": kernel.tile, "BLOCK_N": keys_per_tile}
     attended: Any = flex_attention(
         query,
         keys,
@@ -178,7 +182,7 @@ def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def keys_per_tile(kernel: FlexKernel) -> int:
+def tile_width(kernel: FlexKernel) -> int:
     """Keys that a program loads at once: a power of two that divides the page, in at most _TILE_BYTES."""
     width = 1 << (max(kernel.key.head_dim_k, kernel.key.head_dim_v) - 1).bit_length()
     return math.gcd(kernel.page_size, max(LEAST_KEYS, _TILE_BYTES // (width * kernel.dtype.itemsize)))

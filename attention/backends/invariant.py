@@ -28,9 +28,14 @@ class InvariantPlan:
 class InvariantBuilder:
     """No split-KV, so there is nothing to plan."""
 
+    def __init__(self, max_query_len: int | None = None) -> None:
+        """max_query_len: of all batches that a launch will be replayed for; None: of the batch that is built."""
+        self._max_query_len = max_query_len
+
     def build(self, metadata: CommonAttentionMetadata) -> InvariantPlan:
         """See `AttentionMetadataBuilder`."""
-        return InvariantPlan(metadata.max_query_len)
+        most = self._max_query_len
+        return InvariantPlan(metadata.max_query_len if most is None else most)
 
     def replan(self, host: HostBatch) -> None:
         """See `FixedMetadataBuilder`."""
@@ -60,9 +65,11 @@ class InvariantBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
+        tokens: int | None = None,
     ) -> InvariantBuilder:
         """See `attention.backends.base.GraphBackend`."""
-        return self.builder(group, key, dtype)
+        check_supported(group, key, dtype)
+        return InvariantBuilder(query_len)
 
     def run(
         self,

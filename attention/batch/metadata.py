@@ -27,7 +27,7 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
 _GROUP_FIELDS = tuple(field for field in BATCH_FIELDS if field[0] in ("slot_mapping", "page_indices", "page_indptr"))
 """What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
 
-_ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
+ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
 """The flat ones that change with the rows; all int32."""
 
 
@@ -190,11 +190,11 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
     if checking():
         require(host.slot_mapping is metadata.host.slot_mapping, "with_rows is given rows of other tokens")
         host.validate()
-    arrays = [getattr(host, name) for name in _ROW_FIELDS]
+    arrays = [getattr(host, name) for name in ROW_FIELDS]
     sent = torch.from_numpy(np.concatenate(arrays))
     if metadata.seq_lens.is_cuda:
         sent = sent.pin_memory().to(metadata.seq_lens.device, non_blocking=True)
-    views = dict(zip(_ROW_FIELDS, sent.split([len(array) for array in arrays]), strict=True))
+    views = dict(zip(ROW_FIELDS, sent.split([len(array) for array in arrays]), strict=True))
     return replace(metadata, host=host, block_table=None, **views)
 
 

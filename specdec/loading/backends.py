@@ -21,7 +21,6 @@ from specdec.errors import InvalidInputError, SpecdecWarning
 
 _STORED = {"auto": None, "fp8": FP8}
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
-_LOCAL = "attention in chunks and temperature tuning (Llama 4)"
 
 
 def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
@@ -74,50 +73,39 @@ class GraphChoice:
 def choose_graphs(
     backend: AttentionBackend,
     loop: DraftLoop[Any, Any] | None,
-    attention_specs: Sequence[AttentionSpec],
     cuda_graphs: bool | Literal["auto"],
 ) -> GraphChoice:
     """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
 
     Args:
         loop: the head's draft loop; None without a head.
-        attention_specs: what the target's layers need.
 
     Raises:
         InvalidInputError: see `check_graphs`.
     """
     if cuda_graphs != "auto" or backend.batch_invariant:
-        check_graphs(backend, loop, attention_specs, cuda_graphs is not False)
+        check_graphs(backend, loop, cuda_graphs is not False)
         return GraphChoice(True, required=True) if cuda_graphs else GraphChoice(False, reason="cuda_graphs=False")
     if not isinstance(backend, GraphBackend):
         return GraphChoice(False, reason=f"backend {backend.name!r} has none")
     if loop is not None and not isinstance(loop, GraphLoop):
         return GraphChoice(False, reason=f"{loop.name} run without CUDA graphs", expected=False)
-    if _without_graphs(attention_specs):
-        return GraphChoice(False, reason=f"{_LOCAL} run without CUDA graphs", expected=False)
     return GraphChoice(True)
 
 
 def check_graphs(
     backend: AttentionBackend,
     loop: DraftLoop[Any, Any] | None,
-    attention_specs: Sequence[AttentionSpec],
     cuda_graphs: bool,
 ) -> None:
     """Refuse what cannot run from CUDA graphs, and what cannot run without.
 
     Args:
         loop: the head's draft loop; None without a head.
-        attention_specs: what the target's layers need.
 
     Raises:
-        InvalidInputError: a backend, a draft loop or a target that has no graphs, or a backend that needs them.
+        InvalidInputError: a backend or a draft loop that has no graphs, or a backend that needs them.
     """
-    if _without_graphs(attention_specs) and (cuda_graphs or backend.batch_invariant):
-        raise InvalidInputError(
-            f"{_LOCAL} run without CUDA graphs, and so not with "
-            "backend='batch_invariant'; use backend='flashinfer', cuda_graphs=False"
-        )
     if cuda_graphs and not isinstance(backend, GraphBackend):
         raise InvalidInputError(f"cuda_graphs=True needs a backend for a GPU that has graphs, not {backend.name!r}")
     if loop is not None and not isinstance(loop, GraphLoop) and (cuda_graphs or backend.batch_invariant):
@@ -127,11 +115,6 @@ def check_graphs(
         )
     if backend.batch_invariant and not cuda_graphs:
         raise InvalidInputError(f"backend={backend.name!r} needs cuda_graphs=True: its model is a compiled one")
-
-
-def _without_graphs(attention_specs: Sequence[AttentionSpec]) -> bool:
-    """Whether a layer needs what no graph holds."""
-    return any(s.chunk_size is not None or s.temperature is not None for s in attention_specs)
 
 
 def expected_keys(config: Any) -> list[AttentionSpec]:

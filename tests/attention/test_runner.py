@@ -123,8 +123,19 @@ def test_the_factors_of_queries_are_those_of_transformers() -> None:
     batch = rows_batch(np.array([0, 1]), np.array([3]), np.array([[1]], np.int32), 4)
     far = replace(batch, positions=np.array([40_000]))
     planned = runner.plan(stage(far, *single_batch_arena(1, 1, 1, CPU)))
+    query, state = torch.randn(1, 2, 8), torch.randn(1, 1, 8)
+    runner.attend(planned, 0, query, state, state)
     (factors,) = planned.temperatures.values()
     assert factors.shape == (1, 1, 1) and factors.item() == pytest.approx(1 + 0.1 * math.log(1 + 4))
+
+
+def test_padding_has_a_factor_too() -> None:
+    """Queries of a graph by segments are as many as its bucket has tokens."""
+    runner = GroupRunner(TorchBackend(CPU), group(TUNED), torch.float32, CPU)
+    states = [torch.randn(5, heads, 8) for heads in (2, 1, 1)]
+    padded = runner.attend(runner.plan(metadata()), 0, *states, None, torch.zeros(5, 2, 8))
+    assert torch.equal(padded[:3], runner.attend(runner.plan(metadata()), 0, *(x[:3] for x in states)))
+    assert not padded[3:].any()
 
 
 def test_local_and_tuned_layers_are_refused_where_they_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +144,6 @@ def test_local_and_tuned_layers_are_refused_where_they_cannot_run(monkeypatch: p
         InvalidInputError, match="chunks of 6 tokens needs a page size that divides 6; given pages of 4"
     ):
         GroupRunner(TorchBackend(CPU), group(PLAIN, replace(LOCAL, chunk_size=6)), torch.float32, CPU)
-
-
-@pytest.mark.parametrize("spec", [LOCAL, TUNED], ids=["local", "tuned"])
-def test_local_and_tuned_layers_have_no_fixed_plans(spec: AttentionSpec) -> None:
-    runner = GroupRunner(TorchBackend(CPU), group(PLAIN, spec), torch.float32, CPU)
-    with pytest.raises(UnsupportedAttentionError, match="local attention and temperature tuning have no plans"):
-        runner.fixed_planner(2, 4)
 
 
 def test_routes_name_the_chunks() -> None:

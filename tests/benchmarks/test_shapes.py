@@ -25,6 +25,7 @@ def test_a_pair_with_two_modules(shape: str) -> None:
     assert len(pair.head.attention_specs) == 2
 
 
+@pytest.mark.slow
 def test_the_floor_counts_one_pass_of_the_second_module() -> None:
     """Of one draft there is none; of three, its matmul weights and its keys and values are read once more."""
     one, two = (random_pair(shape, torch.float32, CPU) for shape in ("tiny-deepseek", "tiny-deepseek-2-modules"))

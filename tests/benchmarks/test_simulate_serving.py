@@ -31,6 +31,7 @@ def test_all_drafts_or_none_are_accepted_where_the_probability_says_so() -> None
         assert line.counts == counts
 
 
+@pytest.mark.slow
 def test_the_default_keeps_both_promises_of_the_simulation() -> None:
     """A p99 of at most three times the median, and the throughput of larger chunks."""
     unlimited, default = (full_queue(RoundTime(), most, repeats=4) for most in (2048, MAX_NUM_PREFILL_TOKENS))
@@ -40,6 +41,7 @@ def test_the_default_keeps_both_promises_of_the_simulation() -> None:
     assert interference(RoundTime(), 640, updates=100)["update_p99_over_alone"] > 3
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     done = CliRunner().invoke(main, ["--prefill-tokens", "256"], catch_exceptions=False)
     assert done.exit_code == 0 and done.output.splitlines()[1].split("|")[0].strip() == "256"

@@ -78,7 +78,9 @@ def says_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return row[len(prompt) :]
 
 
-@pytest.mark.parametrize("wrapper", [False, True], ids=["text", "wrapper"])
+@pytest.mark.parametrize(
+    "wrapper", [pytest.param(False, id="text"), pytest.param(True, id="wrapper", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(("chunk", "page_size"), [(4, 4), (6, 2)])
 def test_it_is_exact_past_several_chunks_with_and_without_drafts(wrapper: bool, chunk: int, page_size: int) -> None:
     """A verification of six tokens lies in up to three chunks of four; prompts are read in pieces of 24 tokens."""

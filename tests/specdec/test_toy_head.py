@@ -235,9 +235,9 @@ def test_its_protocols() -> None:
 
 def test_graphs_are_refused_in_the_loops_own_words() -> None:
     loop = ToyHead(tiny_llama()).draft_loop(LoopSize())
-    check_graphs(TorchBackend(torch.device("cpu")), loop, (), False)
+    check_graphs(TorchBackend(torch.device("cpu")), loop, False)
     with pytest.raises(InvalidInputError, match="toy heads run without CUDA graphs"):
-        check_graphs(InvariantBackend(), loop, (), True)
+        check_graphs(InvariantBackend(), loop, True)
 
 
 def test_a_graph_executor_of_its_own_refuses_it_too(graphs_on_cpu: list[Any]) -> None:  # noqa: F811

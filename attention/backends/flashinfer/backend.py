@@ -42,6 +42,7 @@ from attention.backends.flashinfer.trtllm import (
 )
 from attention.backends.flashinfer.workspace import LEAST_BYTES, split_bytes
 from attention.backends.flashinfer.wrapper import (
+    FixedShape,
     Kernel,
     Part,
     Route,
@@ -56,6 +57,7 @@ from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
+from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
 _SHORT_QUERY = 16
@@ -180,14 +182,14 @@ def routes(key: AttentionSpec, dtype: torch.dtype, cache: torch.dtype, device: t
 
 
 class FixedBuilder:
-    """Plans batches of exactly `rows` rows with `query_len` tokens each, always into the same buffers.
+    """Plans batches of one fixed shape, always into the same buffers.
 
     A captured graph with the launches of one plan runs the plan that was made last. Two builders may share a kernel:
     its launches read pages and lengths at the addresses of the capture, and the plan only distributes the work.
     """
 
     def __init__(self, kernel: Kernel | PackedKernel, geometry: tuple[object, ...]) -> None:
-        """geometry: all that a plan depends on except the page counts."""
+        """geometry: all that a plan depends on except the page counts, and the rows' tokens where those vary."""
         self._kernel = kernel
         self.geometry = geometry
         self._part: Part | None = None
@@ -200,19 +202,15 @@ class FixedBuilder:
         """Plan one batch from its host arrays."""
         self._part = part = whole_batch(metadata)
         self._kernel.plan(part)
-        self._share(metadata.host)
+        self._kernel.share(metadata.host)
         return FlashInferPlan(((self._kernel, self._kernel.generation, part.start),))
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `build` did."""
         assert self._part is not None
-        if not self._kernel.keeps(host.page_indptr):
+        if not self._kernel.keeps(host):
             self._kernel.plan(self._part.at(host))
-        self._share(host)
-
-    def _share(self, host: HostBatch) -> None:
-        if isinstance(self._kernel, PackedKernel):
-            self._kernel.share(host)
+        self._kernel.share(host)
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
@@ -327,24 +325,28 @@ class FlashInferBackend:
         rows: int,
         query_len: int,
         beside: object | None = None,
+        tokens: int | None = None,
     ) -> FixedBuilder | FixedMlaBuilder | InvariantBuilder | FixedTrtllmBuilder:
         """A builder for CUDA graphs; see `attention.backends.base.GraphBackend`."""
         check_supported(group, key, dtype)
-        if serves(group, key, dtype, self._workspace.device):
+        if tokens is not None and key.value_in_key:
+            raise UnsupportedAttentionError(f"group {group.name}: MLA in chunks has no fixed plans for CUDA graphs")
+        if tokens is None and serves(group, key, dtype, self._workspace.device):
             return FixedTrtllmBuilder(self._trtllm(group, key), rows, query_len)
         if not key.value_in_key and not has_flashinfer_heads(key):
-            return InvariantBuilder()
-        geometry = (group.page_size, group.layout, group.format, key, dtype, rows, query_len)
-        if is_packed(group, key, dtype, query_len):
+            return InvariantBuilder(query_len)
+        shape = FixedShape(rows, query_len, tokens)
+        geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
+        if tokens is None and is_packed(group, key, dtype, query_len):
             return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
             plans = FixedMlaPlans(MlaKernel(self._workspace, group, key, dtype), rows, query_len)
             return FixedMlaBuilder(plans, geometry)
-        splits = splits_kv(key, rows, self._workspace.device)
-        workspace = self._workspace_for(key, rows, query_len) if splits else self._workspace
-        return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", (rows, query_len)), geometry)
+        splits = splits_kv(key, shape.least_busy_rows, self._workspace.device)
+        workspace = self._workspace_for(key, shape) if splits else self._workspace
+        return FixedBuilder(Kernel(workspace, group, key, dtype, "fa2", shape), geometry)
 
     def _trtllm(self, group: CacheGroup, key: AttentionSpec) -> TrtllmKernel:
         """The Blackwell kernels for `key`, with the workspace that they alone use."""
@@ -353,10 +355,10 @@ class FlashInferBackend:
             self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return TrtllmKernel(self._zeroed, group, key)
 
-    def _workspace_for(self, key: AttentionSpec, rows: int | None = None, query_len: int | None = None) -> torch.Tensor:
+    def _workspace_for(self, key: AttentionSpec, shape: FixedShape | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""
         sms = torch.cuda.get_device_properties(self._workspace.device).multi_processor_count
-        needed = split_bytes(key, sms, rows, query_len)
+        needed = split_bytes(key, sms, *(() if shape is None else (shape.rows, shape.query_len, shape.tokens)))
         if needed > len(self._workspace):
             log.info("attention workspace: %d MiB", needed >> 20)
             self._workspace = torch.empty(needed, dtype=torch.uint8, device=self._workspace.device)

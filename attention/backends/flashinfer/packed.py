@@ -64,7 +64,7 @@ class PackedKernel:
         if isinstance(self.sharing, SharedRows):
             self.sharing.update(batch)
 
-    def keeps(self, page_indptr: object) -> bool:
+    def keeps(self, host: object) -> bool:
         """See `Kernel.keeps`: any lengths will do."""
         return True
 
@@ -110,7 +110,7 @@ class PackedKernels:
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """What they serve, after the name of another kernel; "" for nothing."""
-        return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) else ""
+        return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
 
     def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
         """Where shared pages are attended once, or why never; "" where nobody looks for them.

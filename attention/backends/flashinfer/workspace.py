@@ -22,13 +22,17 @@ _WIDE_HEAD = 256
 _ALIGNMENT = 16
 
 
-def split_bytes(key: AttentionSpec, sms: int, rows: int | None = None, query_len: int | None = None) -> int:
+def split_bytes(
+    key: AttentionSpec, sms: int, rows: int | None = None, query_len: int | None = None, tokens: int | None = None
+) -> int:
     """Most bytes that the partial results of one plan take.
 
     Args:
         key: heads and head dimensions; sms: multiprocessors.
         rows, query_len: of a batch for CUDA graphs, whose grid has at least two blocks per multiprocessor, and one per
             tile; default any batch outside graphs, with at most two split tiles per multiprocessor.
+        tokens: of such a batch, where rows have 0 … query_len each; the planner then counts with one row of all the
+            tokens that the others leave. None: rows·query_len.
 
     A verification of Llama-3.1-8B, eight rows of six tokens, and of a model with 71 query heads for one KV head:
 
@@ -42,9 +46,10 @@ def split_bytes(key: AttentionSpec, sms: int, rows: int | None = None, query_len
     blocks = 2 * sms // key.num_kv_heads
     tile = _LONG_TILE if key.head_dim_v < _WIDE_HEAD else _SHORT_TILE
     if rows is not None and query_len is not None:
-        queries = query_len * group
+        queries = (query_len if tokens is None else tokens - rows + 1) * group
         tile = tile if queries > _SHORT_TILE else _SHORT_TILE
-        blocks = max(blocks, rows * math.ceil(queries / tile))
+        tiles = rows * math.ceil(queries / tile) if tokens is None else math.ceil(tokens * group / tile) + rows - 1
+        blocks = max(blocks, tiles)
     chunks = math.ceil(blocks * tile / group)  # of one token row, all its heads
     outputs, sums = (4 * key.num_q_heads * chunks * width for width in (key.head_dim_v, 1))
     return _aligned(outputs) + _aligned(sums)

@@ -27,6 +27,34 @@ _SPLIT_SHARE = 0.9
 
 
 @dataclass(frozen=True)
+class FixedShape:
+    """The shape of every batch that a captured launch serves: `rows` rows of `query_len` tokens each.
+
+    Attributes:
+        tokens: of the batch, where rows have 0 … query_len each, others every time; None: rows·query_len.
+    """
+
+    rows: int
+    query_len: int
+    tokens: int | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the batch."""
+        return self.rows * self.query_len if self.tokens is None else self.tokens
+
+    @property
+    def least_busy_rows(self) -> int:
+        """The fewest rows that the tokens lie in."""
+        return self.num_tokens // self.query_len
+
+    @property
+    def uniform_query_len(self) -> int | None:
+        """Tokens of every row; None where rows have different numbers of them."""
+        return self.query_len if self.tokens is None else None
+
+
+@dataclass(frozen=True)
 class Part:
     """Rows planned together: host arrays for the planner, device arrays for the kernel; token rows [start, stop)."""
 
@@ -85,7 +113,7 @@ class Kernel:
     A plan with split-KV depends on lengths. A fixed batch with so many rows that the planner would not split gets a
     kernel without split-KV and its reduction, planned once.
 
-    Built for any batch, or for `rows` rows of `query_len` tokens each (then a captured graph may hold its launches).
+    Built for any batch, or for those of one shape (then a captured graph may hold its launches).
     """
 
     def __init__(
@@ -95,7 +123,7 @@ class Kernel:
         key: AttentionSpec,
         dtype: torch.dtype,
         route: Route = "fa2",
-        fixed: tuple[int, int] | None = None,
+        fixed: FixedShape | None = None,
     ) -> None:
         """Waits for FlashInfer's kernel where it is being built; see `building`."""
         module = building(group.format.dtype_for(dtype), key, dtype, route).wait()
@@ -103,12 +131,15 @@ class Kernel:
 
         self.route = route
         self.generation = 0
-        self._planned = b""  # page_indptr [B+1] as bytes: a comparison of so few numbers costs numpy ten times more
+        self._planned: bytes | None = None
         self._scale = key.scale if key.has_sinks else None
-        rows, query_len = fixed or (1, 1)
-        self._splits = fixed is None or route != "fa2" or splits_kv(key, rows, workspace.device)
+        rows, query_len = (1, 1) if fixed is None else (fixed.rows, fixed.query_len)
+        uniform = None if fixed is None else fixed.uniform_query_len
+        self._is_uneven = fixed is not None and uniform is None
+        self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
-        buffers = (ones * query_len, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
+        starts = ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens)
+        buffers = (starts, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
         variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
@@ -134,16 +165,16 @@ class Kernel:
             logits_soft_cap=key.softcap,
             q_data_type=dtype,
             kv_data_type=group.format.dtype_for(dtype),
-            uniform_q_len=query_len if fixed else None,
+            uniform_q_len=uniform,
             disable_split_kv=not self._splits,
         )
         if not key.has_sinks:
             self._wrapper._jit_module = None  # which would be called with other arguments
-        self._tokens = rows * query_len if fixed else None
+        self._is_fixed = fixed is not None
         heads, dims = (key.num_q_heads, key.num_kv_heads), (key.head_dim_k, key.head_dim_v)
         self._plan_tail: tuple[object, ...] = (*heads, group.page_size, fixed is not None, *dims, True, window_left)
         if route == "fa2":
-            self._plan_tail += (-1, not self._splits, 0, query_len if fixed else 0)
+            self._plan_tail += (-1, not self._splits, 0, uniform or 0)
         self._copied = torch.cuda.Event()
         self._copied.record()
 
@@ -160,7 +191,7 @@ class Kernel:
         """
         if not self.ready:
             self._copied.synchronize()
-        self._planned = b""  # an interrupt from here on leaves no plan, not half of one
+        self._planned = None  # an interrupt from here on leaves no plan, not half of one
         wrapper = self._wrapper
         wrapper._qo_indptr_buf = part.device_query_start_loc
         wrapper._paged_kv_indptr_buf = part.device_page_indptr
@@ -179,19 +210,27 @@ class Kernel:
             len(part.seq_lens),
             *self._plan_tail,
         )
-        if self._tokens is not None and checking():
+        if self._is_fixed and checking():
             require(list(before) == list(wrapper._plan_info), "a plan changed the launch that a graph has captured")
         self._copied.record()
-        self._planned = part.page_indptr.tobytes()
+        self._planned = self._decisive(part.query_start_loc, part.page_indptr)
         self.generation += 1
 
-    def keeps(self, page_indptr: np.ndarray) -> bool:
-        """Whether the last plan serves rows with these pages, [B+1] int32, as it does those that it was made for.
+    def share(self, batch: HostBatch) -> None:
+        """Every row is attended by itself here, whatever pages rows of the planned batch share."""
+
+    def keeps(self, host: HostBatch) -> bool:
+        """Whether the last plan serves this batch as it does the one that it was made for.
 
         The fa2 planner divides work by page counts and ignores exact lengths (flashinfer-ai/flashinfer,
-        csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves all.
+        csrc/batch_prefill.cu: kv_len_arr is not read). A plan without split-KV serves any lengths of the keys.
         """
-        return not self._splits or page_indptr.tobytes() == self._planned
+        return self._decisive(host.query_start_loc, host.page_indptr) == self._planned
+
+    def _decisive(self, query_start_loc: np.ndarray, page_indptr: np.ndarray) -> bytes:
+        """What a plan of a fixed shape depends on: a comparison of so few numbers costs numpy ten times more."""
+        pages = page_indptr.tobytes() if self._splits else b""
+        return pages + query_start_loc.tobytes() if self._is_uneven else pages
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """query, out: [tokens of the part and after, Hq, D]; sinks: [Hq] for an AttentionSpec with sinks, else None.

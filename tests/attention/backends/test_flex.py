@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from attention.backends.base import GraphBackend
 from attention.backends.flex import FlexBackend, check_supported
-from attention.backends.flex_kernel import FlexKernel, function_of, keys_per_tile
+from attention.backends.flex_kernel import FlexKernel, function_of, tile_width
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
@@ -104,7 +104,7 @@ def test_where_the_compiler_is_switched_off_it_says_so() -> None:
     ],
 )
 def test_keys_of_a_tile(key: AttentionSpec, dtype: torch.dtype, page_size: int, keys: int) -> None:
-    assert keys_per_tile(FlexKernel(key, dtype, dtype, page_size, 1, 16, "inductor")) == keys
+    assert tile_width(FlexKernel(key, dtype, dtype, page_size, 1, 16, "inductor")) == keys
 
 
 @pytest.mark.parametrize(

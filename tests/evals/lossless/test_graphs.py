@@ -46,8 +46,14 @@ ALONE, SPECULATIVE = Configuration("target alone", 0), Configuration("K=3", 3)
 HOT = Sampling(samples=800, top_k=6, top_p=0.9, temperature=6.0)
 """The pair is all but certain of its tokens: hot enough that every filter and every rejection counts."""
 
-SUBTLE = [("probabilistic", "uniform of the acceptance again"), ("probabilistic", "q of the draft before")]
-"""Defects that take all samples to be seen: the pair's p and q are both spread over few tokens."""
+SEEN_IN = {
+    "uniform of the acceptance again": 200,
+    "q of the draft before": HOT.samples,  # p and q are both spread over few tokens: it takes all to be seen
+    "temperature twice in the draft": 400,
+    "top-p one token short": 500,
+    "residual without q": 200,
+}
+"""The samples in which each defect is seen."""
 
 
 @pytest.fixture(scope="module")
@@ -150,6 +156,6 @@ def test_sampled_rounds_from_graphs_have_the_targets_distribution(hot: Open, dra
 )
 def test_planted_defects_are_seen(hot: Open, draft_sampling: str, defect: str) -> None:
     with planted(defect):
-        found = hot.fit(draft_sampling, HOT.samples if (draft_sampling, defect) in SUBTLE else 500)
+        found = hot.fit(draft_sampling, SEEN_IN[defect])
     assert found.verdict is Verdict.FAIL, found
     assert found.impossible or (found.p_value is not None and found.p_value < 1e-5), found

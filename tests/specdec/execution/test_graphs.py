@@ -6,7 +6,7 @@ What a real capture fixes is fixed here too: addresses (one device buffer in the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -52,6 +52,7 @@ from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.randomness import SamplingRound
+from tests.sampled_rounds import kernels_by_reference
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
@@ -66,17 +67,24 @@ class FixedPlaceBackend(TorchBackend):
     """The torch reference, with plans that stay where they are."""
 
     def fixed_builder(
-        self, group: Any, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int, beside: Any = None
+        self,
+        group: Any,
+        key: AttentionSpec,
+        dtype: torch.dtype,
+        rows: int,
+        query_len: int,
+        beside: Any = None,
+        tokens: int | None = None,
     ) -> Any:
-        return FixedPlaceBuilder(self.builder(group, key, dtype), group, rows, query_len)
+        return FixedPlaceBuilder(self.builder(group, key, dtype), group, rows, query_len, tokens)
 
     def run(self, plan: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         return super().run(plan.plan if isinstance(plan, Box) else plan, *args, **kwargs)
 
 
 class FixedPlaceBuilder:
-    def __init__(self, builder: Any, group: Any, rows: int, query_len: int) -> None:
-        self.group = group
+    def __init__(self, builder: Any, group: Any, rows: int, query_len: int, tokens: int | None = None) -> None:
+        self.group, self.tokens = group, tokens
         self.builder, self.rows, self.query_len, self.box = builder, rows, query_len, Box()
 
     def build(self, metadata: CommonAttentionMetadata) -> Box:
@@ -85,7 +93,11 @@ class FixedPlaceBuilder:
         return self.box
 
     def replan(self, host: HostBatch) -> None:
-        assert host.query_lens.tolist() == [self.query_len] * self.rows
+        lens = host.query_lens.tolist()
+        if self.tokens is None:
+            assert lens == [self.query_len] * self.rows
+        else:
+            assert len(lens) == self.rows and sum(lens) == self.tokens and max(lens) <= self.query_len
         self.box.plan = self.builder.build(replace(self.metadata, host=host))
 
 
@@ -163,8 +175,10 @@ def compile_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> list[Replayed]:
-    return record_on_cpu(monkeypatch)
+def recorded_on_cpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Replayed]]:
+    """What decides and drafts sampled rows, which is captured for every model, is the kernels' torch reference."""
+    with kernels_by_reference():
+        yield record_on_cpu(monkeypatch)
 
 
 @pytest.fixture
@@ -259,14 +273,16 @@ def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) 
 
 
 @pytest.mark.slow
-def test_sampled_rows_among_greedy_ones(graphs_on_cpu: list[Replayed]) -> None:
-    """Same seed and K: the graph executor draws what the eager one draws."""
-    params = [SamplingParams(max_new_tokens=20, temperature=t, seed=i) for i, t in enumerate((0, 1.0, 0, 0.7, 1.3, 0))]
-    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 4}
-    eager = wrap(tiny_llama(), table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
-    graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS, params)
+def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same seed and K: the graph executor draws what the eager one draws; its kernels run in Triton's interpreter."""
+    recorded = record_on_cpu(monkeypatch)
+    compile_nothing(monkeypatch)
+    params = [SamplingParams(max_new_tokens=12, temperature=t, seed=i) for i, t in enumerate((1.0, 0, 0.7))]
+    sizes = {"num_speculative_tokens": 3, "max_num_seqs": 2}
+    eager = wrap(tiny_llama(), table_head(tiny_llama()), **sizes).generate(PROMPTS[:3], params)
+    graphed = with_graphs(table_head(tiny_llama()), **sizes).generate(PROMPTS[:3], params)
     assert [c.token_ids for c in graphed] == [c.token_ids for c in eager]
-    assert any(g.replays for g in graphs_on_cpu)
+    assert any(g.replays for g in recorded)
 
 
 @pytest.mark.slow
@@ -399,6 +415,7 @@ def test_buckets() -> None:
     assert graph_rows(128, 6)[:2] == (128, 64)
 
 
+@pytest.mark.slow
 def test_matmuls_of_rounds_full_of_prompts_are_timed_too(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,12 +86,12 @@ def test_without_flashinfer_a_gpu_takes_flex_and_says_so(without_flashinfer: Non
 
 
 def test_flex_runs_without_graphs_and_says_so() -> None:
-    choice = choose_graphs(make_backend("flex", CUDA), None, [], "auto")
+    choice = choose_graphs(make_backend("flex", CUDA), None, "auto")
     assert (choice.wanted, choice.reason) == (False, "backend 'flex' has none")
     with pytest.raises(
         InvalidInputError, match="cuda_graphs=True needs a backend for a GPU that has graphs, not 'flex'"
     ):
-        choose_graphs(make_backend("flex", CUDA), None, [], True)
+        choose_graphs(make_backend("flex", CUDA), None, True)
 
 
 @pytest.fixture

@@ -177,6 +177,7 @@ def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_l
     assert torch.allclose(recorder.buffer[:8], eager[:8], atol=1e-6) and bool((recorder.buffer[8:] == 7.0).all())
 
 
+@pytest.mark.slow
 def test_a_compiled_forward_of_too_few_tokens_is_noticed() -> None:
     model, ids = tiny_llama(), torch.tensor(random_prompts([9]))
     recorder, torch_compiled = recorder_of(model, (1, 2), 16), torch.compile(model, backend="eager", fullgraph=True)

@@ -29,12 +29,20 @@ def tile_of(queries: int, dim: int) -> int:
     return 64 if queries > 16 else 16
 
 
-def plan(key: AttentionSpec, query_lens: np.ndarray, pages: np.ndarray, page_size: int, graph: bool) -> Planned:
-    """PrefillSplitQOKVIndptr and PrefillPlanImpl (flashinfer-ai/flashinfer 0.7.2, scheduler.cuh), without a window."""
+def plan(
+    key: AttentionSpec, query_lens: np.ndarray, pages: np.ndarray, page_size: int, graph: bool, uneven: bool = False
+) -> Planned:
+    """PrefillSplitQOKVIndptr and PrefillPlanImpl (flashinfer-ai/flashinfer 0.7.2, scheduler.cuh), without a window.
+
+    uneven: for a graph without uniform_q_len.
+    """
     group, dim = key.num_q_heads // key.num_kv_heads, key.head_dim_v
     queries, most = query_lens * group, 2 * SMS // key.num_kv_heads
-    tile = tile_of(int(queries[0]) if graph else int(queries.sum()) // len(queries), dim)
+    longest_query = (int(query_lens.sum()) - len(query_lens) + 1) * group if uneven else int(queries[0])
+    tile = tile_of(longest_query if graph else int(queries.sum()) // len(queries), dim)
     tiles = -(-queries // tile)
+    most_tiles = -(-int(queries.sum()) // tile) + len(queries) - 1 if uneven else int(tiles.sum())
+    assert int(tiles.sum()) <= most_tiles
     low, high = max(128 // page_size, 1), max(int(pages.max()), 1)
     longest = high
     while low < high:
@@ -46,7 +54,7 @@ def plan(key: AttentionSpec, query_lens: np.ndarray, pages: np.ndarray, page_siz
     if not (graph or low < longest):
         return Planned(0, 0, 0)
     parts = -(-np.maximum(pages, 1) // low)
-    blocks = max(most, int(tiles.sum())) if graph else int((tiles * parts).sum())
+    blocks = max(most, most_tiles) if graph else int((tiles * parts).sum())
     reserved = -(-blocks * tile // group)
     align = [-(-4 * key.num_q_heads * reserved * width // 16) * 16 for width in (dim, 1)]
     return Planned(sum(align), reserved, int((query_lens * parts).sum()))
@@ -65,6 +73,21 @@ def test_every_plan_fits(heads: tuple[int, int], dim: int) -> None:
                 assert fixed.nbytes <= split_bytes(key, SMS, rows, query_len)
                 assert fixed.used <= fixed.reserved, "the transcribed planner reserves too little for itself"
                 assert plan(key, ragged, pages, page_size, graph=False).nbytes <= split_bytes(key, SMS)
+
+
+@pytest.mark.parametrize("heads", [(32, 8), (40, 8), (16, 1), (71, 1)])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_virtual_rows_of_attention_in_chunks_fit(heads: tuple[int, int], dim: int) -> None:
+    """Two for every row, of which the second often has no tokens."""
+    key, rng = AttentionSpec(*heads, dim, dim, scale=1.0), np.random.default_rng(0)
+    for rows in (1, 2, 5, 16, 64, 128):
+        for query_len in (2, 6, 17, 64):
+            first = rng.integers(1, query_len + 1, rows)
+            lens = np.stack([first, query_len - first], 1).reshape(-1)
+            pages = np.where(lens > 0, rng.integers(1, 600, 2 * rows), 1)
+            fixed = plan(key, lens, pages, 16, graph=True, uneven=True)
+            assert fixed.used <= fixed.reserved
+            assert fixed.nbytes <= split_bytes(key, SMS, 2 * rows, query_len, rows * query_len)
 
 
 def test_the_constant_of_old_was_not_enough_for_every_batch() -> None:

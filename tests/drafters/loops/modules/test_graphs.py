@@ -81,13 +81,18 @@ def check(build: Make, name: str, modules: int, prompts: list[list[int]], params
     return graphed
 
 
-SLOW_PAIRS = [("mimo", 2, 1, 1), ("mimo", 2, 5, 4), ("mimo", 3, 2, 1), ("mimo", 3, 4, 4)]
+def slow(*values: Any) -> Any:
+    """A parameter that `make test-quick` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+SLOW_PAIRS = [("mimo", 3, 5, 4), ("mimo", 2, 1, 1), ("mimo", 2, 5, 4), ("mimo", 3, 2, 1), ("mimo", 3, 4, 4)]
 SLOW_PAIRS += [("ernie", 4, 1, 4), ("ernie", 4, 3, 1), ("ernie", 4, 5, 4)]
 
 
 @pytest.mark.parametrize(
     ("name", "modules", "drafts", "page_size"),
-    [("mimo", 2, 3, 4), ("mimo", 3, 5, 4), *(pytest.param(*pair, marks=pytest.mark.slow) for pair in SLOW_PAIRS)],
+    [("mimo", 2, 3, 4), *(slow(*pair) for pair in SLOW_PAIRS)],
 )
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -332,7 +337,13 @@ def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:
     return compared(wrapped, PROMPTS, wrapped.generate(PROMPTS, GREEDY))
 
 
-@pytest.mark.parametrize("name", PLANTED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in ("what is carried is not updated", "rows of any shape read their own output") else slow(name)
+        for name in PLANTED
+    ],
+)
 def test_a_planted_defect_shows_in_the_drafts(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
