@@ -7,14 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import backend_of_ours, tiny_llama, wrap
+from fakes import backend_of_ours, count_calls, eagle3_head, random_prompts, tiny_llama, wrap
 
 from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.backends.reference import TorchBackend
+from attention.backends.two_levels import PrefixLevel
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.spec import AttentionSpec
 from specdec import InvalidInputError
 from specdec.loading.prefixes import choose_cascade
+from specdec.requests.sampling import SamplingParams
 
 CPU = torch.device("cpu")
 PLAIN = AttentionSpec(32, 8, 128, 128, 1.0)
@@ -83,3 +85,19 @@ def test_the_route_names_the_limits(
     assert "cascade" not in backend.route(group, key, torch.bfloat16)
     backend.cascade()
     assert backend.route(group, key, torch.bfloat16).endswith(words)
+
+
+def test_requests_that_share_pages_say_what_they_say_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Target and head in two levels, by the reference: prompts beside rows that decode, tokens and drafts unchanged."""
+    model, (prefix,) = tiny_llama(), random_prompts((21,), seed=5)
+    prompts = [prefix + own for own in random_prompts((5, 1, 9, 2), seed=3)]
+    params = SamplingParams(max_new_tokens=12, return_drafts=True)
+    levels, said = count_calls(monkeypatch, PrefixLevel, "__init__"), []
+    for cascades in (False, True):
+        with backend_of_ours(TorchBackend(CPU, cascades)):
+            wrapped = wrap(model, eagle3_head(model, draft_vocab_size=32), num_speculative_tokens=3)
+        wrapped.generate(prefix, SamplingParams(max_new_tokens=1))
+        before = len(levels)
+        said.append([(c.token_ids, c.drafts, c.stats.rounds) for c in wrapped.generate(prompts, params)])
+        assert (len(levels) - before > 20) == cascades
+    assert said[0] == said[1]
