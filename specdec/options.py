@@ -232,6 +232,12 @@ class LoadOptions:
             "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
         ),
     )
+    cascade_attention: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(), "Attend KV pages that requests share once for all of them; auto: where possible and worth it."
+        ),
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from attention.backends.two_levels import Level, PrefixLevel, attend_prefix, cascade_limit, level_of, merged
 from attention.batch.host import HostBatch, slots_at
 from attention.batch.metadata import CommonAttentionMetadata
+from attention.batch.transforms.cascade import cascade, shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
 from attention.checking import checking
 from attention.errors import UnsupportedAttentionError
@@ -45,15 +47,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class TorchPlan:
-    """The segments of one batch for one AttentionSpec."""
+    """The segments of one batch for one AttentionSpec. prefix: keys that some of the tokens see before theirs."""
 
     segments: tuple[Segment, ...]
+    prefix: PrefixLevel | None = None
 
 
 class TorchBuilder:
     """Builds gather indices and masks for one AttentionSpec."""
 
-    def __init__(self, key: AttentionSpec, device: torch.device) -> None:
+    def __init__(self, key: AttentionSpec, device: torch.device, cascades: bool = False) -> None:
+        """cascades: attend in two levels where rows begin with the same pages."""
+        self._cascades = cascades
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
         self._device = device
@@ -61,12 +66,24 @@ class TorchBuilder:
     def build(self, metadata: CommonAttentionMetadata) -> TorchPlan:
         """Plan one batch: its rows as padded segments, from host arrays only."""
         host = metadata.host
+        prefix = None
+        if self._cascades:
+            prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
+        if prefix is None:
+            return TorchPlan(self._segments(host))
+        two = cascade(host, prefix)
+        pages = np.arange(two.num_keys) // host.page_size
+        slots = two.pages[pages].astype(np.int64) * host.page_size + np.arange(two.num_keys) % host.page_size
+        level = PrefixLevel(self._send(two.tokens), self._send(slots))
+        return TorchPlan(self._segments(two.suffix), level)
+
+    def _segments(self, host: HostBatch) -> tuple[Segment, ...]:
         lens = host.query_lens
         if lens.min(initial=1) > 0 and lens.max(initial=0) <= _SHORT_QUERY:
-            return TorchPlan((self._segment(host, np.arange(host.num_reqs)),))
+            return (self._segment(host, np.arange(host.num_reqs)),)
         short = np.flatnonzero((lens > 0) & (lens <= _SHORT_QUERY))
         groups = ([short] if len(short) else []) + [np.array([i]) for i in np.flatnonzero(lens > _SHORT_QUERY)]
-        return TorchPlan(tuple(self._segment(host, rows) for rows in groups))
+        return tuple(self._segment(host, rows) for rows in groups)
 
     def _segment(self, host: HostBatch, rows: np.ndarray) -> Segment:
         lens, seqs = host.query_lens[rows], host.seq_lens[rows]
@@ -119,8 +136,11 @@ class TorchBackend:
     name = "torch"
     batch_invariant = False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, cascades: bool = False) -> None:
+        """cascades: attend in two levels where rows begin with the same pages. It is what kernels that do are compared
+        with; here it gains nothing."""
         self._device = device
+        self._cascades = cascades
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `AttentionBackend.route`."""
@@ -130,13 +150,16 @@ class TorchBackend:
         """A builder for `key`, any floating dtype.
 
         Raises:
-            UnsupportedAttentionError: Hq is not a multiple of Hkv.
+            UnsupportedAttentionError: Hq is not a multiple of Hkv, or two levels of what has none.
         """
         if key.num_q_heads % key.num_kv_heads:
             raise UnsupportedAttentionError(
                 f"group {group.name}: {key.num_q_heads} query heads are not a multiple of {key.num_kv_heads} KV heads"
             )
-        return TorchBuilder(key, self._device)
+        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
+        if self._cascades and limit:
+            raise UnsupportedAttentionError(f"group {group.name}: there is no cascade attention with {limit}")
+        return TorchBuilder(key, self._device, self._cascades)
 
     def run(
         self,
@@ -155,6 +178,11 @@ class TorchBackend:
             metadata.staged.ensure_fresh()
         tokens = len(metadata.slot_mapping)
         write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
+        if plan.prefix is not None:
+            attended = _attend_levels(plan, plan.prefix, key, query[:tokens], layer_kv).to(query.dtype)
+            out = query.new_empty(len(query), *attended.shape[1:]) if out is None else out
+            out[:tokens] = attended
+            return out
         if len(plan.segments) == 1 and plan.segments[0].tokens is None:
             attended = _attend_segment(plan.segments[0], key, query[:tokens], layer_kv, sinks)
             if out is None and tokens == len(query):
@@ -174,23 +202,49 @@ class TorchBackend:
         return out
 
 
+def _attend_levels(
+    plan: TorchPlan, prefix: PrefixLevel, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
+) -> torch.Tensor:
+    """query [T, Hq, Dk] -> [T, Hq, Dv] in float32: every row's own keys, then those before them."""
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    means = query.new_empty(len(query), key.num_q_heads, key.head_dim_v, dtype=dtype)
+    log_sums = query.new_empty(len(query), key.num_q_heads, dtype=dtype)
+    for segment in plan.segments:
+        rows = torch.arange(len(query), device=query.device) if segment.tokens is None else segment.tokens
+        q, k, v = _states(segment, key, query.index_select(0, rows), layer_kv)
+        level = level_of(q, k, v, segment.mask, key)
+        real = slice(None) if segment.real is None else segment.real
+        means[rows[real]], log_sums[rows[real]] = level.means[real], level.log_sums[real]
+    own = Level(means[prefix.tokens], log_sums[prefix.tokens])
+    means[prefix.tokens] = merged([own, attend_prefix(prefix, key, query, layer_kv)]).means
+    return means
+
+
 def _attend_segment(
     segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV, sinks: torch.Tensor | None
 ) -> torch.Tensor:
+    rows, num_queries, _ = segment.shape
+    heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
+    q, k, v = _states(segment, key, query, layer_kv)
+    out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
+    out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
+    # With one row the reshape is a view in another order of memory.
+    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
+
+
+def _states(
+    segment: Segment, key: AttentionSpec, query: torch.Tensor, layer_kv: LayerKV
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A segment's queries [b, Hkv, G, Q, Dk], keys and values [b, Hkv, S, D]; query: [b·Q, Hq, Dk]."""
     rows, num_queries, num_keys = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q = query.view(rows, num_queries, heads, groups, key.head_dim_k).permute(0, 2, 3, 1, 4)
     k = gather(layer_kv.keys, segment.slots, layer_kv.layout, layer_kv.key_scale)
     k = k.view(rows, num_keys, heads, -1).transpose(1, 2)
     if key.value_in_key:
-        v = k[..., : key.head_dim_v]
-    else:
-        v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
-        v = v.view(rows, num_keys, heads, -1).transpose(1, 2)
-    out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
-    out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
-    # With one row the reshape is a view in another order of memory.
-    return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
+        return q, k, k[..., : key.head_dim_v]
+    v = gather(layer_kv.values, segment.slots, layer_kv.layout, layer_kv.value_scale)
+    return q, k, v.view(rows, num_keys, heads, -1).transpose(1, 2)
 
 
 def attend(

@@ -1,9 +1,10 @@
-"""Whether a model's requests can share what they begin with, and what is said where they cannot."""
+"""Whether a model's requests can share what they begin with and attend it once, and what is said where they cannot."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
+from attention.backends.base import AttentionBackend, CascadeBackend
 from drafters.loops.base import DraftLoop, SharesPages
 from specdec.errors import InvalidInputError
 
@@ -31,3 +32,27 @@ def choose_prefix_caching(
     if reason and asked is True:
         raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give {instead}")
     return f"off: {reason}" if reason else "on"
+
+
+def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool | Literal["auto"]) -> str:
+    """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
+
+    Args:
+        prefix_caching: see `choose_prefix_caching`. asked: True, False, or "auto" for wherever it can be done.
+
+    Raises:
+        InvalidInputError: True where it cannot be done.
+    """
+    if asked is False:
+        return "off: cascade_attention=False"
+    reason = ""
+    if not isinstance(backend, CascadeBackend):
+        reason = f"backend {backend.name!r} attends every row by itself"
+    elif prefix_caching != "on":
+        reason = "without prefix caching requests share no pages"
+    if reason and asked is True:
+        raise InvalidInputError(f"cascade_attention=True: {reason}; give False or 'auto'")
+    if reason or not isinstance(backend, CascadeBackend):
+        return f"off: {reason}"
+    backend.cascade()
+    return "on"

@@ -1,0 +1,197 @@
+"""Cascade attention: rows that begin with the same pages attend to these once, all together, and each to the rest.
+
+Rows of one batch share their leading pages when they begin with the same tokens and a prefix cache is on. Attention
+over such a row is the same sum over keys in two parts: the shared pages, where every key is visible to every query, so
+that the queries of all rows are one tall matrix, and the row's own pages, causal as ever. The two results are weighted
+by their sums of exponentials.
+
+Nothing but block tables and lengths is read here. Three rows that have computed 8, 9 and 5 keys, pages of 4: all begin
+on pages 7 and 9, but the third has computed only one key of page 9, so it would see a part of that page only. Two rows
+with two pages are as much as three rows with one page, and fewer queries; so the third row attends alone:
+
+>>> table = np.array([[7, 9, 3], [7, 9, 4], [7, 9, 0]], np.int32)
+>>> shared_prefix(table, np.array([8, 9, 5]), 4)
+SharedPrefix(num_pages=2, rows=array([0, 1]), page_size=4)
+
+Source: Ye et al., "Cascade Inference", flashinfer.ai/2024/02/02/cascade-inference.html; vllm-project/vllm,
+vllm/v1/attention/backends/flash_attn.py (use_cascade_attention), where all rows of a batch must share the prefix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from attention.batch.host import HostBatch
+from attention.checking import require
+
+NULL_PAGE = 0
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Leading full pages that several rows of a batch have in common, every key visible to every query of these rows.
+
+    Attributes:
+        num_pages: at least 1. rows: [b] int64, increasing, at least two. page_size: tokens per page.
+    """
+
+    num_pages: int
+    rows: np.ndarray
+    page_size: int
+
+    @property
+    def num_keys(self) -> int:
+        """Keys on the shared pages."""
+        return self.num_pages * self.page_size
+
+    def pages_by_row(self, rows: int) -> np.ndarray:
+        """[rows] int32: num_pages for the rows that share them, 0 for the others."""
+        pages = np.zeros(rows, np.int32)
+        pages[self.rows] = self.num_pages
+        return pages
+
+
+def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> SharedPrefix | None:
+    """The pages and rows for which attending together leaves out the most keys; None where no two rows share a page.
+
+    A row shares pages only as far as all of their keys were computed before its first query. So a row that lies inside
+    the prefix (its queries stand on a page that others have in full) limits how many pages it can share, and is left
+    out where that would cost the others more than it gives. Rows are compared with one of those that begin on the page
+    that most rows begin on; rows on the null page (padding) share nothing.
+
+    Args:
+        block_table: [B, P] int32; num_computed_tokens: [B].
+    """
+    first = block_table[:, 0] if block_table.shape[1] else np.zeros(len(block_table), np.int32)
+    ordered = np.sort(first)
+    if not ((ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_PAGE)).any():
+        return None
+    full = np.asarray(num_computed_tokens) // page_size  # [B] pages whose keys all queries of the row see
+    values, counts = np.unique(first[first != NULL_PAGE], return_counts=True)
+    rows = np.flatnonzero(first == values[counts.argmax()])
+    most = rows[full[rows].argmax()]
+    width = min(int(full[most]), block_table.shape[1])
+    differs = block_table[rows, :width] != block_table[most, :width]  # [b, width]
+    equal = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(len(rows), np.int64)
+    lead = np.minimum(equal, full[rows])  # [b] pages that each row can share
+    falling = np.sort(lead)[::-1]
+    saved = falling * np.arange(len(falling))  # pages not read again, for the rows up to each
+    best = int(saved.argmax())
+    if not saved[best]:
+        return None
+    pages = int(falling[best])
+    return SharedPrefix(pages, rows[lead >= pages], page_size)
+
+
+@dataclass(frozen=True)
+class Cascade:
+    """A batch in two levels.
+
+    Attributes:
+        tokens: [t] int64, the token rows of the batch whose queries see all of the prefix.
+        pages: [num_pages] int32 of the prefix. num_keys: on them.
+        suffix: all rows over the pages that are their own: those that share the prefix count their keys after it.
+            Slots and rotary positions are the batch's.
+    """
+
+    tokens: np.ndarray
+    pages: np.ndarray
+    num_keys: int
+    suffix: HostBatch
+
+
+def cascade(batch: HostBatch, prefix: SharedPrefix) -> Cascade:
+    """Divide a batch at a prefix that `shared_prefix` found in it.
+
+    >>> from attention.batch.host import rows_batch
+    >>> table = np.array([[7, 9, 3], [7, 9, 4], [5, 0, 0]], np.int32)
+    >>> batch = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 1]), table, 4)
+    >>> two = cascade(batch, shared_prefix(table, batch.num_computed_tokens, 4))
+    >>> two.tokens.tolist(), two.pages.tolist(), two.num_keys
+    ([0, 1, 2], [7, 9], 8)
+    >>> two.suffix.num_computed_tokens.tolist(), two.suffix.seq_lens.tolist(), two.suffix.block_table.tolist()
+    ([0, 1, 1], [2, 2, 2], [[3, 0, 0], [4, 0, 0], [5, 0, 0]])
+    """
+    rows, cut = prefix.rows, prefix.num_pages
+    require(prefix.page_size == batch.page_size, "a prefix of another page size")
+    require(int(batch.num_computed_tokens[rows].min()) >= prefix.num_keys, "a row does not see all of the prefix")
+    require(not batch.other_groups, "a batch of several cache groups is divided group by group")
+    table = batch.block_table.copy()
+    table[rows, : table.shape[1] - cut] = batch.block_table[rows, cut:]
+    table[rows, table.shape[1] - cut :] = NULL_PAGE
+    before = np.zeros(batch.num_reqs, np.int32)
+    before[rows] = prefix.num_keys
+    members = np.zeros(batch.num_reqs, bool)
+    members[rows] = True
+    suffix = HostBatch(
+        query_start_loc=batch.query_start_loc,
+        seq_lens=batch.seq_lens - before,
+        num_computed_tokens=batch.num_computed_tokens - before,
+        block_table=table,
+        slot_mapping=batch.slot_mapping,
+        positions=batch.positions,
+        page_size=batch.page_size,
+    )
+    return Cascade(
+        tokens=np.flatnonzero(np.repeat(members, batch.query_lens)),
+        pages=batch.block_table[rows[0], :cut],
+        num_keys=prefix.num_keys,
+        suffix=suffix,
+    )
+
+
+@dataclass(frozen=True)
+class CascadeCost:
+    """When two levels pay, by the bytes that they move and those that flat attention moves.
+
+    Flat attention reads every row's keys and values. In two levels the prefix is read once for each tile of
+    `tile_queries` queries, but every query leaves its partial sum, D + 2 numbers a head in float32, for each of
+    `parts` parts of the prefix, which are written and read again; and there is a launch more, in bytes that the memory
+    could have moved meanwhile.
+
+    Llama-3.1-8B in bfloat16, 32 rows with 2,048 shared keys and 256 of their own: flat 302 MB; one token a row 52 MB
+    plus the launch, six tokens 147 MB. Eight rows with one shared page: less than the launch, so flat.
+
+    >>> cost = CascadeCost(32, 8, 128, 2)
+    >>> [round(cost.flat_bytes(32, 2048, 256) / cost.cascade_bytes(32, q, 2048, 256), 1) for q in (1, 6)]
+    [5.0, 1.9]
+    >>> cost.pays(32, 6, 2048, 256), cost.pays(8, 1, 16, 256)
+    (True, False)
+
+    Attributes:
+        num_q_heads, num_kv_heads, head_dim: of a layer. item_bytes: of a number in the cache.
+        tile_queries, parts: of the kernel, see `attention.kernels.cascade`.
+        launch_bytes: 2 µs at 4 TB/s. least_gain: flat over cascade below which the bytes decide nothing.
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    item_bytes: int
+    tile_queries: int = 64
+    parts: int = 2
+    launch_bytes: int = 8 << 20
+    least_gain: float = 1.15
+
+    @property
+    def key_bytes(self) -> int:
+        """A key and its value, of all KV heads."""
+        return 2 * self.num_kv_heads * self.head_dim * self.item_bytes
+
+    def flat_bytes(self, rows: int, prefix_keys: int, suffix_keys: int) -> int:
+        """Read by flat attention over `rows` rows; suffix_keys: of each row after the prefix, on average."""
+        return rows * (prefix_keys + suffix_keys) * self.key_bytes
+
+    def cascade_bytes(self, rows: int, query_len: int, prefix_keys: int, suffix_keys: int) -> int:
+        """Read and written in two levels; query_len: tokens of each row."""
+        tokens = rows * query_len
+        tiles = -(-tokens * (self.num_q_heads // self.num_kv_heads) // self.tile_queries)
+        sums = 2 * 4 * self.parts * tokens * self.num_q_heads * (self.head_dim + 2)
+        return (tiles * prefix_keys + rows * suffix_keys) * self.key_bytes + sums + self.launch_bytes
+
+    def pays(self, rows: int, query_len: int, prefix_keys: int, suffix_keys: int) -> bool:
+        """Whether rows that share `prefix_keys` keys are attended in two levels."""
+        flat = self.flat_bytes(rows, prefix_keys, suffix_keys)
+        return flat >= self.least_gain * self.cascade_bytes(rows, query_len, prefix_keys, suffix_keys)
