@@ -18,9 +18,9 @@ DRAFT_SAMPLING = ("probabilistic", "greedy")
 probable token. Both are lossless."""
 MAX_NUM_PREFILL_TOKENS = 512
 """From some 200 tokens on a forward takes time by the token, so larger chunks hardly give more tokens a second. In a
-simulation with matmul times of an H200 (`benchmarks/simulate_serving.py`: Llama-3.1-8B shape, K=3), a round of 16 rows
-takes 2.8 times as long with 512 prompt tokens as without, with 640 3.3 times; a full queue gives as many tokens a
-second with 512 as with more, within 1 %, with 256 3 % fewer, and with 128 25 %."""
+simulation with measured rounds of an H200 (`benchmarks/simulate_serving.py`: Llama-3.1-8B shape, K=3), a round of 16
+rows takes 3.0 times as long with 512 prompt tokens as without, with 640 3.3 times; a full queue gives 3 to 4 % more
+tokens a second with 1,024 and more than with 512, with 384 1 % fewer, with 256 10 %, and with 128 34 %."""
 SEEDS = (-(2**63), 2**64 - 1)
 """Least and largest seed: 64 bits, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
 

@@ -10,8 +10,8 @@ import numpy as np
 from attention.checking import require
 
 _WIDE = 1024
-"""Pages of the longest row from which on rows are joined one by one. µs for one of 4,097 pages beside 15, 63 and 255
-of 50: 6, 17, 60, by a mask of the whole table 28, 98, 379; but 16 and 32 rows of 50 pages 5 and 9, by a mask 3 and 4."""
+"""Pages of the longest row from which on rows are joined one by one. µs for a row of 4,097 pages beside 15, 63 and 255
+of 50: 6, 17, 60, by a mask of the whole table 28, 98, 379; but for 16 or 32 rows of 50 pages 5 or 9, by a mask 3, 4."""
 
 
 @dataclass(frozen=True)
