@@ -199,10 +199,15 @@ class GroupRunner:
         """Layer `layer` of the group: query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv] -> [T, Hq, Dv].
 
         Padding after the batch's T tokens, and `out`: see `AttentionBackend.run`.
+
+        Raises:
+            StaleMetadataError: in check mode, the batch's arrays show another batch by now, whatever the backend.
         """
         spec = self.group.attention_specs[layer]
         if planned.plans is None:
             return query.new_zeros(query.shape[0], spec.num_q_heads, spec.head_dim_v) if out is None else out.zero_()
+        if checking():
+            planned.metadata.staged.ensure_fresh()
         given = out
         if spec.temperature is not None:
             query = self._tuned(planned, layer, spec.temperature, query)

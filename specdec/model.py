@@ -124,7 +124,7 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         attention_specs = tuple(c.attention_spec for c in probed.calls)
-        choice = choose_graphs(backend, loop, cuda_graphs)
+        choice = choose_graphs(backend, loop, cuda_graphs, any(s.chunk_size is not None for s in attention_specs))
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head

@@ -22,7 +22,6 @@ from attention.backends.flex_kernel import LEAST_KEYS, Attend, Compiler, FlexKer
 from attention.backends.flex_tiles import Tiles, tile_size
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.cache.kv_cache import FP8, CacheGroup, LayerKV, write
-from attention.checking import checking
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
@@ -127,8 +126,6 @@ class FlexBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        if checking():
-            metadata.staged.ensure_fresh()
         tokens, heads, groups = len(metadata.slot_mapping), key.num_kv_heads, key.num_q_heads // key.num_kv_heads
         self._write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         split = query[:tokens].unflatten(1, (heads, groups))  # [T, Hkv, G, Dk]

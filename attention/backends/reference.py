@@ -17,7 +17,6 @@ from attention.batch.host import HostBatch, slots_at
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.batch.transforms.cascade import cascade, shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, gather, write
-from attention.checking import checking
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
 
@@ -174,8 +173,6 @@ class TorchBackend:
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write K and V, then attend; see `AttentionBackend.run`."""
-        if checking():
-            metadata.staged.ensure_fresh()
         tokens = len(metadata.slot_mapping)
         write(layer_kv, key_states[:tokens], value_states[:tokens], metadata.slot_mapping)
         if plan.prefix is not None:

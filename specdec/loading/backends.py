@@ -20,6 +20,7 @@ from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError, SpecdecWarning
 
 _STORED = {"auto": None, "fp8": FP8}
+_IN_CHUNKS = "attention in chunks from CUDA graphs is not verified on a GPU for eight rows and more"
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 
 
@@ -74,15 +75,18 @@ def choose_graphs(
     backend: AttentionBackend,
     loop: DraftLoop[Any, Any] | None,
     cuda_graphs: bool | Literal["auto"],
+    in_chunks: bool = False,
 ) -> GraphChoice:
     """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
 
     Args:
-        loop: the head's draft loop; None without a head.
+        loop: the head's draft loop; None without a head. in_chunks: whether layers of the target attend in chunks.
 
     Raises:
-        InvalidInputError: see `check_graphs`.
+        InvalidInputError: see `check_graphs`; or "auto" with a batch-invariant backend where layers attend in chunks.
     """
+    if in_chunks and cuda_graphs == "auto" and backend.batch_invariant:
+        raise InvalidInputError(f"backend={backend.name!r} needs CUDA graphs: {_IN_CHUNKS}; cuda_graphs=True tries it")
     if cuda_graphs != "auto" or backend.batch_invariant:
         check_graphs(backend, loop, cuda_graphs is not False)
         return GraphChoice(True, required=True) if cuda_graphs else GraphChoice(False, reason="cuda_graphs=False")
@@ -90,6 +94,8 @@ def choose_graphs(
         return GraphChoice(False, reason=f"backend {backend.name!r} has none")
     if loop is not None and not isinstance(loop, GraphLoop):
         return GraphChoice(False, reason=f"{loop.name} run without CUDA graphs", expected=False)
+    if in_chunks:
+        return GraphChoice(False, reason=_IN_CHUNKS, expected=False)
     return GraphChoice(True)
 
 

@@ -48,6 +48,7 @@ def test_the_full_queue_gives_what_was_measured() -> None:
     assert full_queue(RoundTime(scale=1.1), 512, repeats=1)["output_tokens_per_s"] != pytest.approx(6511, rel=0.03)
 
 
+@pytest.mark.slow
 def test_the_command() -> None:
     done = CliRunner().invoke(main, ["--prefill-tokens", "256"], catch_exceptions=False)
     assert done.exit_code == 0 and done.output.splitlines()[1].split("|")[0].strip() == "256"

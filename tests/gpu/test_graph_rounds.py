@@ -58,7 +58,13 @@ def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
         pad_token_id=None,
     )
     target = LlamaForCausalLM(config).eval().requires_grad_(False)
-    target.lm_head.weight.mul_(20)  # clear winners: rounding of half precision decides few tokens
+    head = decided(target)
+    return target.to(CUDA, dtype), head.to(CUDA, dtype)
+
+
+def decided(target: Any) -> Eagle3Head:
+    """A head for a target of this width; both get clear winners: rounding of half precision decides few tokens."""
+    target.lm_head.weight.mul_(20)
     spec = Eagle3Spec(
         hidden_size=256,
         target_hidden_size=256,
@@ -72,7 +78,7 @@ def pair(dtype: torch.dtype) -> tuple[LlamaForCausalLM, Eagle3Head]:
     )
     head = Eagle3Head(spec, target.get_input_embeddings().weight).eval().requires_grad_(False)
     head.lm_head.weight.mul_(20)
-    return target.to(CUDA, dtype), head.to(CUDA, dtype)
+    return head
 
 
 def model(drafts: int, graphs: bool, **options: Any) -> SpeculativeModel:

@@ -12,13 +12,11 @@ from transformers import Llama4ForCausalLM, Llama4TextConfig
 from attention.backends.base import AttentionBackend
 from attention.backends.invariant import InvariantBackend
 from attention.spec import AttentionSpec
-from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.spec import Eagle3Spec
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted
-from tests.gpu.test_graph_rounds import PROMPTS, VOCAB, Tokenizer
+from tests.gpu.test_graph_rounds import PROMPTS, VOCAB, Tokenizer, decided
 from tests.local_rounds import Launch, fixed_rounds
 
 CUDA = torch.device("cuda")
@@ -88,20 +86,7 @@ def llama4(drafts: int, graphs: bool | str, chunk: int = 64, dense: bool = False
         pad_token_id=None,
     )
     target: Any = Llama4ForCausalLM(config).eval().requires_grad_(False)
-    target.lm_head.weight.mul_(20)  # clear winners: rounding of half precision decides few tokens
-    spec = Eagle3Spec(
-        hidden_size=256,
-        target_hidden_size=256,
-        intermediate_size=512,
-        num_heads=4,
-        num_kv_heads=2,
-        head_dim=64,
-        vocab_size=VOCAB,
-        draft_vocab_size=VOCAB,
-        aux_layers=(2, 4, 5),
-    )
-    head = Eagle3Head(spec, target.get_input_embeddings().weight).eval().requires_grad_(False)
-    head.lm_head.weight.mul_(20)
+    head = decided(target)
     return SpeculativeModel.from_pretrained(
         target.to(CUDA, torch.float16),
         head.to(CUDA, torch.float16) if drafts else None,
@@ -116,10 +101,9 @@ def llama4(drafts: int, graphs: bool | str, chunk: int = 64, dense: bool = False
 
 @pytest.mark.parametrize(("drafts", "chunk"), [(0, 64), (1, 64), (5, 64), (5, 16), (5, 256)])
 def test_graphs_give_the_eager_tokens_and_drafts(drafts: int, chunk: int) -> None:
-    """By default, too, such a target runs from graphs."""
     params = SamplingParams(max_new_tokens=96, return_drafts=True)
     eager = llama4(drafts, False, chunk).generate(PROMPTS, params)
-    loaded = llama4(drafts, "auto", chunk)
+    loaded = llama4(drafts, True, chunk)
     assert isinstance(loaded.executor, GraphExecutor)
     graphed = loaded.generate(PROMPTS, params)
     assert agreement([c.token_ids for c in graphed], [c.token_ids for c in eager]) >= 0.97

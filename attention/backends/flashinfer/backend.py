@@ -386,7 +386,6 @@ class FlashInferBackend:
         if isinstance(plan, InvariantPlan):
             return run_invariant(plan, key, query, key_states, value_states, layer_kv, metadata, sinks, out)
         if checking():
-            metadata.staged.ensure_fresh()
             for kernel, generation, _ in plan.parts:
                 require(kernel.generation == generation, "a wrapper was planned anew before this plan ran")
         write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)

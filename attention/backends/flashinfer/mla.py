@@ -265,7 +265,6 @@ def run_mla(
     from attention.kernels.write_latent import write_latent
 
     if checking():
-        metadata.staged.ensure_fresh()
         require(plan.work.generation == plan.generation, "a work buffer was planned anew before this plan ran")
     write_latent(layer_kv, key_states, metadata.slot_mapping)
     if out is None:

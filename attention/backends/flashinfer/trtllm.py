@@ -242,8 +242,6 @@ def run_trtllm(
     """Write K and V, then attend; see `AttentionBackend.run`."""
     from attention.kernels.write import write_kv
 
-    if checking():
-        metadata.staged.ensure_fresh()
     write_kv(layer_kv, key_states, value_states, metadata.slot_mapping)
     out = torch.empty_like(query, memory_format=torch.contiguous_format) if out is None else out
     sinks = None if sinks is None else sinks.float()

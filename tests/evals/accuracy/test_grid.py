@@ -59,6 +59,7 @@ def run(tmp_path: Path, *arguments: str) -> Any:
     return CliRunner().invoke(evaluate, [*fixed, *arguments])
 
 
+@pytest.mark.slow
 def test_the_command(tmp_path: Path) -> None:
     """A backend of which this machine has none, and one that runs."""
     out = tmp_path / "grid.json"

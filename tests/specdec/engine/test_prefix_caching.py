@@ -222,6 +222,7 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
     assert wrong
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 @pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
 def test_prompts_of_five_shots_share_them(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:

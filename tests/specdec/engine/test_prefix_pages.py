@@ -279,6 +279,7 @@ def cache_of(engine: Engine) -> PrefixCache:
     return engine.scheduler.prefixes.cache
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "graphs", "requests"), [(1, False, 3500), (1, True, 3500), (2, True, 1500), (3, False, 1500)]
 )

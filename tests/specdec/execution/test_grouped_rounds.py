@@ -24,6 +24,7 @@ def with_graphs(model: Any, head: Any, **options: Any) -> Any:
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"page_size": 16, "max_num_seqs": 5, "kv_cache_tokens": 700}])
 def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     graphs_on_cpu: list[Replayed],  # noqa: F811

@@ -64,7 +64,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     """The requests whose tokens, drafts or rounds from graphs are not those of eager rounds."""
     target = llama4(False, chunk)
     head = make(target)
-    eager, graphed = (answers(target, head, graphs, **options) for graphs in (False, "auto"))
+    eager, graphed = (answers(target, head, graphs, **options) for graphs in (False, True))
     return [i for i, (one, other) in enumerate(zip(eager, graphed, strict=True)) if one != other]
 
 

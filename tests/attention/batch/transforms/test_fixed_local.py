@@ -84,7 +84,8 @@ def test_the_longest_rows_there_can_be_fit() -> None:
         width = -(-(first + query_len) // page_size)
         table = np.arange(1, 2 * width + 1, dtype=np.int32).reshape(2, width)
         batch = rows_batch(np.array([0, query_len, 2 * query_len]), np.array([first, first]), table, page_size)
-        FixedLocalRows(2, query_len, chunk, page_size, 2 * width + 1, CPU).send(batch)
+        virtual, _ = FixedLocalRows(2, query_len, chunk, page_size, 2 * width + 1, CPU).send(batch)
+        assert virtual.query_lens.sum() == 2 * query_len and (virtual.page_indices > 0).sum() == len(table.ravel())
 
 
 def test_chunks_that_do_not_begin_on_a_page_are_refused() -> None:
