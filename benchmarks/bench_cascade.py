@@ -6,7 +6,7 @@ One layer of Llama-3.1-8B's shape (32 query heads, 8 KV heads, head dim 128, pag
 of a fixed shape replayed from a CUDA graph, over as many layers as make the caches larger than the L2 cache. Times are
 medians of device time for one layer. Flat attention reads the same block tables, so it finds the shared pages in the L2
 cache as well. `cascade_us` is taken whatever the cost rule says; `rule` is what it says, `gain` flat over cascade, and
-`gain_by_bytes` the rule's own arithmetic. `none_us` is the graph that has a launch for shared pages, when there are
+`expected_gain` the rule's own arithmetic. `none_us` is the graph that has a launch for shared pages, when there are
 none, to be compared with `flat_us`. Both results are first compared with flat attention's.
 
 On an H200 it takes less than 40 s.
@@ -31,7 +31,7 @@ from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
 from attention.backends.flashinfer.sharing import SharedRows, Sharing, worth_sharing
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
-from attention.batch.transforms.cascade import CascadeCost, shared_prefix
+from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.spec import AttentionSpec
 from benchmarks.document import provenance
@@ -88,7 +88,7 @@ def run_us(launch: Callable[[], None], launches: int) -> float:
 class Scene:
     """A case on the device."""
 
-    def __init__(self, case: Case, batch: HostBatch, sharing: Sharing, multiprocessors: int) -> None:
+    def __init__(self, case: Case, batch: HostBatch, sharing: Sharing, scratch: Scratch) -> None:
         self.case, self.batch = case, batch
         self.metadata: CommonAttentionMetadata = stage(
             batch, *single_batch_arena(case.rows, batch.num_tokens, batch.block_table.shape[1], CUDA)
@@ -104,7 +104,7 @@ class Scene:
             layer.values.normal_()
         shape = (batch.num_tokens, KEY.num_q_heads, KEY.head_dim_k)
         self.query = torch.randn(shape, device=CUDA, dtype=DTYPE)
-        self.shared = sharing.fixed(KEY, DTYPE, (case.rows, case.query), multiprocessors)
+        self.shared = sharing.fixed(KEY, DTYPE, (case.rows, case.query), scratch)
 
     def time(self, kernel: PackedKernel) -> tuple[float, torch.Tensor]:
         """Microseconds of a layer, and what the first one gives."""
@@ -133,7 +133,7 @@ def compile_kernels(cases: Sequence[Case], scratch: Scratch, sharing: Sharing) -
     shapes = {(case.rows, case.query): case for case in cases}
     with compiled_together():
         for case in shapes.values():
-            scene = Scene(case, batch_of(case), sharing, scratch.multiprocessors)
+            scene = Scene(case, batch_of(case), sharing, scratch)
             out = torch.empty_like(scene.query)
             for shared in (None, scene.shared):
                 kernel = PackedKernel(KEY, scratch, shared)
@@ -147,7 +147,7 @@ def lines(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
     compile_kernels(cases, scratch, sharing)
     for case in cases:
         batch = batch_of(case)
-        scene = Scene(case, batch, sharing, scratch.multiprocessors)
+        scene = Scene(case, batch, sharing, scratch)
         assert scene.shared is not None
         flat_us, flat = scene.time(PackedKernel(KEY, scratch))
         none_us, none = scene.time(PackedKernel(KEY, scratch, scene.shared))
@@ -158,19 +158,18 @@ def lines(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         errors = [float((x.double() - flat.double()).norm() / flat.double().norm()) for x in (none, cascaded)]
         if not all(error <= 3e-3 for error in errors):
             raise SystemExit(f"{case}: relative difference to flat attention {errors}")
-        cost: CascadeCost = scene.shared.cost
-        own = case.prefix + case.own - found.num_keys
-        arithmetic = cost.flat_bytes(case.rows, found.num_keys, own) / cost.cascade_bytes(
-            case.rows, case.query, found.num_keys, own
-        )
+        own, tiling = case.prefix + case.own - found.num_keys, scene.shared.shared.tiling
+        expected = scene.shared.cost.gain(case.rows, case.query, found.num_keys, own)
         yield asdict(case) | {
             "flat_us": round(flat_us, 2),
             "none_us": round(none_us, 2),
             "cascade_us": round(cascade_us, 2),
             "gain": round(flat_us / cascade_us, 2),
-            "gain_by_bytes": round(arithmetic, 2),
+            "expected_gain": round(expected, 2),
             "rule": rule_says(case, batch, scene.shared),
-            "parts": scene.shared.shared.tiling.parts,
+            "tile": asdict(tiling.tile),
+            "parts": tiling.parts,
+            "least_keys": tiling.least_keys,
             "relative_difference": round(errors[1], 5),
         }
 

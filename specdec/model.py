@@ -193,7 +193,7 @@ class SpeculativeModel:
         kv_cache_layout: str = "auto",
         hybrid_kv_cache: bool = True,
         enable_prefix_caching: bool | Literal["auto"] = "auto",
-        cascade_attention: bool | Literal["auto"] = "auto",
+        cascade_attention: bool = False,
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
@@ -246,9 +246,12 @@ class SpeculativeModel:
                 with "batch_invariant" no token changes; otherwise a prompt is then read in other pieces, which round
                 differently, as they do beside other requests. SamplingParams.cache_prefix is the switch of one request.
             cascade_attention: pages that requests of a batch share (prefix caching) are attended once for all of them
-                where that is less work: rounds with short queries on "flashinfer", full attention, a cache of the
-                model's dtype. "auto": wherever it can be done (`describe` says where not); True: else that is an error.
-                In half precision sums are then rounded in another order, as beside other requests.
+                in every round where that takes less time: with short queries on "flashinfer", full attention, a cache
+                of the model's dtype; else True is an error. Give True for many requests at once with one
+                long common prompt: on an H200, with 2,048 shared and 256 own tokens, attention is 1.4 to 1.75 times
+                faster for 32 rows and 1.4 to 3 times for 128; for 8 rows only prefixes of about 8,192 tokens pay (1.4
+                times). Where nothing is shared it takes 11 % longer in the median of the measured shapes, at most 21 %.
+                In half precision sums are rounded in another order, as beside other requests.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or

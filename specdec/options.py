@@ -232,10 +232,10 @@ class LoadOptions:
             "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
         ),
     )
-    cascade_attention: bool | Literal["auto"] = field(
-        default="auto",
+    cascade_attention: bool = field(
+        default=False,
         metadata=_about(
-            Switch(), "Attend KV pages that requests share once for all of them; auto: where possible and worth it."
+            Flag(), "Attend KV pages that requests share once for all: for many rows with one long common prompt."
         ),
     )
     gpu_memory_utilization: float = field(

@@ -22,7 +22,7 @@ from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, pa
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import CascadeCost, shared_prefix
+from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.checking import check_mode
 from attention.kernels.cascade import SharedKeys, launch_prefix, prefix_tiling, sum_shapes
@@ -145,7 +145,7 @@ def test_packed_attention_after_a_shared_prefix(
     key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 9
     scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
     pages = torch.zeros(rows, dtype=torch.int32)
-    tiling = replace(prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4), parts=parts, least_keys=64)
+    tiling = replace(prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4, 0), parts=parts, least_keys=64)
     sums, stats = sum_shapes(key, rows * query_len, tiling)
     shared = SharedKeys(pages, torch.empty(sums), torch.empty(stats), tiling)
     query = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)[:, :-1]
@@ -215,8 +215,8 @@ def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.Monk
     from attention.backends.flashinfer import sharing
     from attention.backends.flashinfer.sharing import SharedRows
 
-    free = CascadeCost(4, 2, 64, 2, launch_bytes=0, least_gain=1.0)
-    monkeypatch.setattr(sharing, "_cost", lambda *_: free)
+    cost = sharing._cost
+    monkeypatch.setattr(sharing, "_cost", lambda *a: replace(cost(*a), least_gain=0.0))
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
     kernels = PackedKernels(CPU, cascades=True)
     kernel = kernels.fixed(key, torch.float16, rows, query_len)

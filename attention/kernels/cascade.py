@@ -30,30 +30,56 @@ _FEWEST_ROWS = 16
 
 
 @dataclass(frozen=True)
-class PrefixTiling:
-    """How the shared keys are gone through.
+class PrefixTile:
+    """What a program works on, in the order of `_TILES`.
 
     Attributes:
-        queries, keys: of a tile; warps: of a program; stages: of the loop over tiles of keys.
-        parts: that the keys are split into, if there are enough of them; least_keys: of a part, in whole tiles.
+        from_queries: of a KV head, from which on it is taken. shared_bytes: of a multiprocessor's memory that it needs.
+        queries, keys: of a tile; warps: of a program.
+        stages: of the loop over tiles of keys. Up to 4 nothing is loaded while a tile is computed, because the page
+            numbers must be there first: the compiler loads the next tile after it. 5 load one tile ahead, 7 two.
+        each: programs that a multiprocessor runs at the same time; key_ns: that each takes for a key.
     """
 
+    from_queries: int
+    shared_bytes: int
     queries: int
     keys: int
     warps: int
     stages: int
+    each: int
+    key_ns: float
+
+
+_TILES = (
+    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 28.6),
+    PrefixTile(0, 0, 64, 64, 4, 3, 2, 28.6),
+)
+"""The first that fits is taken: more queries first, then more memory. `key_ns` was measured on an H200 with 3 stages
+(see `attention.backends.cascade_cost`); with 5 stages, which load ahead, it is an upper bound."""
+
+
+@dataclass(frozen=True)
+class PrefixTiling:
+    """How the shared keys are gone through: parts that they are split into, if there are enough of them, and the fewest
+    keys of a part, in whole tiles."""
+
+    tile: PrefixTile
     parts: int
     least_keys: int
 
 
-def prefix_tiling(queries: int, heads: int, multiprocessors: int) -> PrefixTiling:
-    """The tiling for so many queries of each of `heads` KV heads: as many parts as two programs a multiprocessor make.
+def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: int) -> PrefixTiling:
+    """The tiling for so many queries of each of `heads` KV heads: as many parts as programs run at the same time.
 
-    >>> prefix_tiling(32 * 6 * 4, 8, 132).parts, prefix_tiling(32 * 4, 8, 132).parts, prefix_tiling(4096, 8, 132).parts
-    (2, 8, 1)
+    >>> [prefix_tiling(rows * q * 4, 8, 132, 232_448).parts for rows, q in ((32, 6), (32, 1), (128, 8))]
+    [2, 8, 1]
+    >>> prefix_tiling(128, 8, 132, 101_376).tile.stages
+    3
     """
-    tiles = -(-queries // 64) * heads
-    return PrefixTiling(64, 64, 4, 3, max(1, min(_MOST_PARTS, 2 * multiprocessors // tiles)), _LEAST_KEYS)
+    tile = next(t for t in _TILES if queries >= t.from_queries and shared_bytes >= t.shared_bytes)
+    programs = -(-queries // tile.queries) * heads
+    return PrefixTiling(tile, max(1, min(_MOST_PARTS, tile.each * multiprocessors // programs)), _LEAST_KEYS)
 
 
 @dataclass(frozen=True)
@@ -165,11 +191,12 @@ def launch_prefix(
     query_len: int,
 ) -> None:
     """Attend the shared pages; `attention.kernels.packed.launch_packed` with the same arguments does the rest."""
-    rows, tiles = len(shared.pages), shared.tiling
+    rows, tiling = len(shared.pages), shared.tiling
+    tile = tiling.tile
     tokens = rows * query_len
     queries = tokens * (key.num_q_heads // key.num_kv_heads)
     pages, (slot, head) = layer.keys, layer.slot_and_head
-    _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tiles.queries), tiles.parts)](
+    _prefix_kernel[(key.num_kv_heads, triton.cdiv(queries, tile.queries), tiling.parts)](
         query,
         pages,
         layer.values,
@@ -191,12 +218,12 @@ def launch_prefix(
         KV_HEADS=key.num_kv_heads,
         DIM=key.head_dim_k,
         PAGE_SIZE=pages.shape[slot],
-        TILE_QUERIES=tiles.queries,
-        TILE_KEYS=tiles.keys,
-        PARTS=tiles.parts,
-        LEAST_KEYS=tiles.least_keys,
+        TILE_QUERIES=tile.queries,
+        TILE_KEYS=tile.keys,
+        PARTS=tiling.parts,
+        LEAST_KEYS=tiling.least_keys,
         ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
-        STAGES=tiles.stages,
-        num_warps=tiles.warps,
+        STAGES=tile.stages,
+        num_warps=tile.warps,
         **dependent_launch(query.device),
     )

@@ -325,7 +325,7 @@ def launch_packed(
         STAGES=tiles.stages,
         CASCADE=shared is not None,
         PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
-        PREFIX_TILE=1 if shared is None else shared.tiling.keys,
+        PREFIX_TILE=1 if shared is None else shared.tiling.tile.keys,
         PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys,
         num_warps=tiles.warps,
         **dependent_launch(query.device),

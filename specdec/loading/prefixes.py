@@ -34,25 +34,26 @@ def choose_prefix_caching(
     return f"off: {reason}" if reason else "on"
 
 
-def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool | Literal["auto"]) -> str:
+def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
     """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
 
     Args:
-        prefix_caching: see `choose_prefix_caching`. asked: True, False, or "auto" for wherever it can be done.
+        prefix_caching: what `choose_prefix_caching` gave.
 
     Raises:
-        InvalidInputError: True where it cannot be done.
+        InvalidInputError: asked for where it cannot be done.
     """
-    if asked is False:
+    if not asked:
         return "off: cascade_attention=False"
-    reason = ""
     if not isinstance(backend, CascadeBackend):
-        reason = f"backend {backend.name!r} attends every row by itself"
-    elif prefix_caching != "on":
-        reason = "without prefix caching requests share no pages"
-    if reason and asked is True:
-        raise InvalidInputError(f"cascade_attention=True: {reason}; give False or 'auto'")
-    if reason or not isinstance(backend, CascadeBackend):
-        return f"off: {reason}"
+        raise InvalidInputError(
+            f"cascade_attention=True: backend {backend.name!r} attends every row by itself; give backend='flashinfer' "
+            "(a GPU with FlashInfer), or False"
+        )
+    if prefix_caching != "on":
+        raise InvalidInputError(
+            f"cascade_attention=True: requests share no pages, because prefix caching is {prefix_caching}; give False, "
+            "or have prefixes cached"
+        )
     backend.cascade()
     return "on"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,6 @@ from attention.backends.flashinfer import sharing
 from attention.backends.flashinfer.backend import FlashInferBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import CascadeCost
 from specdec.requests.sampling import SamplingParams
 from tests.agreement import agreement, drafted
 from tests.gpu.test_flashinfer import (
@@ -60,6 +60,12 @@ def shared_batch(
     return rows_batch(np.arange(rows + 1) * query_len, computed, table, page_size)
 
 
+def take_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the cost rule says."""
+    cost = sharing._cost
+    monkeypatch.setattr(sharing, "_cost", lambda *a: replace(cost(*a), least_gain=0.0))
+
+
 @pytest.fixture
 def sharings(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the kernels of fixed shapes share, as they are made."""
@@ -83,8 +89,7 @@ def test_replays_serve_any_prefix(
     sharings: list[Any],
 ) -> None:
     """One captured graph: no prefix, prefixes of all rows and of some, at the edges of tiles and parts, none again."""
-    free = CascadeCost(*heads, dim, 2, launch_bytes=0, least_gain=0.0)
-    monkeypatch.setattr(sharing, "_cost", lambda *_: free)
+    take_always(monkeypatch)
     rows, rng = 33, np.random.default_rng(0)
     pair = cascade_pair(heads, dim, dtype, page_size, layout)
     planner = pair.flashinfer.fixed_planner(rows, query_len)
@@ -153,8 +158,7 @@ def test_rounds_of_requests_that_share_a_prefix(
     graphs: bool, monkeypatch: pytest.MonkeyPatch, sharings: list[Any]
 ) -> None:
     """Target and head, from graphs and operator by operator: flat attention's tokens and drafts, but for rounding."""
-    free = CascadeCost(4, 2, 64, 2, launch_bytes=0, least_gain=0.0)
-    monkeypatch.setattr(sharing, "_cost", lambda *_: free)
+    take_always(monkeypatch)
     launches: list[Any] = []
     prefix = torch.randint(VOCAB, (200,), generator=torch.Generator().manual_seed(7)).tolist()
     prompts = [prefix + own[:60] for own in PROMPTS[:4]]

@@ -97,7 +97,7 @@ class PackedKernels:
         scratch, shape = self._made(), (rows, query_len)
         if self.sharing is None or cascade_limit(key, eight_bits=False):
             return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch.multiprocessors))
+        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch))
 
     def of_batch(
         self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
@@ -106,7 +106,7 @@ class PackedKernels:
         scratch, shape = self._made(), (rows, query_len)
         if self.sharing is None or cascade_limit(key, eight_bits=False):
             return PackedKernel(key, scratch)
-        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch.multiprocessors, batch))
+        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch, batch))
 
     def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """What they serve, after the name of another kernel; "" for nothing."""

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from attention.backends.cascade_cost import CascadeCost, PrefixWork
 from attention.batch.host import HostBatch
-from attention.batch.transforms.cascade import CascadeCost, shared_prefix
+from attention.batch.transforms.cascade import shared_prefix
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
     from attention.kernels.cascade import PrefixTiling, SharedKeys
+    from attention.kernels.packed import Scratch
 
 LEAST_ROWS = 4
 """Rows of a fixed shape from which on it has a launch for shared pages, which costs about 1 µs a layer where there are
@@ -37,17 +39,17 @@ class Sharing:
         self._none = torch.empty(0, dtype=torch.int32, device=device)
 
     def fixed(
-        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], multiprocessors: int
+        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch
     ) -> SharedRows | None:
         """For all batches of a shape, (rows, query_len), which has a launch for them; None with few rows."""
         if shape[0] < LEAST_ROWS:
             return None
-        tiling = _tiling(key, shape, multiprocessors)
+        tiling = _tiling(key, shape, scratch)
         pages = torch.zeros(shape[0], dtype=torch.int32, device=self._room.device)
-        return SharedRows(self._keys(key, shape, tiling, pages), shape[1], _cost(key, dtype, tiling))
+        return SharedRows(self._keys(key, shape, tiling, pages), shape[1], _cost(key, dtype, tiling, scratch))
 
     def of_batch(
-        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], multiprocessors: int, batch: HostBatch
+        self, key: AttentionSpec, dtype: torch.dtype, shape: tuple[int, int], scratch: Scratch, batch: HostBatch
     ) -> BatchShared | None:
         """For the first rows of one batch; None with few rows.
 
@@ -55,8 +57,8 @@ class Sharing:
         """
         if shape[0] < LEAST_ROWS:
             return None
-        tiling = _tiling(key, shape, multiprocessors)
-        found = worth_sharing(batch, *shape, _cost(key, dtype, tiling))
+        tiling = _tiling(key, shape, scratch)
+        found = worth_sharing(batch, *shape, _cost(key, dtype, tiling, scratch))
         pages = self._no_pages(shape[0])
         if found.any():
             pages = torch.from_numpy(found)
@@ -83,19 +85,21 @@ class Sharing:
         return SharedKeys(pages, first.view(sums), second.view(stats), tiling)
 
 
-def _tiling(key: AttentionSpec, shape: tuple[int, int], multiprocessors: int) -> PrefixTiling:
+def _tiling(key: AttentionSpec, shape: tuple[int, int], scratch: Scratch) -> PrefixTiling:
     """Of the next power of two of rows, so that there are few kernels; shape: (rows, query_len)."""
     from attention.kernels.cascade import prefix_tiling
 
     rows = 1 << (shape[0] - 1).bit_length()
     queries = rows * shape[1] * key.num_q_heads // key.num_kv_heads
-    return prefix_tiling(queries, key.num_kv_heads, multiprocessors)
+    return prefix_tiling(queries, key.num_kv_heads, scratch.multiprocessors, scratch.shared_bytes)
 
 
-def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling) -> CascadeCost:
+def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch: Scratch) -> CascadeCost:
     """When the kernels with this tiling pay."""
     heads = key.num_q_heads, key.num_kv_heads
-    return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, tiling.queries, tiling.parts)
+    tile = tiling.tile
+    work = PrefixWork(tile.queries, tiling.parts, tiling.least_keys, tile.each * scratch.multiprocessors, tile.key_ns)
+    return CascadeCost(*heads, key.head_dim_k, dtype.itemsize, work)
 
 
 def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:

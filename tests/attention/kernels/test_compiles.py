@@ -36,12 +36,13 @@ def compiled(kernel, constants, cache):
 
 if sys.argv[1:] == ["packed"]:
     heads = {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "PAGE_SIZE": 16, "ROWS": 32, "DEPENDENT": True}
-    prefix = cascade.prefix_tiling(32 * 6 * 4, 8, 132)
-    tiles = {"TILE_QUERIES": prefix.queries, "TILE_KEYS": prefix.keys, "STAGES": prefix.stages}
+    prefix = cascade.prefix_tiling(32 * 6 * 4, 8, 132, 232448)
+    tile = prefix.tile
+    tiles = {"TILE_QUERIES": tile.queries, "TILE_KEYS": tile.keys, "STAGES": tile.stages}
     parts = {"PARTS": prefix.parts, "LEAST_KEYS": prefix.least_keys}
     before = compiled(cascade._prefix_kernel, heads | tiles | parts, "*bf16")
     tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 5, "LEAST_PAGES": 16}
-    parts = {"PREFIX_PARTS": prefix.parts, "PREFIX_TILE": prefix.keys, "PREFIX_LEAST": prefix.least_keys}
+    parts = {"PREFIX_PARTS": prefix.parts, "PREFIX_TILE": tile.keys, "PREFIX_LEAST": prefix.least_keys}
     rest = [compiled(packed._packed_kernel, heads | tiles | parts | {"CASCADE": on}, "*bf16") for on in (True, False)]
     print(*("griddepcontrol" in each for each in (before, *rest)), "wgmma" in before, len(rest[0]) > len(rest[1]))
     sys.exit()

@@ -1,4 +1,4 @@
-"""cascade_attention: on where a backend offers it and requests share pages, by name off elsewhere."""
+"""cascade_attention: off unless asked for; refused by name where it cannot be done."""
 
 from __future__ import annotations
 
@@ -33,33 +33,40 @@ class Cascading(TorchBackend):
         self.asked += 1
 
 
-def test_where_it_is_on() -> None:
-    for asked in ("auto", True):
-        backend = Cascading()
-        assert choose_cascade(backend, "on", asked) == "on" and backend.asked == 1  # type: ignore[arg-type]
+def test_only_where_it_is_asked_for() -> None:
+    backend = Cascading()
+    assert choose_cascade(backend, "on", False) == "off: cascade_attention=False" and backend.asked == 0
+    assert choose_cascade(backend, "on", True) == "on" and backend.asked == 1
 
 
 @pytest.mark.parametrize(
     ("backend", "caching", "reason"),
     [
-        (TorchBackend(CPU), "on", "backend 'torch' attends every row by itself"),
-        (Cascading(), "off: enable_prefix_caching=False", "without prefix caching requests share no pages"),
+        (TorchBackend(CPU), "on", "backend 'torch' attends every row by itself; give backend='flashinfer'"),
+        (
+            Cascading(),
+            "off: enable_prefix_caching=False",
+            "requests share no pages, because prefix caching is off: enable_prefix_caching=False; give False",
+        ),
     ],
 )
-def test_where_it_is_not(backend: Any, caching: str, reason: str) -> None:
-    assert choose_cascade(backend, caching, "auto") == f"off: {reason}"
-    with pytest.raises(InvalidInputError, match=f"cascade_attention=True: {reason}; give False or 'auto'"):
+def test_where_it_is_refused(backend: Any, caching: str, reason: str) -> None:
+    with pytest.raises(InvalidInputError, match=f"cascade_attention=True: {reason}"):
         choose_cascade(backend, caching, True)
     assert choose_cascade(backend, caching, False) == "off: cascade_attention=False"
     assert getattr(backend, "asked", 0) == 0
 
 
 def test_the_state_is_told() -> None:
-    assert wrap(tiny_llama()).describe()["cascade_attention"] == "off: backend 'torch' attends every row by itself"
+    off = "off: cascade_attention=False"
+    assert wrap(tiny_llama()).describe()["cascade_attention"] == off
+    with pytest.raises(InvalidInputError, match="attends every row by itself"):
+        wrap(tiny_llama(), cascade_attention=True)
+    with pytest.raises(InvalidInputError, match="cascade_attention='auto': allowed are"):
+        wrap(tiny_llama(), cascade_attention="auto")
     with backend_of_ours(Cascading()):
-        assert wrap(tiny_llama()).describe()["cascade_attention"] == "on"
-        off = wrap(tiny_llama(), cascade_attention=False).describe()
-        assert off["cascade_attention"] == "off: cascade_attention=False"
+        assert wrap(tiny_llama()).describe()["cascade_attention"] == off
+        assert wrap(tiny_llama(), cascade_attention=True).describe()["cascade_attention"] == "on"
 
 
 @pytest.mark.parametrize(

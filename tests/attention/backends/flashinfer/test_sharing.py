@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -9,20 +11,22 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 from attention.backends.flashinfer import sharing
+from attention.backends.flashinfer.packed import packed_scratch
 from attention.backends.flashinfer.sharing import LEAST_ROWS, SharedRows, Sharing, worth_sharing
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.transforms.cascade import CascadeCost
 from attention.spec import AttentionSpec
 
 ROWS, SIZE = 6, 4
 KEY = AttentionSpec(4, 2, 64, 64, 0.125)
-FREE = CascadeCost(4, 2, 64, 2, launch_bytes=0, least_gain=0.0)
+CPU = torch.device("cpu")
+SCRATCH = packed_scratch(CPU)
 
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> SharedRows:
-    monkeypatch.setattr(sharing, "_cost", lambda *_: FREE)
-    found = Sharing(torch.device("cpu")).fixed(KEY, torch.float16, (ROWS, 1), 1)
+    cost = sharing._cost
+    monkeypatch.setattr(sharing, "_cost", lambda *a: replace(cost(*a), least_gain=0.0))
+    found = Sharing(CPU).fixed(KEY, torch.float16, (ROWS, 1), SCRATCH)
     assert found is not None
     return found
 
@@ -95,7 +99,7 @@ def test_an_answer_that_holds_is_kept_and_looked_for_again(shared: SharedRows, m
 
 
 def test_few_rows_have_no_launch() -> None:
-    found = Sharing(torch.device("cpu"))
-    assert found.fixed(KEY, torch.float16, (LEAST_ROWS - 1, 6), 1) is None
+    found = Sharing(CPU)
+    assert found.fixed(KEY, torch.float16, (LEAST_ROWS - 1, 6), SCRATCH) is None
     batch = batch_of(own_table(), np.full(ROWS, 9))
-    assert found.of_batch(KEY, torch.float16, (LEAST_ROWS - 1, 1), 1, batch) is None
+    assert found.of_batch(KEY, torch.float16, (LEAST_ROWS - 1, 1), SCRATCH, batch) is None
