@@ -25,7 +25,7 @@ from attention.batch.metadata import single_batch_arena, stage
 from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.checking import check_mode
-from attention.kernels.cascade import SharedKeys, launch_prefix, prefix_tiling, sum_shapes
+from attention.kernels.cascade import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
@@ -127,7 +127,7 @@ def test_packed_attention(
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "query_len"), [((8, 2), 64, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
 )
-@pytest.mark.parametrize("parts", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize(("parts", "size"), [pytest.param(1, 128, marks=pytest.mark.slow), (3, 64)])
 def test_packed_attention_after_a_shared_prefix(
     heads: tuple[int, int],
     dim: int,
@@ -135,17 +135,19 @@ def test_packed_attention_after_a_shared_prefix(
     query_len: int,
     layout: KVLayout,
     parts: int,
+    size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The same launch for any prefix: rows that share it or do not, prefixes at the edges of tiles and parts, none.
 
-    A row's own keys are in several parts, of which the first alone begins with the prefix.
+    A row's own keys are in several parts, of which the first alone begins with the prefix. size: of the prefix's tiles.
     """
     monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
     key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 9
     scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
     pages = torch.zeros(rows, dtype=torch.int32)
-    tiling = replace(prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4, 0), parts=parts, least_keys=64)
+    tiling = prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4, 0)
+    tiling = PrefixTiling(replace(tiling.tile, queries=size, keys=size), parts, least_keys=64)
     sums, stats = sum_shapes(key, rows * query_len, tiling)
     shared = SharedKeys(pages, torch.empty(sums), torch.empty(stats), tiling)
     query = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)[:, :-1]

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 LAUNCH_US, PREFIX_LAUNCH_US = 7.7, 2.0
 """Of the packed kernel, from its begin to its end over few keys; of the prefix kernel before it."""
 OWN_US_PER_MB, SHARED_US_PER_MB = 0.241, 0.187
-"""Reading keys: those that one row has, from memory (4.1 TB/s); those that flat attention reads for many rows, which are
-in the L2 cache after the first (5.3 TB/s)."""
+"""Reading keys: those that one row has, from memory (4.1 TB/s); those that flat attention reads for many rows, which
+are in the L2 cache after the first (5.3 TB/s)."""
 SUM_US_PER_MB = 2 * OWN_US_PER_MB
 """Partial sums are read where a row begins, before anything else of it can be done."""
 LEAST_GAIN = 1.15

@@ -130,7 +130,6 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     PAGE_SIZE: tl.constexpr,
     TILE_QUERIES: tl.constexpr,
     TILE_KEYS: tl.constexpr,
-    PARTS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
@@ -141,7 +140,7 @@ def _prefix_kernel(  # type: ignore[no-untyped-def]
     index = tl.arange(0, ROWS)
     shared = tl.load(shared_ptr + index, mask=index < rows, other=0)  # [ROWS]
     length = tl.max(shared, 0) * PAGE_SIZE
-    share = prefix_share(length, PARTS, TILE_KEYS, LEAST_KEYS)
+    share = prefix_share(length, tl.num_programs(2), TILE_KEYS, LEAST_KEYS)
     kv_head, part = tl.program_id(0), tl.program_id(2)
     begin = part * share
     if begin >= length:
@@ -220,7 +219,6 @@ def launch_prefix(
         PAGE_SIZE=pages.shape[slot],
         TILE_QUERIES=tile.queries,
         TILE_KEYS=tile.keys,
-        PARTS=tiling.parts,
         LEAST_KEYS=tiling.least_keys,
         ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
         STAGES=tile.stages,

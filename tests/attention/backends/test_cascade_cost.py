@@ -66,9 +66,9 @@ MEASURED = (
     (128, 8192, 256, 4, 720.97, 283.07, 1),
     (128, 8192, 256, 6, 893.4, 511.82, 1),
 )
-"""`python -m benchmarks.bench_cascade` on an H200 with 132 multiprocessors, 2026-11-22, branch commit 02ff5d8: medians of
-one layer, 32 query heads over 8, head dim 128, bfloat16, pages of 16; tiles of 64 queries and 64 keys, 4 warps, 3 stages,
-parts of at least 512 keys."""
+"""`python -m benchmarks.bench_cascade` on an H200 with 132 multiprocessors, 2026-11-22, branch commit 02ff5d8: medians
+of one layer, 32 query heads over 8, head dim 128, bfloat16, pages of 16; tiles of 64 queries and 64 keys, 4 warps,
+3 stages, parts of at least 512 keys."""
 
 
 def cost_with(parts: int) -> CascadeCost:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from dataclasses import replace
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
+import attention.kernels.cascade
 from attention.backends.flashinfer import sharing
 from attention.backends.flashinfer.packed import packed_scratch
 from attention.backends.flashinfer.sharing import LEAST_ROWS, SharedRows, Sharing, worth_sharing
@@ -96,6 +98,22 @@ def test_an_answer_that_holds_is_kept_and_looked_for_again(shared: SharedRows, m
     for _ in range(2 * sharing.LOOK_AGAIN + 2):
         shared.update(batch_of(table, computed))
     assert len(looked) == 5
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(attention.kernels.cascade)
+    assert outcome.failed == 0 and outcome.attempted == 2
+
+
+def test_the_rule_reckons_with_the_tiling_of_the_launch() -> None:
+    """And with the device's multiprocessors; memory for tiles ahead is asked for only where there is some."""
+    key, large = AttentionSpec(32, 8, 128, 128, 1.0), replace(SCRATCH, multiprocessors=132, shared_bytes=232_448)
+    for scratch, stages in ((large, 5), (replace(large, shared_bytes=101_376), 3)):
+        found = Sharing(CPU).fixed(key, torch.bfloat16, (20, 6), scratch)
+        assert found is not None and found.shared.tiling.tile.stages == stages
+        tile, work = found.shared.tiling.tile, found.cost.work
+        assert (work.parts, work.least_keys) == (2, 512) == (found.shared.tiling.parts, found.shared.tiling.least_keys)
+        assert work.programs == 264 and (work.tile_queries, work.key_ns) == (tile.queries, tile.key_ns)
 
 
 def test_few_rows_have_no_launch() -> None:
