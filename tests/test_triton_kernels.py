@@ -214,11 +214,10 @@ def test_packed_kernel_follows_its_part() -> None:
 
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
-    from attention.backends.flashinfer import sharing
+    from attention.backends.cascade_cost import CascadeCost
     from attention.backends.flashinfer.sharing import SharedRows
 
-    cost = sharing._cost
-    monkeypatch.setattr(sharing, "_cost", lambda *a: replace(cost(*a), least_gain=0.0))
+    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
     rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
     kernels = PackedKernels(CPU, cascades=True)
     kernel = kernels.fixed(key, torch.float16, rows, query_len)

@@ -2,8 +2,8 @@
 
 The constants are fitted to 54 measured cases (`tests/attention/backends/test_cascade_cost.py` holds them: 8, 32 and 128
 rows, prefixes of 512 to 8,192 keys, 64 and 256 own keys, 1, 4 and 6 tokens; Llama-3.1-8B's heads in bfloat16), by least
-squares of the logarithms. They give cascade attention's time within 12 % (5 % on average) and flat attention's within
-28 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but only
+squares of the logarithms. They give cascade attention's time within 13 % (5 % on average) and flat attention's within
+25 % (11 %; it takes longer with six tokens, which the rule leaves out). On another GPU all times are others, but only
 their ratio decides.
 """
 
@@ -58,7 +58,7 @@ class CascadeCost:
 
     Attributes:
         num_q_heads, num_kv_heads, head_dim: of a layer. item_bytes: of a number in the cache.
-        work: of the prefix kernel. least_gain: see `LEAST_GAIN`.
+        work: of the prefix kernel.
     """
 
     num_q_heads: int
@@ -66,7 +66,6 @@ class CascadeCost:
     head_dim: int
     item_bytes: int
     work: PrefixWork
-    least_gain: float = LEAST_GAIN
 
     def _key_megabytes(self, keys: int) -> float:
         return keys * 2 * self.num_kv_heads * self.head_dim * self.item_bytes / 1e6
@@ -94,4 +93,4 @@ class CascadeCost:
 
     def pays(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> bool:
         """Whether rows that share `prefix_keys` keys are attended in two levels."""
-        return self.gain(rows, query_len, prefix_keys, own_keys) >= self.least_gain
+        return self.gain(rows, query_len, prefix_keys, own_keys) >= LEAST_GAIN

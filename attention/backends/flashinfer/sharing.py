@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
 
 LEAST_ROWS = 4
-"""Rows of a fixed shape from which on it has a launch for shared pages, which costs about 1 µs a layer where there are
-none: three rows save at most two readings of a prefix."""
+"""Rows of a fixed shape from which on it has a launch for shared pages, which costs 1 to 2 µs a layer of few keys where
+there are none: three rows save at most two readings of a prefix."""
 _RING = 2
 LOOK_AGAIN = 32
 """Batches after which an answer that still holds is looked for again."""

@@ -12,6 +12,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is not installed")
 
 import attention.kernels.cascade
+from attention.backends.cascade_cost import CascadeCost
 from attention.backends.flashinfer import sharing
 from attention.backends.flashinfer.packed import packed_scratch
 from attention.backends.flashinfer.sharing import LEAST_ROWS, SharedRows, Sharing, worth_sharing
@@ -26,8 +27,7 @@ SCRATCH = packed_scratch(CPU)
 
 @pytest.fixture
 def shared(monkeypatch: pytest.MonkeyPatch) -> SharedRows:
-    cost = sharing._cost
-    monkeypatch.setattr(sharing, "_cost", lambda *a: replace(cost(*a), least_gain=0.0))
+    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
     found = Sharing(CPU).fixed(KEY, torch.float16, (ROWS, 1), SCRATCH)
     assert found is not None
     return found
