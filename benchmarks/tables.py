@@ -25,6 +25,7 @@ Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; e
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
 bench_backends (every attention backend on every batch of the test suite),
+bench_cascade (rows that share their first pages, flat and in two levels),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
 (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
