@@ -1,6 +1,6 @@
 """Attention of many rows' queries over the pages that they share, as one Triton kernel. Imported on CUDA only.
 
-The tokens of all rows, times the query heads of a KV head, are tiles of 64 queries that see every key of the shared
+The tokens of all rows, times the query heads of a KV head, are tiles of queries that see every key of the shared
 pages. A tile's keys are split among several programs, so that the GPU is full; each leaves its part of the sum in
 float32, and `attention.kernels.packed` begins with these where it attends a row's own pages.
 
@@ -52,11 +52,13 @@ class PrefixTile:
 
 
 _TILES = (
-    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 28.6),
+    PrefixTile(512, 132_096, 128, 64, 8, 5, 1, 31.7),
+    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 24.6),
     PrefixTile(0, 0, 64, 64, 4, 3, 2, 28.6),
 )
-"""The first that fits is taken: more queries first, then more memory. `key_ns` was measured on an H200 with 3 stages
-(see `attention.backends.cascade_cost`); with 5 stages, which load ahead, it is an upper bound."""
+"""The first that fits is taken: more queries first, then more memory. Chosen of 27 tiles on an H200, 32 rows of 2,048
+shared keys, 1, 4 and 6 tokens; 31.7 ns were measured with 4 tokens (26.6 with 6), the others are fitted to 54 cases each
+(see `attention.backends.cascade_cost`)."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,8 @@ def prefix_tiling(queries: int, heads: int, multiprocessors: int, shared_bytes: 
 
     >>> [prefix_tiling(rows * q * 4, 8, 132, 232_448).parts for rows, q in ((32, 6), (32, 1), (128, 8))]
     [2, 8, 1]
+    >>> [prefix_tiling(queries, 8, 132, 232_448).tile.queries for queries in (128, 768)]
+    [64, 128]
     >>> prefix_tiling(128, 8, 132, 101_376).tile.stages
     3
     """

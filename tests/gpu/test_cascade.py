@@ -170,7 +170,7 @@ def test_rounds_of_requests_that_share_a_prefix(
             if cascade and not graphs:
                 launches = results_of(monkeypatch, sharing.Sharing, "of_batch")
             outs.append(loaded.generate(prompts, params))
-            assert min(c.stats.cached_tokens for c in outs[-1]) >= 176
+            assert all(c.stats.cached_tokens >= 176 for c in outs[-1]), [c.stats for c in outs[-1]]
     for each in ([c.token_ids for c in outs[0]], [c.token_ids for c in outs[1]]), (drafted(outs[0]), drafted(outs[1])):
         assert agreement(*each) >= 0.97
     if graphs:
