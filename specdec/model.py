@@ -248,9 +248,9 @@ class SpeculativeModel:
             cascade_attention: pages that requests of a batch share (prefix caching) are attended once for all of them
                 in every round where that takes less time: with short queries on "flashinfer", full attention, a cache
                 of the model's dtype; else True is an error. Give True for many requests at once with one
-                long common prompt: on an H200, with 2,048 shared and 256 own tokens, attention is 1.4 to 1.75 times
-                faster for 32 rows and 1.4 to 3 times for 128; for 8 rows only prefixes of about 8,192 tokens pay (1.4
-                times). Where nothing is shared it takes 11 % longer in the median of the measured shapes, at most 21 %.
+                long common prompt: on an H200, with 2,048 shared and 256 own tokens, attention is 1.6 to 1.9 times
+                faster for 32 rows and 1.7 to 3.2 times for 128; for 8 rows only prefixes of about 8,192 tokens pay (1.4
+                times). Where nothing is shared it takes 10 % longer in the median of the measured shapes, at most 21 %.
                 In half precision sums are rounded in another order, as beside other requests.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a

@@ -52,13 +52,13 @@ class PrefixTile:
 
 
 _TILES = (
-    PrefixTile(512, 132_096, 128, 64, 8, 5, 1, 31.7),
-    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 24.6),
+    PrefixTile(512, 132_096, 128, 64, 8, 5, 1, 22.6),
+    PrefixTile(0, 115_200, 64, 64, 4, 5, 2, 25.3),
     PrefixTile(0, 0, 64, 64, 4, 3, 2, 28.6),
 )
 """The first that fits is taken: more queries first, then more memory. Chosen of 27 tiles on an H200, 32 rows of 2,048
-shared keys, 1, 4 and 6 tokens; 31.7 ns were measured with 4 tokens (26.6 with 6), the others are fitted to 54 cases each
-(see `attention.backends.cascade_cost`)."""
+shared keys, 1, 4 and 6 tokens; `key_ns` is fitted to 54 measured cases, of the last entry to 54 others (see
+`attention.backends.cascade_cost`)."""
 
 
 @dataclass(frozen=True)
