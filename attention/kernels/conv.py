@@ -22,7 +22,7 @@ _SHORT, _LONG = (8, 128), (32, 128)
 """Tokens and channels of a program, for rows that are all as short and for others."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "total_tokens"])
 def _conv_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, C]
     weight_ptr,  # [C, k] contiguous
@@ -33,6 +33,7 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     slots_ptr,
     start_ptr,
     rows,
+    total_tokens,  # T
     x_token,
     ring_slot,
     CHANNELS: tl.constexpr,
@@ -48,6 +49,16 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     DEPENDENT: tl.constexpr,
 ):
     wait_for_predecessor(DEPENDENT)
+    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
+    inside = channel < CHANNELS
+    if tl.program_id(0) == tl.num_programs(0) - 1:  # tokens of no row
+        zeros = tl.zeros((1, BLOCK_C), out_ptr.dtype.element_ty)
+        end = tl.load(query_start_loc_ptr + rows)
+        padding_at = out_ptr + end.to(tl.int64) * CHANNELS + channel
+        for _ in range(total_tokens - end):
+            tl.store(padding_at, zeros, mask=inside)
+            padding_at += CHANNELS
+        return
     if ONE_BLOCK:
         row, block = tl.program_id(0), 0
     else:
@@ -58,8 +69,6 @@ def _conv_kernel(  # type: ignore[no-untyped-def]
     if tokens == 0:
         return
     slot, start = tl.load(slots_ptr + row).to(tl.int64), tl.load(start_ptr + row)
-    channel = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]  # [1, C]
-    inside = channel < CHANNELS
     offset = (block * BLOCK_T + tl.arange(0, BLOCK_T))[:, None]  # [B, 1] of the row's tokens
     x_at = x_ptr + first * x_token + channel  # [1, C]
     ring_at = ring_ptr + slot * ring_slot + channel  # [1, C]
@@ -106,7 +115,7 @@ def short_conv(
         x: [T, C]; weight: [C, k], tap k - 1 is the token's own; bias: [C].
         silu: apply it to the result.
         ring: [slots, R, C] in x's dtype, R at least k - 1 plus the row's most drafts plus 1.
-        rows: no row reaches beyond T. Outputs of tokens of no row are undefined.
+        rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
 
     Raises:
         InvalidInputError: the ring has another dtype than x: rounding there would change a later token; or too many
@@ -123,7 +132,7 @@ def short_conv(
     one_block = rows.max_query_len <= _SHORT[0]
     block_t, block_c = _SHORT if one_block else _LONG
     count = len(rows.slots)
-    _conv_kernel[(count if one_block else tokens // block_t + count, triton.cdiv(channels, block_c))](
+    _conv_kernel[(1 + count + (0 if one_block else tokens // block_t), triton.cdiv(channels, block_c))](
         x,
         weight,
         x if bias is None else bias,
@@ -133,6 +142,7 @@ def short_conv(
         rows.slots,
         rows.start,
         count,
+        tokens,
         x.stride(0),
         ring.stride(0),
         CHANNELS=channels,

@@ -4,10 +4,7 @@ A program holds BLOCK_DV rows of the state of one value head of one row in regis
 them once. So what a launch costs is the bytes of the states, read and written. The order of the sums does not depend on
 how tokens are divided into launches: a replayed token changes the state by the same bits as when it was verified.
 
-Letters in the kernel: B rows of the state (BLOCK_DV), J · L its columns (Dk, rounded up to a power of two): [J, B, L]
-rather than [B, Dk], because Triton spreads the last dimension over the lanes of a warp first. With L columns in a
-piece, L / 4 lanes share a row, and a sum over Dk takes log2(L / 4) shuffles for 128 / L rows at once; with Dk = L = 128
-five for each row, more than the memory leaves time for.
+Letters in the kernel: B rows of the state (BLOCK_DV), J · L its columns (Dk): see `attention/kernels/recurrent.py`.
 
 Source: Yang, Kautz, Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464, equation 10; Kimi Linear, arXiv 2510.26692,
 for a gate of every key dimension. The ring of inputs in place of a state for every draft: see
@@ -24,7 +21,7 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
+from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens, times
 
 
 class DeltaRing(Protocol):
@@ -44,7 +41,7 @@ class DeltaRing(Protocol):
 
 @dataclass(frozen=True)
 class DeltaTiling:
-    """Rows of the state a program holds, columns in a piece of it (see L above), its warps, and registers a thread."""
+    """Rows of the state a program holds, columns in a piece of it (L), its warps, and registers a thread."""
 
     block_dv: int
     piece: int
@@ -68,12 +65,6 @@ def delta_tiling(units: int, dim_k: int, dim_v: int) -> DeltaTiling:
     return DeltaTiling(
         min(block, width_v), min(32, width_k), 8 if width_k <= 128 else 16, 80 if width_k <= 128 else None
     )
-
-
-@triton.jit
-def times(S, x):  # type: ignore[no-untyped-def]
-    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; first what a thread has by itself."""
-    return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)
 
 
 @triton.jit
@@ -137,7 +128,7 @@ def replayed(  # type: ignore[no-untyped-def]
     return S
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["total_tokens", "most_tokens"])
 def _delta_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, Dk]
     k_ptr,  # [T, Hq, Dk]
@@ -156,6 +147,7 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
     replay_ptr,
     num_new_ptr,
     scale,
+    total_tokens,  # T
     most_tokens,  # of a row; longer ones are left to another launch
     q_token,
     q_head,
@@ -187,14 +179,23 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
 ):
     wait_for_predecessor(DEPENDENT)
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :, None]  # [1, B, 1]
+    in_v = dv < DIM_V
+    if row == tl.num_programs(2) - 1:  # tokens of no row
+        zeros = tl.zeros((1, BLOCK_DV, 1), out_ptr.dtype.element_ty)
+        end = tl.load(query_start_loc_ptr + row)
+        padding_at = out_ptr + (end.to(tl.int64) * HEADS + head) * DIM_V + dv
+        for _ in range(total_tokens - end):
+            tl.store(padding_at, zeros, mask=in_v)
+            padding_at += HEADS * DIM_V
+        return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     if (tokens == 0) | (tokens > most_tokens):
         return
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
     piece, lane = tl.arange(0, WIDTH_K // PIECE), tl.arange(0, PIECE)
     column = piece[:, None, None] * PIECE + lane[None, None, :]  # [J, 1, L]
-    dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[None, :, None]  # [1, B, 1]
-    in_k, in_v = column < DIM_K, dv < DIM_V
+    in_k = column < DIM_K
     state_at = state_ptr + slot * state_slot + (head * DIM_V + dv) * DIM_K + column  # [J, B, L]
     in_state = in_k & in_v
     S = tl.load(state_at, mask=(column < tl.where(start > replay, DIM_K, 0)) & in_v, other=0.0)  # [J, B, L]
@@ -251,14 +252,15 @@ def launch_delta(
     most_tokens: int,
     tiling: DeltaTiling | None = None,
 ) -> None:
-    """Rows with up to `most_tokens` tokens, into out [T, H, Dv]; the others are left as they are. See `gated_delta`."""
+    """Rows with up to `most_tokens` tokens, into out [T, H, Dv], and zeros for tokens of no row; other rows are left as
+    they are. See `gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     tiles = delta_tiling(heads * len(rows.slots), dim_k, dim_v) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
     check_launch(rows, len(state), parts)
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
-    _delta_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots))](
+    _delta_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
         q,
         k,
         v,
@@ -276,6 +278,7 @@ def launch_delta(
         rows.replay,
         rows.num_new,
         scale,
+        len(v),
         most_tokens,
         *q.stride()[:2],
         *k.stride()[:2],
@@ -325,7 +328,7 @@ def gated_delta(
         q, k: [T, Hk, Dk], each head of them for H / Hk value heads in turn; v: [T, H, Dv].
         g: float32, [T, H] or [T, H, Dk] (a gate of every key dimension), at most 0. beta: [T, H].
         state: float32 [slots, H, Dv, Dk]; ring: of the same slots.
-        rows: no row reaches beyond T. Outputs of tokens of no row are undefined.
+        rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     launch_delta(q, k, v, g, beta, scale, l2_normalize, state, ring, rows, out, rows.max_query_len)

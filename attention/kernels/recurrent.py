@@ -6,7 +6,12 @@ the state after the first num_new of them is stored, and the inputs of the rest,
 p of a row lies at p mod R of its ring.
 
 Programs of one row read the ring while others write it, so what is written must not lie where another still reads:
-replayed positions and drafts are within R of each other (`ring_places`). Imported on CUDA only.
+replayed positions and drafts are within R of each other (`ring_places`).
+
+Tiles of a state with B rows and W columns are [J, B, L], W = J · L, rather than [B, W]: Triton spreads the last dimension
+over the lanes of a warp first. So L / 4 lanes share a row, and a sum over a row's columns takes log2(L / 4) shuffles for
+128 / L rows at once; with all of 128 columns in the last dimension, five for each row, which is more than the memory
+leaves time for. Imported on CUDA only.
 """
 
 from __future__ import annotations
@@ -117,3 +122,9 @@ def row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row):  # type: igno
     """-> a row's slot (int64), start, replay and num_new."""
     slot = tl.load(slots_ptr + row).to(tl.int64)
     return slot, tl.load(start_ptr + row), tl.load(replay_ptr + row), tl.load(num_new_ptr + row)
+
+
+@triton.jit
+def times(S, x):  # type: ignore[no-untyped-def]
+    """S [J, B, L] times x [J, 1, L], summed over J and L -> [1, B, 1]; first what a thread has by itself."""
+    return tl.sum(tl.sum(S * x, 0, keep_dims=True), 2, keep_dims=True)

@@ -21,7 +21,8 @@ from tests.attention.kernels.token_by_token import StateRows
 
 CHANNELS = 20
 ROUND = [(3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 0, 0, 1), (6, 2, 1, 0, 3), (3, 0, 0, 0, 1), (0, 5, 3, 1, 0)]
-"""(tokens, slot, start, replay, num_new): long past, two positions before, none, one, padding, no tokens."""
+"""(tokens, slot, start, replay, num_new): long past, two positions before, none, one, padding, no tokens; two tokens
+of no row."""
 
 
 def case_of(tokens: int, taps: int, dtype: torch.dtype = torch.float32, has_bias: bool = True) -> dict[str, Any]:
@@ -50,7 +51,7 @@ def test_a_round(
     torch.manual_seed(0)
     monkeypatch.setattr(conv, "_SHORT", blocks if blocks[0] == 8 else (1, 16))
     monkeypatch.setattr(conv, "_LONG", blocks)
-    checked(case_of(15, taps, dtype, silu), StateRows.of(ROUND), silu)
+    checked(case_of(17, taps, dtype, silu), StateRows.of(ROUND), silu)
 
 
 def test_a_prompt_and_what_follows() -> None:

@@ -67,7 +67,8 @@ def same_rings(got: Any, right: Any) -> None:
 
 ROUND = [(3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 5, 0, 1), (3, 2, 0, 0, 3), (3, 0, 0, 0, 1), (0, 5, 3, 1, 0)]
 """(tokens, slot, start, replay, num_new): replay and drafts, a single token that only replays, no replay, a prompt, a
-padding row of a graph, a row of no tokens."""
+padding row of a graph, a row of no tokens; then two tokens of no
+row."""
 
 
 def checked(case: dict[str, Any], rows: StateRows, normalize: bool, tiling: DeltaTiling | None) -> None:
@@ -93,7 +94,7 @@ def test_a_round(
     heads: tuple[int, int], dims: tuple[int, int], vector: bool, normalize: bool, tiling: DeltaTiling | None
 ) -> None:
     torch.manual_seed(0)
-    checked(inputs(12, heads, dims, vector, 6, torch.float32), StateRows.of(ROUND), normalize, tiling)
+    checked(inputs(14, heads, dims, vector, 6, torch.float32), StateRows.of(ROUND), normalize, tiling)
 
 
 def test_half_precision_and_a_ring_of_fewer_heads() -> None:
