@@ -8,10 +8,10 @@ p of a row lies at p mod R of its ring.
 Programs of one row read the ring while others write it, so what is written must not lie where another still reads:
 replayed positions and drafts are within R of each other (`ring_places`).
 
-Tiles of a state with B rows and W columns are [J, B, L], W = J · L, rather than [B, W]: Triton spreads the last dimension
-over the lanes of a warp first. So L / 4 lanes share a row, and a sum over a row's columns takes log2(L / 4) shuffles for
-128 / L rows at once; with all of 128 columns in the last dimension, five for each row, which is more than the memory
-leaves time for. Imported on CUDA only.
+Tiles of a state with B rows and W columns are [J, B, L], W = J · L, rather than [B, W]: Triton spreads the last
+dimension over the lanes of a warp first. So L / 4 lanes share a row, and a sum over a row's columns takes log2(L / 4)
+shuffles for 128 / L rows at once; with all of 128 columns in the last dimension, five for each row, which is more than
+the memory leaves time for. Imported on CUDA only.
 """
 
 from __future__ import annotations

@@ -118,3 +118,54 @@ def short_conv(x, weight, bias, silu, ring, rows):  # type: ignore[no-untyped-de
             out[t] = total / (1 + (-total).exp()) if silu else total
             ring[slot, p % size] = x[t]
     return out
+
+
+def ssd_scan(x, dt, A, B, C, D, state, ring, rows):  # type: ignore[no-untyped-def]
+    """[T, H, P] float64; state and ring are written."""
+    size, repeat = ring.x.shape[1], x.shape[1] // B.shape[1]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+
+    def step(S: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        x, dt, B = x.double(), dt.double(), B.double().repeat_interleave(repeat, 0)
+        return S * (dt * A.double()).exp()[:, None, None] + torch.einsum("h,hp,hn->hpn", dt, x, B)
+
+    for first, end, slot, start, replay, num_new in rows:
+        S = state[slot].double() if start > replay else torch.zeros_like(state[slot], dtype=torch.float64)
+        for p in range(start - replay, start):
+            S = step(S, ring.x[slot, p % size], ring.dt[slot, p % size], ring.B[slot, p % size])
+        for t in range(first, end):
+            S = step(S, x[t], dt[t], B[t])
+            out[t] = torch.einsum("hpn,hn->hp", S, C[t].double().repeat_interleave(repeat, 0))
+            if D is not None:
+                out[t] += D.double()[:, None] * x[t].double()
+            keep(S, (x, B, dt), t, t - first + 1, slot, start, num_new, state, (ring.x, ring.B, ring.dt))
+    return out
+
+
+def selective_scan(x, dt, A, B, C, D, state, ring, rows):  # type: ignore[no-untyped-def]
+    """[T, C] float64; state and ring are written."""
+    size = ring.x.shape[1]
+    out = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+
+    def step(S: torch.Tensor, x: torch.Tensor, dt: torch.Tensor, B: torch.Tensor) -> torch.Tensor:
+        x, dt, B = x.double()[:, None], dt.double()[:, None], B.double()
+        return S * (dt * A.double()).exp() + dt * x * B
+
+    for first, end, slot, start, replay, num_new in rows:
+        S = state[slot].double() if start > replay else torch.zeros_like(state[slot], dtype=torch.float64)
+        for p in range(start - replay, start):
+            S = step(S, ring.x[slot, p % size], ring.dt[slot, p % size], ring.B[slot, p % size])
+        for t in range(first, end):
+            S = step(S, x[t], dt[t], B[t])
+            out[t] = S @ C[t].double() + (0 if D is None else D.double() * x[t].double())
+            keep(S, (x, B, dt), t, t - first + 1, slot, start, num_new, state, (ring.x, ring.B, ring.dt))
+    return out
+
+
+def keep(S, inputs, t, done, slot, start, num_new, state, rings):  # type: ignore[no-untyped-def]
+    """Store the state after the committed tokens, and the inputs of drafts."""
+    if done == num_new:
+        state[slot] = S.to(state.dtype)
+    if done > num_new:
+        for x, ring in zip(inputs, rings, strict=True):
+            ring[slot, (start + done - 1) % ring.shape[1]] = x[t]
