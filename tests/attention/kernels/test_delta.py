@@ -31,6 +31,7 @@ def inputs(
     slots: int,
     dtype: torch.dtype,
     ring_heads: int | None = None,
+    ring_size: int = RING,
 ) -> dict[str, Any]:
     """q and k are slices of a wider tensor, and state and rings full of values, as of requests before."""
     (key_heads, value_heads), (dim_k, dim_v) = heads, dims
@@ -38,10 +39,10 @@ def inputs(
     q, k, v, _ = wide.split([key_heads * dim_k, key_heads * dim_k, value_heads * dim_v, 3], 1)
     gates = (value_heads, dim_k) if vector else (value_heads,)
     ring = DeltaRing(
-        torch.randn(slots, RING, ring_heads or key_heads, dim_k).to(dtype),
-        torch.randn(slots, RING, value_heads, dim_v).to(dtype),
-        -torch.rand(slots, RING, *gates),
-        torch.rand(slots, RING, value_heads),
+        torch.randn(slots, ring_size, ring_heads or key_heads, dim_k).to(dtype),
+        torch.randn(slots, ring_size, value_heads, dim_v).to(dtype),
+        -torch.rand(slots, ring_size, *gates),
+        torch.rand(slots, ring_size, value_heads),
     )
     return {
         "q": q.unflatten(1, (key_heads, dim_k)),
