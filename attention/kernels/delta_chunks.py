@@ -32,11 +32,13 @@ from attention.kernels.chunks import (
     row_of_chunk,
     unit_lower_inverse,
 )
-from attention.kernels.delta import DeltaRing, replayed
+from attention.kernels.delta_tokens import DeltaRing, replayed
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
 
-_BLOCK_DV, _PREPARE_WARPS, _PASS_WARPS = 32, 4, 4
+_BLOCK_DV, _WARPS = 32, 8
+_STAGES = 1
+"""Loads that run ahead would need more shared memory than there is."""
 
 
 @triton.jit
@@ -127,28 +129,31 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     begin, end = chunk_of_row(tokens, tl.load(num_new_ptr + row), chunk, CHUNK)
-    offset = begin + tl.arange(0, CHUNK)[:, None]  # [C, 1] of the row's tokens
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
     column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
-    inside, in_k = offset < end, column < DIM_K
-    at = first + offset  # [C, 1]
-    key_head = head // (HEADS // KEY_HEADS)
-    q = tl.load(q_ptr + at * q_token + key_head * q_head + column, mask=inside & in_k, other=0.0)  # [C, K]
-    k = tl.load(k_ptr + at * k_token + key_head * k_head + column, mask=inside & in_k, other=0.0)  # [C, K]
-    q, k = _unit_rows(q, NORMALIZE), _unit_rows(k, NORMALIZE)
-    beta = tl.load(beta_ptr + at * beta_token + head * beta_head, mask=inside, other=0.0).to(tl.float32)  # [C, 1]
-    gates, _ = _gates(g_ptr + at * g_token + head * g_head, inside, column, in_k, VECTOR_GATE)
+    inside, in_k = i < end - begin, column < DIM_K
+    at = first + begin  # offsets of 64 bits for the chunk, of 32 within it: half the registers
+    own, key_head = at * HEADS + head, head // (HEADS // KEY_HEADS)
+    q_at = q_ptr + (at * q_token + key_head * q_head)
+    k_at = k_ptr + (at * k_token + key_head * k_head)
+    q = _unit_rows(tl.load(q_at + (i * q_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
+    k = _unit_rows(tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
+    beta_at = beta_ptr + (at * beta_token + head * beta_head)
+    beta = tl.load(beta_at + i * beta_token, mask=inside, other=0.0).to(tl.float32)  # [C, 1]
+    g_at = g_ptr + (at * g_token + head * g_head) + i * g_token  # [C, 1]
+    gates, _ = _gates(g_at, inside, column, in_k, VECTOR_GATE)
     queries, keys = _scores(q, k, gates, VECTOR_GATE, PRECISION, CHUNK)
-    j = tl.arange(0, CHUNK)[None, :]  # [1, C]
-    tl.store(p_ptr + (at * HEADS + head) * CHUNK + j, queries * scale, mask=inside)
+    tl.store(p_ptr + own * CHUNK + (i * (HEADS * CHUNK) + j), queries * scale, mask=inside)
     inverse = unit_lower_inverse(keys * beta, CHUNK)
     w = tl.dot(inverse, beta * tl.exp(gates) * k, input_precision=PRECISION)  # [C, K]
-    tl.store(w_ptr + (at * HEADS + head) * DIM_K + column, w, mask=inside & in_k)
+    tl.store(w_ptr + own * DIM_K + (i * (HEADS * DIM_K) + column), w, mask=inside & in_k)
+    v_at = v_ptr + (at * v_token + head * v_head)
     for block in tl.static_range(tl.cdiv(DIM_V, BLOCK_V)):
         dv = block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [1, V]
         in_v = inside & (dv < DIM_V)
-        v = tl.load(v_ptr + at * v_token + head * v_head + dv, mask=in_v, other=0.0).to(tl.float32)  # [C, V]
+        v = tl.load(v_at + (i * v_token + dv), mask=in_v, other=0.0).to(tl.float32)  # [C, V]
         u = tl.dot(inverse, beta * v, input_precision=PRECISION)
-        tl.store(u_ptr + (at * HEADS + head) * DIM_V + dv, u, mask=in_v)
+        tl.store(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), u, mask=in_v)
 
 
 @triton.jit(do_not_specialize=["least_tokens"])
@@ -226,44 +231,49 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
     )  # fmt: skip
     S = tl.reshape(S, (BLOCK_DV, WIDTH_K))
     committed, chunks = chunks_of_row(tokens, num_new, CHUNK)
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
     for chunk in range(chunks):
         begin, end = chunk_of_row(tokens, num_new, chunk, CHUNK)
-        offset = begin + tl.arange(0, CHUNK)[:, None]  # [C, 1]
-        inside = offset < end
-        at = first + offset  # [C, 1]
-        raw_k = tl.load(k_ptr + at * k_token + key_head * k_head + column, mask=inside & in_k, other=0.0)  # [C, K]
-        q = tl.load(q_ptr + at * q_token + key_head * q_head + column, mask=inside & in_k, other=0.0)  # [C, K]
-        k, q = _unit_rows(raw_k, NORMALIZE), _unit_rows(q, NORMALIZE)
-        gates, last = _gates(g_ptr + at * g_token + head * g_head, inside, column, in_k, VECTOR_GATE)
-        w = tl.load(w_ptr + (at * HEADS + head) * DIM_K + column, mask=inside & in_k, other=0.0)  # [C, K]
-        in_v = inside & (dv < DIM_V)  # [C, V]
-        u = tl.load(u_ptr + (at * HEADS + head) * DIM_V + dv, mask=in_v, other=0.0)  # [C, V]
-        p_at = p_ptr + (at * HEADS + head) * CHUNK + tl.arange(0, CHUNK)[None, :]
-        p = tl.load(p_at, mask=inside, other=0.0)  # [C, C]
+        inside = i < end - begin  # [C, 1]
+        at = first + begin  # offsets of 64 bits for the chunk, of 32 within it: half the registers
+        own = at * HEADS + head
+        k_at = k_ptr + (at * k_token + key_head * k_head)
+        q_at = q_ptr + (at * q_token + key_head * q_head)
+        g_at = g_ptr + (at * g_token + head * g_head) + i * g_token  # [C, 1]
+        gates, last = _gates(g_at, inside, column, in_k, VECTOR_GATE)
         before = tl.trans(S)  # [K, V]
+        in_v = inside & (dv < DIM_V)  # [C, V]
+        u = tl.load(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), mask=in_v, other=0.0)  # [C, V]
+        w = tl.load(w_ptr + own * DIM_K + (i * (HEADS * DIM_K) + column), mask=inside & in_k, other=0.0)  # [C, K]
         u -= tl.dot(w, before, input_precision=PRECISION)
+        q = _unit_rows(tl.load(q_at + (i * q_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
         o = tl.dot(q * tl.exp(gates), before, input_precision=PRECISION) * scale
+        p = tl.load(p_ptr + own * CHUNK + (i * (HEADS * CHUNK) + j), mask=inside, other=0.0)  # [C, C]
         o += tl.dot(p, u, input_precision=PRECISION)
-        tl.store(out_ptr + (at * HEADS + head) * DIM_V + dv, o.to(out_ptr.dtype.element_ty), mask=in_v)
-        S = S * tl.exp(last) + tl.dot(tl.trans(u), k * tl.exp(last - gates), input_precision=PRECISION)
+        out_at = out_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv)
+        tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=in_v)
+        raw_k = tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0)  # [C, K]
+        k = _unit_rows(raw_k, NORMALIZE) * tl.exp(last - gates)
+        S = S * tl.exp(last) + tl.dot(tl.trans(u), k, input_precision=PRECISION)
         if chunk == committed - 1:
             tl.store(state_at, S, mask=in_state)
         if chunk >= committed:
-            place = (start + offset) % RING_SIZE  # [C, 1]
+            place = (start + begin + i) % RING_SIZE  # [C, 1]
             ring_at = place * HEADS + head  # [C, 1]
-            v = tl.load(v_ptr + at * v_token + head * v_head + dv, mask=in_v, other=0.0)
+            v = tl.load(v_ptr + (at * v_token + head * v_head) + (i * v_token + dv), mask=in_v, other=0.0)
             tl.store(ring_v_ptr + slot * ring_v_slot + ring_at * DIM_V + dv, v, mask=in_v)
             ring_k_at = ring_k_ptr + slot * ring_k_slot + (place * RING_HEADS + ring_head) * DIM_K + column
             tl.store(ring_k_at, raw_k, mask=inside & (column < tl.where(owns_key, DIM_K, 0)))
-            own = offset < tl.where(block == 0, end, 0)  # [C, 1]
-            beta = tl.load(beta_ptr + at * beta_token + head * beta_head, mask=own, other=0.0)
-            tl.store(ring_beta_ptr + slot * ring_beta_slot + ring_at, beta.to(tl.float32), mask=own)
-            g_at = g_ptr + at * g_token + head * g_head
+            kept = i < tl.where(block == 0, end - begin, 0)  # [C, 1]
+            beta_at = beta_ptr + (at * beta_token + head * beta_head) + i * beta_token
+            beta = tl.load(beta_at, mask=kept, other=0.0)
+            tl.store(ring_beta_ptr + slot * ring_beta_slot + ring_at, beta.to(tl.float32), mask=kept)
             if VECTOR_GATE:
-                g = tl.load(g_at + column, mask=own & in_k, other=0.0)
-                tl.store(ring_g_ptr + slot * ring_g_slot + ring_at * DIM_K + column, g, mask=own & in_k)
+                g = tl.load(g_at + column, mask=kept & in_k, other=0.0)
+                tl.store(ring_g_ptr + slot * ring_g_slot + ring_at * DIM_K + column, g, mask=kept & in_k)
             else:
-                tl.store(ring_g_ptr + slot * ring_g_slot + ring_at, tl.load(g_at, mask=own, other=0.0), mask=own)
+                g = tl.load(g_at, mask=kept, other=0.0)
+                tl.store(ring_g_ptr + slot * ring_g_slot + ring_at, g, mask=kept)
 
 
 def launch_delta_chunks(
@@ -318,7 +328,8 @@ def launch_delta_chunks(
         *strides,
         BLOCK_V=min(64, width_v),
         ROWS=triton.next_power_of_2(count),
-        num_warps=_PREPARE_WARPS,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
         **constants,
     )
     _pass_kernel[(triton.cdiv(dim_v, min(_BLOCK_DV, width_v)), heads, count)](
@@ -348,6 +359,7 @@ def launch_delta_chunks(
         RING_SIZE=ring.k.shape[1],
         RING_HEADS=ring.k.shape[2],
         BLOCK_DV=min(_BLOCK_DV, width_v),
-        num_warps=_PASS_WARPS,
+        num_warps=_WARPS,
+        num_stages=_STAGES,
         **constants,
     )

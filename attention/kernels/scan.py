@@ -16,7 +16,7 @@ import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
-from attention.kernels.ssd import SsdRing
+from attention.kernels.ssd_tokens import SsdRing
 
 _BLOCK, _WARPS = 32, 4
 """Channels of a program: 8,192 channels are 256 programs a row, each thread has four states."""
