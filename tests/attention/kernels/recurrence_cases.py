@@ -12,8 +12,8 @@ ROUND = [(3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 5, 0, 1), (3, 2, 0, 0, 3), (3,
 """(tokens, slot, start, replay, num_new): replay and drafts, a single token that only replays, no replay, a prompt, a
 padding row of a graph, a row of no tokens; tokens after them are of no row."""
 LONG = [(70, 1, 0, 0, 70), (5, 4, 9, 2, 1), (67, 2, 9, 2, 1), (20, 3, 5, 0, 18)]
-"""A prompt of two chunks; a short row; replay, and more drafts than a chunk (more than rounds have, by the same rule); a
-chunk of a prompt and two drafts."""
+"""A prompt of two chunks; a short row; replay, and more drafts than a chunk (more than rounds have, by the same rule);
+a chunk of a prompt and two drafts."""
 RING, LONG_RING = 5, 69
 TOKENS, SLOTS = 14, 6
 
@@ -137,10 +137,6 @@ def checked(kernel: Any, rule: Any, case: dict[str, Any], rows: StateRows, limit
 
 def same_rings(got: Any, right: Any) -> None:
     """To the bit, but for the null slot."""
-    pairs = (
-        [(got, right)]
-        if isinstance(right, torch.Tensor)
-        else [(getattr(got, n), getattr(right, n)) for n in vars(right)]
-    )
-    for ours, expected in pairs:
+    rings = [[x] if isinstance(x, torch.Tensor) else vars(x).values() for x in (got, right)]
+    for ours, expected in zip(*rings, strict=True):
         assert torch.equal(ours[1:], expected[1:])

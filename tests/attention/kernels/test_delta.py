@@ -111,7 +111,7 @@ def test_ring_places_never_meet(data: st.DataObject) -> None:
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_the_kernel_touches_only_these_places(data: st.DataObject) -> None:
-    """What a launch reads of the ring matters, what it leaves does not, and what it writes is what `ring_places` says."""
+    """It reads and writes what `ring_places` says, and nothing else of the ring."""
     drafts = data.draw(st.integers(0, 2), "drafts")
     replay, folded = data.draw(st.integers(0, 2), "replay"), data.draw(st.integers(1, 9), "folded")
     torch.manual_seed(replay)
