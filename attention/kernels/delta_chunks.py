@@ -9,7 +9,7 @@ need no state: the first launch finds them for all chunks at once. The second go
 
     u = U - W Sᵀ       o = scale exp(Γ) Q Sᵀ + P u       S = exp(Γ_C) S + uᵀ exp(Γ_C - Γ) K
 
-Exponents are at most 0 wherever they are used; what overflows above the diagonal is masked.
+Exponents are at most 0 wherever they are used, so nothing overflows.
 
 Letters in the kernels: C tokens of a chunk, K key dimension (a power of two), V rows of the state of a program.
 
@@ -63,11 +63,11 @@ def _scores(  # type: ignore[no-untyped-def]
         for column in range(CHUNK):
             key = tl.sum(tl.where(i == column, k, 0.0), 0)[None, :]  # [1, K]
             gate = tl.sum(tl.where(i == column, gates, 0.0), 0)[None, :]  # [1, K]
-            decayed = key * tl.exp(gates - gate)  # [C, K]
+            decayed = key * tl.exp(tl.minimum(gates - gate, 0.0))  # [C, K]
             queries = tl.where(j == column, tl.sum(q * decayed, 1)[:, None], queries)
             keys = tl.where(j == column, tl.sum(k * decayed, 1)[:, None], keys)
     else:
-        decay = tl.exp(gates - tl.trans(gates))  # [C, C]
+        decay = tl.exp(tl.minimum(gates - tl.trans(gates), 0.0))  # [C, C]
         queries = tl.dot(q, tl.trans(k), input_precision=PRECISION) * decay
         keys = tl.dot(k, tl.trans(k), input_precision=PRECISION) * decay
     return tl.where(i >= j, queries, 0.0), tl.where(i > j, keys, 0.0)

@@ -6,7 +6,7 @@ With Γ the sums of dt A within a chunk, and S the state before it:
     S = exp(Γ_C) S + (exp(Γ_C - Γ) dt x)ᵀ B
 
 A program goes from chunk to chunk of a row, with BLOCK_P rows of one head's state. Exponents are at most 0 wherever
-they are used; what overflows above the diagonal is masked.
+they are used.
 
 Letters in the kernel: C tokens of a chunk, P rows of the state of a program, N its columns (a power of two).
 
@@ -107,7 +107,7 @@ def _ssd_chunks_kernel(  # type: ignore[no-untyped-def]
         B = raw_B.to(tl.float32)
         C = tl.load(C_at, mask=inside & in_n, other=0.0).to(tl.float32)  # [C, N]
         scores = tl.dot(C, tl.trans(B), input_precision=PRECISION)  # [C, C]
-        scores = tl.where(i >= j, scores * tl.exp(gates - tl.trans(gates)), 0.0)
+        scores = tl.where(i >= j, scores * tl.exp(tl.minimum(gates - tl.trans(gates), 0.0)), 0.0)
         x = tl.load(x_ptr + (at * x_token + head * x_head) + (i * x_token + p), mask=in_p, other=0.0)  # [C, P]
         step = x.to(tl.float32) * dt  # [C, P]
         y = tl.dot(scores, step, input_precision=PRECISION)
