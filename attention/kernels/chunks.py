@@ -6,6 +6,8 @@ Imported on CUDA only.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,16 @@ def precision_of(dtype: torch.dtype) -> str:
     """How matmuls of float32 states are computed: as float32 on tensor cores (three products of TF32 each) where the
     inputs have as many bits, else in TF32, which has more bits than half precision."""
     return "tf32x3" if dtype == torch.float32 else "tf32"
+
+
+@cache
+def stages(device: torch.device, width: int) -> int:
+    """How many chunks are in flight in a loop over them: the next one's loads run ahead where there is shared memory
+    for both. Two of 128 numbers a token take up to 197,120 bytes (ptxas); Hopper has 232,448."""
+    if device.type != "cuda":
+        return 1
+    bytes_ = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on ROCm
+    return 2 if bytes_ >= 200_000 and width <= 128 else 1
 
 
 def most_chunks(tokens: int, rows: int) -> int:

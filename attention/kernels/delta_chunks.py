@@ -30,6 +30,7 @@ from attention.kernels.chunks import (
     most_chunks,
     precision_of,
     row_of_chunk,
+    stages,
     unit_lower_inverse,
 )
 from attention.kernels.delta_tokens import DeltaRing, replayed
@@ -37,8 +38,6 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
 
 _BLOCK_DV, _WARPS = 32, 8
-_STAGES = 1
-"""Loads that run ahead would need more shared memory than there is."""
 
 
 @triton.jit
@@ -295,7 +294,7 @@ def launch_delta_chunks(
     tokens, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts)
+    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     w, u, p = (
         torch.empty((tokens, heads, width), dtype=torch.float32, device=v.device) for width in (dim_k, dim_v, CHUNK)
@@ -329,7 +328,7 @@ def launch_delta_chunks(
         BLOCK_V=min(64, width_v),
         ROWS=triton.next_power_of_2(count),
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=1,
         **constants,
     )
     _pass_kernel[(triton.cdiv(dim_v, min(_BLOCK_DV, width_v)), heads, count)](
@@ -360,6 +359,6 @@ def launch_delta_chunks(
         RING_HEADS=ring.k.shape[2],
         BLOCK_DV=min(_BLOCK_DV, width_v),
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=1 if g.dim() == 3 else stages(v.device, dim_k),  # gates of all dimensions take as much again
         **constants,
     )

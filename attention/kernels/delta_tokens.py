@@ -258,7 +258,7 @@ def launch_delta(
     key_heads, dim_k = k.shape[1:]
     tiles = delta_tiling(heads * len(rows.slots), dim_k, dim_v) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
-    check_launch(rows, len(state), parts)
+    check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v, g = (inner_rows(x) for x in (q, k, v, g))
     _delta_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
         q,

@@ -80,8 +80,14 @@ def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
     return x
 
 
-def check_launch(rows: Rows, slots: int, contiguous: dict[str, torch.Tensor]) -> None:
-    """In check mode: index tensors are int32, and a slot's part of each state and ring is without gaps.
+def check_launch(
+    rows: Rows,
+    slots: int,
+    contiguous: dict[str, torch.Tensor],
+    kept: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,
+) -> None:
+    """In check mode: index tensors are int32, a slot's part of each state and ring is without gaps, and inputs have the
+    dtype of the ring that keeps them: a replayed token would else not be the one that was verified.
 
     Raises:
         InvariantError: one is not.
@@ -94,6 +100,8 @@ def check_launch(rows: Rows, slots: int, contiguous: dict[str, torch.Tensor]) ->
     for name, x in contiguous.items():
         require(len(x) == slots, f"{name} has {len(x)} slots, the state {slots}")
         require(x[:1].is_contiguous(), f"{name} has gaps within a slot")
+    for name, (given, ring) in (kept or {}).items():
+        require(given.dtype == ring.dtype, f"{name} is {given.dtype}, the ring that keeps it {ring.dtype}")
 
 
 @triton.jit

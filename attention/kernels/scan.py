@@ -139,7 +139,8 @@ def selective_scan(
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
     (tokens, channels), states = x.shape, A.shape[1]
-    check_launch(rows, len(state), {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt})
+    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
+    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, dt, B, C = (inner_rows(each) for each in (x, dt, B, C))
     out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
     _scan_kernel[(triton.cdiv(channels, _BLOCK), len(rows.slots) + 1)](

@@ -19,12 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.chunks import CHUNK, chunk_of_row, chunks_of_row, precision_of
+from attention.kernels.chunks import CHUNK, chunk_of_row, chunks_of_row, precision_of, stages
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
 from attention.kernels.ssd_tokens import SsdRing, taken_in
 
-_MOST_P, _WARPS, _STAGES = 64, 8, 1
+_MOST_P, _WARPS = 64, 8
 
 
 @triton.jit(do_not_specialize=["least_tokens"])
@@ -146,8 +146,10 @@ def launch_ssd_chunks(
     `attention.kernels.ssd.ssd_scan`."""
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
-    check_launch(rows, len(state), {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt})
+    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
+    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, B, C = (inner_rows(each) for each in (x, B, C))
+    width = max(16, triton.next_power_of_2(states))
     block_p = min(_MOST_P, max(16, triton.next_power_of_2(dim_p)))
     _ssd_chunks_kernel[(triton.cdiv(dim_p, block_p), heads, len(rows.slots))](
         x,
@@ -180,12 +182,12 @@ def launch_ssd_chunks(
         GROUPS=groups,
         DIM_P=dim_p,
         STATES=states,
-        WIDTH=max(16, triton.next_power_of_2(states)),
+        WIDTH=width,
         BLOCK_P=block_p,
         HAS_D=D is not None,
         PRECISION=precision_of(x.dtype),
         CHUNK=CHUNK,
         num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_stages=stages(x.device, width),
         **dependent_launch(x.device),
     )

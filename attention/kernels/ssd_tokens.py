@@ -173,7 +173,8 @@ def launch_ssd(
     _, heads, dim_p = x.shape
     groups, states = B.shape[1:]
     tiles = ssd_tiling(heads * len(rows.slots), dim_p, states) if tiling is None else tiling
-    check_launch(rows, len(state), {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt})
+    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
+    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, B, C = (inner_rows(each) for each in (x, B, C))
     _ssd_kernel[(triton.cdiv(dim_p, tiles.block_p), heads, len(rows.slots) + 1)](
         x,

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from attention.errors import InvariantError
 from attention.kernels import delta_tokens
 from attention.kernels.delta import gated_delta
 from attention.kernels.delta_tokens import DeltaTiling
@@ -94,6 +95,13 @@ def test_long_rows_and_short(heads: tuple[int, int], dims: tuple[int, int], vect
     case["g"] *= 5  # gates whose sums over a chunk are beyond the range of exp in float32
     limit = 1e-5 if dtype == torch.float32 else 1e-3
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(LONG), limit, 1e-5)
+
+
+def test_a_ring_that_would_round_is_noticed() -> None:
+    case = delta_case(3, (1, 1), (8, 8), False)
+    ring = DeltaRing(**vars(case["ring"]) | {"k": case["ring"].k.half()})
+    with pytest.raises(InvariantError, match=r"k is torch.float32, the ring that keeps it torch.float16"):
+        gated_delta(**case | {"ring": ring}, rows=StateRows.of([(3, 1, 0, 0, 3)]))
 
 
 @settings(max_examples=300, deadline=None)

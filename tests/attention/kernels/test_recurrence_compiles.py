@@ -24,7 +24,7 @@ INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_pt
 FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
                        "u_ptr", "p_ptr"), "*fp32")
 
-def compiled(kernel, constants, warps=8):
+def compiled(kernel, constants, warps=8, stages=1):
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         other = "*bf16" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
@@ -33,7 +33,7 @@ def compiled(kernel, constants, warps=8):
             aligned[(i,)] = [["tt.divisibility", 16]]
     places = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
     source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": 1})
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
     moved = re.findall(r"= ttg.convert_layout.*: tensor<([0-9x]+)x[a-z]", made.asm["ttgir"])
     return {"dependent": "griddepcontrol" in made.asm["ptx"], "shared": made.metadata.shared,
             "largest": max([eval(size.replace("x", "*")) for size in moved], default=0)}
@@ -61,11 +61,11 @@ if what == "scans":
         sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
         sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
         found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
-    found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64})
+    found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
 if what == "delta chunks":
     own = delta | chunk | {"VECTOR_GATE": False}
     found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
-    found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32})
+    found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
 print(json.dumps(found))
 """
 HOPPER_SHARED = 227 << 10
