@@ -30,6 +30,7 @@ class Loaded(Protocol):
     generation_config_use: Any
     graphs: str
     prefix_caching: str
+    cascade_attention: str
 
     @property
     def builds(self) -> Any: ...
@@ -73,6 +74,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name)) for runner in runners},
         "prefix_caching": model.prefix_caching,
+        "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,

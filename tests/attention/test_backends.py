@@ -7,6 +7,7 @@ what `WIDER` says.
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -158,8 +159,14 @@ WIDER = {("flashinfer", "8 bits"): 4e-3, ("flashinfer", "MLA"): 5e-3}
 weights to half precision before the values' scale, and MLA rounds partial results of split-KV."""
 
 
-def limit(name: str, variant: str, dtype: torch.dtype) -> float:
+LONG = {("flashinfer", "single long, q = 6"): 4e-3}
+"""The same by batch: rows of 65,536 keys that our packed kernel does not serve (7 and 16 heads to 1, head dim 256) come
+out at 3.2e-3; FlashInfer's fa2 rounds the weights to half precision and adds up many parts."""
+
+
+def limit(name: str, variant: str, batch: str, dtype: torch.dtype) -> float:
     wider = [w for (backend, begin), w in WIDER.items() if name.startswith(backend) and variant.startswith(begin)]
+    wider += [w for (backend, at), w in LONG.items() if name.startswith(backend) and batch == at]
     return max(LIMIT[dtype], *wider) if wider else LIMIT[dtype]
 
 
@@ -178,11 +185,10 @@ def cases(size: str, names: Iterable[str]) -> list[tuple[str, str, str]]:
     ]
 
 
-@pytest.mark.parametrize("variant", VARIANTS["cpu"])
 @pytest.mark.parametrize("name", [name for name, contender in CONTENDERS.items() if not contender.fixed])
-def test_a_variant_is_served_or_refused_by_name(name: str, variant: str) -> None:
-    contender, case = CONTENDERS[name], VARIANTS["cpu"][variant]
-    for dtype in HALF:
+def test_a_variant_is_served_or_refused_by_name(name: str) -> None:
+    contender = CONTENDERS[name]
+    for (variant, case), dtype in itertools.product(VARIANTS["cpu"].items(), HALF):
         if variant not in contender.refused:
             contender.check(case.group(4), case.key, dtype)
             continue
@@ -217,12 +223,18 @@ def check(name: str, size: str, variant: str, batch: str, dtype: torch.dtype) ->
     given, contender = rig(size, variant, batch, dtype), CONTENDERS[name]
     runner = given.runner(contender.make(torch.device(size)))
     whole, worst = given.errors(given.attended(runner, contender.fixed))
-    most = limit(name, variant, dtype)
+    most = limit(name, variant, batch, dtype)
     assert whole <= most and worst <= 2 * most, f"{whole:.1e} in all, {worst:.1e} in a row; allowed {most:.0e}"
     given.assert_written(runner)
 
 
-@pytest.mark.parametrize(("variant", "batch", "name"), cases("cpu", ["torch", "flex"]))
+def quick(variant: str, batch: str, name: str) -> Any:
+    """What only the reference runs, every variant on every batch, is left out by `make test-quick`."""
+    kept = variant in EVERY_BATCH or batch in FEW_BATCHES
+    return pytest.param(variant, batch, name, marks=() if kept else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("variant", "batch", "name"), [quick(*case) for case in cases("cpu", ["torch", "flex"])])
 def test_on_a_cpu(name: str, variant: str, batch: str) -> None:
     check(name, "cpu", variant, batch, torch.float32)
 
@@ -242,15 +254,20 @@ def test_half_precision(name: str, dtype: torch.dtype, batch: str, variant: str)
     [
         ("plain", "mixed"),
         ("HND, pages of 32, window", "verify, q = 6"),
-        ("sinks and softcap", "mixed"),
-        ("pages of 1", "verify, q = 2"),
-        ("7 heads to 1", "prefill"),
-        ("window", "single long, q = 6"),
-        *((f"head dim {dim}", "mixed") for dim in (16, 80, 96, 112, 160, 192)),
-        ("head dim 512", "verify, q = 3"),
         ("head dim 80, everything", "mixed"),
-        ("wide keys", "mixed"),
         ("wide keys, sinks", "verify, q = 4"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("sinks and softcap", "mixed"),
+                ("pages of 1", "verify, q = 2"),
+                ("7 heads to 1", "prefill"),
+                ("window", "single long, q = 6"),
+                *((f"head dim {dim}", "mixed") for dim in (16, 80, 96, 112, 160, 192)),
+                ("head dim 512", "verify, q = 3"),
+                ("wide keys", "mixed"),
+            )
+        ),
     ],
 )
 def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
@@ -263,7 +280,13 @@ def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: the kernels run compiled below")
-@pytest.mark.parametrize("variant", ["8 bits, scaled", "8 bits, head dim 80", "8 bits, window, HND"])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        "8 bits, scaled",
+        *(pytest.param(v, marks=pytest.mark.slow) for v in ("8 bits, head dim 80", "8 bits, window, HND")),
+    ],
+)
 def test_our_kernel_reads_8_bits(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of FlashInfer's backend. The interpreter cuts off where it writes 8 bits; so the reference writes."""
 
@@ -309,7 +332,7 @@ def check_padding(name: str, size: str, variant: str, batch: str, dtype: torch.d
     padded = [torch.cat([x, x.new_full((9, *x.shape[1:]), float("nan"))]) for x in states]
     out = states[0].new_full((tokens + 9, given.key.num_q_heads, given.key.head_dim_v), 7.0)
     assert runner.attend(runner.plan(given.metadata()), 0, *padded, given.sinks, out) is out
-    assert given.errors(out[:tokens])[0] <= limit(name, variant, dtype) and bool((out[tokens:] == 7).all())
+    assert given.errors(out[:tokens])[0] <= limit(name, variant, batch, dtype) and bool((out[tokens:] == 7).all())
     given.assert_written(runner)
 
 
