@@ -87,6 +87,8 @@ ONE_BATCH = {("flex", "cuda"): ("mixed",)}
 NOT_ON_CUDA = {
     ("flex", "pages of 1"): "page sizes that 16 divides; given 1",
     ("flex", "pages of 8"): "divides; given 8",
+    ("flex", "head dim 512"): "takes head dims from 16 to 256; given 512",
+    ("flex", "head dim 80, everything"): "divides; given 8",
 }
 """What the compiled form refuses besides."""
 
