@@ -30,6 +30,7 @@ from attention.kernels.chunks import (
     most_chunks,
     precision_of,
     row_of_chunk,
+    running_sums,
     stages,
     unit_lower_inverse,
 )
@@ -73,14 +74,18 @@ def _scores(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _gates(g_at, inside, column, in_k, VECTOR_GATE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """g_at [C, 1] pointers, inside [C, 1] -> the sums Γ within the chunk, [C, 1] or [C, K], and the last one, [1, 1] or
-    [1, K]."""
+def _gates(  # type: ignore[no-untyped-def]
+    g_at, g_token, count, column, in_k, VECTOR_GATE: tl.constexpr, CHUNK: tl.constexpr
+):
+    """g_at: where the chunk's first gate is, of `count` tokens -> the sums Γ within the chunk, [C, 1] or [C, K], and
+    the last one, [1, 1] or [1, K]."""
+    i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
     if VECTOR_GATE:
-        g = tl.load(g_at + column, mask=inside & in_k, other=0.0)  # [C, K]
-    else:
-        g = tl.load(g_at, mask=inside, other=0.0)  # [C, 1]
-    return tl.cumsum(g, 0), tl.sum(g, 0)[None, :]
+        g = tl.load(g_at + (i * g_token + column), mask=(i < count) & in_k, other=0.0)  # [C, K]
+        return tl.cumsum(g, 0), tl.sum(g, 0)[None, :]
+    else:  # noqa: RET505 - one of the two is compiled
+        g = tl.load(g_at + j * g_token, mask=j < count, other=0.0)  # [1, C]
+        return running_sums(g, CHUNK), tl.sum(g, 1)[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "least_tokens"])
@@ -139,15 +144,15 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     k = _unit_rows(tl.load(k_at + (i * k_token + column), mask=inside & in_k, other=0.0), NORMALIZE)  # [C, K]
     beta_at = beta_ptr + (at * beta_token + head * beta_head)
     beta = tl.load(beta_at + i * beta_token, mask=inside, other=0.0).to(tl.float32)  # [C, 1]
-    g_at = g_ptr + (at * g_token + head * g_head) + i * g_token  # [C, 1]
-    gates, _ = _gates(g_at, inside, column, in_k, VECTOR_GATE)
+    g_at = g_ptr + (at * g_token + head * g_head)
+    gates, _ = _gates(g_at, g_token, end - begin, column, in_k, VECTOR_GATE, CHUNK)
     queries, keys = _scores(q, k, gates, VECTOR_GATE, PRECISION, CHUNK)
     tl.store(p_ptr + own * CHUNK + (i * (HEADS * CHUNK) + j), queries * scale, mask=inside)
     inverse = unit_lower_inverse(keys * beta, CHUNK)
     w = tl.dot(inverse, beta * tl.exp(gates) * k, input_precision=PRECISION)  # [C, K]
     tl.store(w_ptr + own * DIM_K + (i * (HEADS * DIM_K) + column), w, mask=inside & in_k)
     v_at = v_ptr + (at * v_token + head * v_head)
-    for block in tl.static_range(tl.cdiv(DIM_V, BLOCK_V)):
+    for block in tl.static_range((DIM_V + BLOCK_V - 1) // BLOCK_V):
         dv = block * BLOCK_V + tl.arange(0, BLOCK_V)[None, :]  # [1, V]
         in_v = inside & (dv < DIM_V)
         v = tl.load(v_at + (i * v_token + dv), mask=in_v, other=0.0).to(tl.float32)  # [C, V]
@@ -238,8 +243,8 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
         own = at * HEADS + head
         k_at = k_ptr + (at * k_token + key_head * k_head)
         q_at = q_ptr + (at * q_token + key_head * q_head)
-        g_at = g_ptr + (at * g_token + head * g_head) + i * g_token  # [C, 1]
-        gates, last = _gates(g_at, inside, column, in_k, VECTOR_GATE)
+        g_at = g_ptr + (at * g_token + head * g_head)
+        gates, last = _gates(g_at, g_token, end - begin, column, in_k, VECTOR_GATE, CHUNK)
         before = tl.trans(S)  # [K, V]
         in_v = inside & (dv < DIM_V)  # [C, V]
         u = tl.load(u_ptr + own * DIM_V + (i * (HEADS * DIM_V) + dv), mask=in_v, other=0.0)  # [C, V]
@@ -268,10 +273,10 @@ def _pass_kernel(  # type: ignore[no-untyped-def]
             beta = tl.load(beta_at, mask=kept, other=0.0)
             tl.store(ring_beta_ptr + slot * ring_beta_slot + ring_at, beta.to(tl.float32), mask=kept)
             if VECTOR_GATE:
-                g = tl.load(g_at + column, mask=kept & in_k, other=0.0)
+                g = tl.load(g_at + (i * g_token + column), mask=kept & in_k, other=0.0)
                 tl.store(ring_g_ptr + slot * ring_g_slot + ring_at * DIM_K + column, g, mask=kept & in_k)
             else:
-                g = tl.load(g_at, mask=kept, other=0.0)
+                g = tl.load(g_at + i * g_token, mask=kept, other=0.0)
                 tl.store(ring_g_ptr + slot * ring_g_slot + ring_at, g, mask=kept)
 
 

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from attention.kernels.chunks import CHUNK, chunk_of_row, chunks_of_row, precision_of, stages
+from attention.kernels.chunks import CHUNK, chunk_of_row, chunks_of_row, precision_of, running_sums, stages
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
 from attention.kernels.ssd_tokens import SsdRing, taken_in
@@ -100,7 +100,9 @@ def _ssd_chunks_kernel(  # type: ignore[no-untyped-def]
         at = first + begin  # offsets of 64 bits for the chunk, of 32 within it: half the registers
         in_p = inside & (p < DIM_P)  # [C, P]
         dt = tl.load(dt_ptr + (at * dt_token + head * dt_head) + i * dt_token, mask=inside, other=0.0)  # [C, 1]
-        gates, last = tl.cumsum(dt * A, 0), tl.sum(dt * A, 0)[None, :]  # [C, 1], [1, 1]
+        dt_at = dt_ptr + (at * dt_token + head * dt_head)
+        decay = tl.load(dt_at + j * dt_token, mask=j < end - begin, other=0.0) * A  # [1, C]
+        gates, last = running_sums(decay, CHUNK), tl.sum(decay, 1)[:, None]  # [C, 1], [1, 1]
         B_at = B_ptr + (at * B_token + group * B_group) + (i * B_token + column)
         C_at = C_ptr + (at * C_token + group * C_group) + (i * C_token + column)
         raw_B = tl.load(B_at, mask=inside & in_n, other=0.0)  # [C, N]
