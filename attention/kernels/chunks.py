@@ -24,11 +24,11 @@ def precision_of(dtype: torch.dtype) -> str:
 @cache
 def stages(device: torch.device, width: int) -> int:
     """How many chunks are in flight in a loop over them: the next one's loads run ahead where there is shared memory
-    for both. Two of 128 numbers a token take 205,056 bytes (Triton 3.6); Hopper has 232,448."""
+    for both. Two of 128 numbers a token take up to 221,440 bytes (Triton 3.6); Hopper has 232,448."""
     if device.type != "cuda":
         return 1
     bytes_ = getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0)  # not on ROCm
-    return 2 if bytes_ >= 210_000 and width <= 128 else 1
+    return 2 if bytes_ >= 225_000 and width <= 128 else 1
 
 
 def most_chunks(tokens: int, rows: int) -> int:
