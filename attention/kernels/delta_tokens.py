@@ -58,9 +58,8 @@ def delta_tiling(units: int, dim_k: int, dim_v: int) -> DeltaTiling:
 
     With 8 lanes to a row of the state, 8 warps hold 32 rows of it, and fetch keys and queries of up to 128 numbers
     straight into the registers that use them: Triton exchanges through shared memory what has at least as many numbers
-    as the program has threads. With 80 registers a
-    multiprocessor of 65,536 holds three programs; Triton 3.6 and its ptxas spill 28 bytes of the larger, none of the
-    smaller.
+    as the program has threads. With 80 registers a multiprocessor of 65,536 holds three programs; Triton 3.6 and its
+    ptxas spill 28 bytes of the larger, none of the smaller.
     """
     width_k, width_v = triton.next_power_of_2(dim_k), triton.next_power_of_2(dim_v)
     block = 32 if units <= _FEW_UNITS else 64
