@@ -66,8 +66,8 @@ MEASURED = (
     (128, 8192, 256, 4, 718.88, 237.65, 1, 128),
     (128, 8192, 256, 6, 914.95, 422.44, 1, 128),
 )
-"""`benchmarks/results/cascade-h200-2026-11-22.jsonl`: medians of one layer on an H200 with 132 multiprocessors, 32 query
-heads over 8, head dim 128, bfloat16, pages of 16."""
+"""`benchmarks/results/cascade-h200-2026-11-22.jsonl`: medians of one layer on an H200 with 132 multiprocessors, 32
+query heads over 8, head dim 128, bfloat16, pages of 16."""
 WORK = {64: (264, 25.3), 128: (132, 22.6)}
 """By queries of a tile: programs at the same time, and ns a key."""
 
