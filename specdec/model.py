@@ -39,6 +39,7 @@ from specdec.loading.prefixes import choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
+from specdec.loading.states import check_backend_fits, state_bytes, state_runner
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -136,7 +137,8 @@ class SpeculativeModel:
         dtype, device = probed.model.dtype, probed.model.device
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
         runner = runner_of(backend, group, config.windowed, dtype, device)
-        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
+        states = state_runner(probed, config)
+        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
@@ -299,6 +301,7 @@ class SpeculativeModel:
         backend = make_backend(options.backend, model.device)
         log.info("reading the model's layers")
         probed = probe_target(model)
+        check_backend_fits(probed, backend)
         keys = [call.attention_spec for call in probed.calls]
         begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
@@ -316,7 +319,8 @@ class SpeculativeModel:
         )
         place, page_size = model.device, options.page_size
         sizes = token_bytes(probed, head, format, length, options.hybrid_kv_cache)
-        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization)
+        states = state_bytes(probed, rows)
+        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization, states)
         config = EngineConfig(
             **vars(rows),
             num_pages=-(-cache.tokens // page_size) + 1,
@@ -324,15 +328,16 @@ class SpeculativeModel:
             seed=options.seed,
             draft_sampling=options.draft_sampling,
             max_num_prefill_tokens=options.max_num_prefill_tokens,
+            recurrent=len(probed.recurrent_calls) > 0,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, len(config.windowed) > 0)
+        prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent)
         config = replace(config, enable_prefix_caching=prefix_caching == "on")
         windowed = sizes.of_pools(config.windowed, page_size)
-        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed)
+        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
-        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed):
+        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed + states):
             return cls(
                 probed,
                 tokenizer,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
+from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
 from specdec.requests.generation_config import unsupported
 from specdec.values import short
@@ -66,12 +68,13 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
-        "num_layers": len(model.target.runner.layers),
+        "num_layers": model.target.num_layers,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name)) for runner in runners},
+        "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "prefix_caching": model.prefix_caching,
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
@@ -97,11 +100,25 @@ def _own_config(model: Loaded) -> str:
 
 def _cache(runner: GroupRunner, layers: Sequence[int] | None) -> str:
     """layers: their numbers in the model, where it has several groups."""
+    if not runner.layers:
+        return "none: no layer attends"
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     own = "" if layers is None else f"layers {','.join(map(str, layers))}: "
     return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
+
+
+def _recurrent(states: StateRunner) -> dict[str, Any]:
+    """What a target's recurrent layers are, what computes them, and what a row's states take."""
+    group = states.group
+    bytes_per_row = group.bytes_per_row(states.dtype)
+    return {
+        "calls": dict(Counter(spec.kind for spec in group.specs)),
+        "kernel": states.functions.name,
+        "bytes_per_row": bytes_per_row,
+        "GiB": round(group.num_slots * bytes_per_row / 2**30, 3),
+    }
 
 
 def _start(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,10 +13,14 @@ import torch
 import torch.nn.functional as F
 from transformers import PreTrainedModel
 
-from attention.groups import Planned, Runner
+from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
 from attention.hf.probe import AttentionCall, probe
+from attention.hf.recurrent import RecurrentCall, RecurrentPort, modeling_files
+from attention.hf.recurrent_calls import STAND_INS
+from attention.recurrence.runner import Recur, StateRunner
+from attention.recurrence.spec import RecurrenceSpec
 from drafters.base import FINAL_NORM
 from specdec.errors import (
     UNNAMED_ERRORS,
@@ -45,6 +49,7 @@ class TargetProbe:
         layers: the decoder layers, as many as calls.
         vocab_size: V, width of the logits (padded vocabularies included).
         selects_rows: see `attention.hf.probe.Probe`.
+        recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
     """
 
     model: PreTrainedModel
@@ -52,6 +57,12 @@ class TargetProbe:
     layers: torch.nn.ModuleList
     vocab_size: int
     selects_rows: bool = True
+    recurrent_calls: tuple[RecurrentCall, ...] = ()
+
+    @property
+    def recurrence_specs(self) -> tuple[RecurrenceSpec, ...]:
+        """What the recurrent calls need of a state."""
+        return tuple(call.spec for call in self.recurrent_calls)
 
 
 def probe_target(model: PreTrainedModel) -> TargetProbe:
@@ -62,8 +73,6 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             attention types other than full, sliding and chunked.
     """
     name = type(model).__name__
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} keeps state beside its KV cache (a recurrent or hybrid model)")
     try:
         found = probe(model)
     except UnsupportedAttentionError as error:
@@ -75,8 +84,28 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
             f"and no mask its forward raises {type(error).__name__}: {error}"
         ) from error
-    calls, config = found.calls, model.config.get_text_config()
+    calls, recurrent = found.calls, found.recurrent_calls
+    if recurrent:
+        layers = _mixed_layers(model, [call.module for call in (*calls, *recurrent)])
+    else:
+        _check_attention_alone(model, calls)
+        layers = _decoder_layers(model, calls)
+    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent)
+
+
+def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+    """Refuse a model without recurrent calls in which anything but attention that we serve may mix tokens.
+
+    A hybrid class whose configuration has attention layers only is a plain model.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
     num_layers = int(config.num_hidden_layers)
+    plain = len(calls) == num_layers and bool(modeling_files(list(model.modules())))
+    if getattr(model, "_is_stateful", False) and not plain:
+        raise UnsupportedModelError(
+            f"{name} keeps state beside its KV cache, and not by functions that specdec can serve "
+            f"({', '.join(STAND_INS)})"
+        )
     if len(calls) != num_layers:
         raise UnsupportedModelError(
             f"{name} has {num_layers} layers, but {len(calls)} of them call transformers' attention interface"
@@ -86,7 +115,6 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         raise UnsupportedModelError(
             f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
         )
-    return TargetProbe(model, calls, _decoder_layers(model, calls), found.vocab_size, found.selects_rows)
 
 
 def _likely_reason(model: PreTrainedModel) -> str:
@@ -106,6 +134,19 @@ def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) ->
                 return module
     raise UnsupportedModelError(
         f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"
+    )
+
+
+def _mixed_layers(model: PreTrainedModel, mixers: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
+    """The decoder layers of a model with recurrent ones: a layer may have any number of these modules, or none."""
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            inside = set(module.modules())
+            if all(mixer in inside for mixer in mixers):
+                return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no list of {num_layers} decoder layers holds its recurrent and attention modules"
     )
 
 
@@ -240,6 +281,8 @@ class Target:
 
     Attributes:
         runner: the attention of its layers.
+        states: the states of its recurrent layers; None where it has none.
+        num_layers: decoder layers.
         alterations: what was done to the model for this target and its executor.
     """
 
@@ -249,15 +292,21 @@ class Target:
         runner: Runner,
         aux_layers: tuple[int, ...],
         max_tokens: int,
+        states: StateRunner | None = None,
     ) -> None:
+        """states: of the probe's recurrent calls."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
+        self.states = states
+        self.num_layers = len(probed.layers)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
         self.alterations.on_undo(self._port.release)
+        self._recurrent = RecurrentPort(probed.recurrent_calls)
+        self.alterations.on_undo(self._recurrent.release)
 
     @property
     def num_embeddings(self) -> int:
@@ -294,11 +343,26 @@ class Target:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         served = attend if len(ids) == num_tokens else _once(attend)
-        with self._port.using(served), self._recorder.recording(num_tokens, keep_aux):
+        recur = self._recur(planned)
+        with (
+            self._port.using(served),
+            self._recurrent.using(recur),
+            self._recorder.recording(num_tokens, keep_aux),
+        ):
             logits = self._logits(ids, positions, rows, model)
         if logits_indices is not None and not self._selects_rows:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+
+    def _recur(self, planned: Planned) -> Recur | None:
+        """What serves the recurrent calls of a planned batch."""
+        if self.states is None:
+            return None
+        if is_blank(planned):
+            return self.states.blank()
+        if planned.metadata.states is None:
+            raise InvariantError("a batch of a recurrent target has no states")
+        return self.states.over(planned.metadata.states)
 
     def launch(
         self,

@@ -1,0 +1,36 @@
+"""Which functions compute the recurrences on a device: the one place where a kernel replaces the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attention.recurrence import reference
+
+
+@dataclass(frozen=True)
+class Recurrences:
+    """The four recurrences, with the signatures of `attention.recurrence.reference`.
+
+    Attributes:
+        name: for `inspect`.
+        short_conv, gated_delta, ssd_scan, selective_scan: the functions.
+        capturable: whether a CUDA graph can hold their launches: nothing is read on the host.
+    """
+
+    name: str
+    short_conv: Callable[..., torch.Tensor] = reference.short_conv
+    gated_delta: Callable[..., torch.Tensor] = reference.gated_delta
+    ssd_scan: Callable[..., torch.Tensor] = reference.ssd_scan
+    selective_scan: Callable[..., torch.Tensor] = reference.selective_scan
+    capturable: bool = False
+
+
+REFERENCE = Recurrences("torch")
+
+
+def recurrences_of(device: torch.device) -> Recurrences:
+    """The fastest ones for a device."""
+    return REFERENCE
