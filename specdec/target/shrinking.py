@@ -7,6 +7,7 @@ keys that sparse attention keeps. What happens past one is seen only by rows tha
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -108,7 +109,7 @@ def _named_integers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
         elif isinstance(value, (list, tuple)):
             for inner in value:
                 yield from walk(name, inner)
-        elif isinstance(value, (int, float)) and not isinstance(value, bool) and value == int(value):
+        elif isinstance(value, (int, float)) and not isinstance(value, bool) and _is_whole(value):
             yield name, int(value)
 
     for name, value in vars(config).items():
@@ -116,6 +117,10 @@ def _named_integers(config: PreTrainedConfig) -> Iterator[tuple[str, int]]:
             yield from walk(name, value)
     for overrides in _layer_overrides(config).values():
         yield from walk("", overrides)
+
+
+def _is_whole(value: float) -> bool:
+    return math.isfinite(value) and value == int(value)
 
 
 def _is_threshold(name: str) -> bool:
