@@ -236,9 +236,7 @@ class _Recorder:
     def _note(self, spec: RecurrenceSpec) -> None:
         self._calls.append(RecurrentCall(self._module, spec))
 
-    def short_conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
-    ) -> torch.Tensor:
+    def short_conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
         self._note(ConvSpec(x.shape[1], weight.shape[1]))
         return x.new_zeros(x.shape)
 
