@@ -54,7 +54,7 @@ _serving: dict[int, Callable[[], Mixing]] = {}
 
 
 class RecurrentPort:
-    """Connects a model's recurrent layers to states of ours while a forward of ours runs. Without such layers: nothing."""
+    """Connects a model's recurrent layers, if it has any, to states of ours while a forward of ours runs."""
 
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()

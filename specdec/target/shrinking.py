@@ -173,7 +173,7 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
 
 
 def _fit_mixers(config: PreTrainedConfig) -> None:
-    """Make widths that a configuration derives from others fit again: heads of Mamba2 layers, Zamba's wide attention."""
+    """Make derived widths fit again: those of Mamba2 layers' heads, and of Zamba's attention."""
     names = vars(config)
     for heads, width in _MAMBA_HEADS:
         if heads in names and width in names and (expand := names.get("mamba_expand", names.get("expand"))):

@@ -171,7 +171,7 @@ def test_ragged_rounds_with_rejected_drafts_are_right(name: str) -> None:
         found = case.call(packed, state, rows)
         assert found.shape[0] == sum(lens) + 2 and not found[sum(lens) :].any()
         pieces = found[: sum(lens)].split(lens)
-        for row, a, n, more, good, piece in zip(members, begin, lens, num_new, accepted, pieces, strict=True):
+        for row, a, more, good, piece in zip(members, begin, num_new, accepted, pieces, strict=True):
             torch.testing.assert_close(piece[: more + good], right[row][a : a + more + good], rtol=1e-4, atol=1e-5)
             folded[row], start[row] = a + more, a + more + good
     assert not any(torch.isnan(tensor).any() for tensor in tensors_of(state))
