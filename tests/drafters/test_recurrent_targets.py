@@ -69,9 +69,7 @@ def through_engine(wrapped: Any) -> list[Any]:
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("name", ["qwen3_5", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[::2])])
 @torch.inference_mode()
-def test_a_checkpoints_own_module_drafts(
-    name: str, drafts: int, tiny_case: Callable[..., Any], tmp_path: Path
-) -> None:
+def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case(name, context=0.02)
     for tensor_name, tensor in case.tensors.items():
         if tensor_name.endswith("fc.weight"):  # the module often says what the nearly bigram target says
