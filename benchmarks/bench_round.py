@@ -12,6 +12,9 @@ before them, so that all rows decode together. A row of 65,536 keys beside 15 sh
     python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.jsonl
 
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
+Several shares are measured one after the other in one process, a line each; 1 is a greedy batch:
+
+    python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +82,11 @@ class Kind:
         """Of each row."""
         kinds = [SAMPLED if drawn else {} for drawn in self.sampled_rows(rows)]
         return [SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **kind) for kind in kinds]  # type: ignore[arg-type]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For a line of results; empty for a greedy batch."""
+        return {"sampled": True, "greedy_share": self.greedy_share} if self.sampled else {}
 
     def sampled_rows(self, rows: int) -> list[bool]:
         """Of each row, whether it is sampled.
@@ -218,6 +227,26 @@ def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) 
     return found
 
 
+def kinds_of(sampled: bool, greedy_shares: str) -> list[Kind]:
+    """The batches to measure: greedy ones, or one of every share, where all greedy rows are a greedy batch.
+
+    Raises:
+        click.BadParameter: a share that is no number from 0 to 1.
+
+    >>> kinds_of(True, "1,0.5")
+    [Kind(sampled=False, greedy_share=0.0), Kind(sampled=True, greedy_share=0.5)]
+    """
+    if not sampled:
+        return [Kind()]
+    try:
+        shares = [float(share) for share in greedy_shares.split(",")]
+    except ValueError:
+        shares = [-1.0]
+    if not all(0 <= share <= 1 for share in shares):
+        raise click.BadParameter(f"--greedy-share takes numbers from 0 to 1 with commas between; given {greedy_shares}")
+    return [Kind() if share == 1 else Kind(True, share) for share in shares]
+
+
 @contextmanager
 def full_rounds(
     model: SpeculativeModel, read: Moments, ids: list[list[int]], params: list[SamplingParams]
@@ -273,8 +302,9 @@ def measured(
     with full_rounds(model, read, ids, params) as go_on:
         result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
     step, least, exposed = result["step_ms_median"], result["floor_ms"], result["by_events"]["exposed_host_share"]
+    drawn = f", {kind.greedy_share:.0%} greedy" if kind.sampled else ""
     click.echo(
-        f"K={drafts} rows={len(ids)}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, "
+        f"K={drafts} rows={len(ids)}{drawn}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, "
         f"host exposed {exposed:.1%}"
     )
     return result
@@ -290,7 +320,7 @@ def measured(
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
-@click.option("--greedy-share", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="With --sampled.")
+@click.option("--greedy-share", default="0", show_default=True, help="With --sampled; one or more.")
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
@@ -309,7 +339,7 @@ def main(
     repeats: int,
     acceptance: float,
     sampled: bool,
-    greedy_share: float,
+    greedy_share: str,
     entropy: float | None,
     backend: str,
     plan_from: str,
@@ -319,13 +349,13 @@ def main(
 ) -> None:
     """Measure every batch size and append one JSON line each."""
     started = time.perf_counter()
-    batches = [int(r) for r in rows.split(",")]
+    batches, kinds = [int(r) for r in rows.split(",")], kinds_of(sampled, greedy_share)
     pair = random_pair(shape, torch.bfloat16, torch.device("cuda"))
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
     config = sizes_of(drafts, batches, prompt[1], new_tokens, long_prompt)
     vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
-    kind, read = Kind(sampled, greedy_share), Moments()
+    read = Moments()
     model = engine(pair, config, backend, plan_from)
     decide(model, DrawnAcceptance(acceptance, vocab, rng, model.device))
     model.executor.reads.after_read = read.note
@@ -334,18 +364,20 @@ def main(
         wait_for(hold)
     common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
     common |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, "start_s": start_s, **provenance()}
-    common |= {"sampled": True, "greedy_share": greedy_share} if sampled else {}
     common |= {} if entropy is None else {"entropy": entropy}
     common |= {} if long_prompt is None else {"long": long_prompt}
     common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
     lines: list[dict[str, Any]] = []
+    done: list[tuple[int, Kind]] = []
     try:
-        for batch in batches:
+        for batch, kind in product(batches, kinds):
             ids = prompts(batch, prompt, vocab, long_prompt)
-            lines.append(common | {"rows": batch} | measured(model, read, pair, ids, kind, new_tokens, repeats))
-        for line in lines:  # last: once CUPTI has been on, a process launches every graph slowly
-            if str(line["rows"]) in trace.split(","):
-                ids = prompts(line["rows"], prompt, vocab, long_prompt)
+            numbers = measured(model, read, pair, ids, kind, new_tokens, repeats)
+            lines.append(common | {"rows": batch} | kind.facts | numbers)
+            done.append((batch, kind))
+        for line, (batch, kind) in zip(lines, done, strict=True):  # last: CUPTI makes every launch after it slow
+            if str(batch) in trace.split(","):
+                ids = prompts(batch, prompt, vocab, long_prompt)
                 params = kind.params(len(ids), new_tokens)
                 with full_rounds(model, read, ids, params) as go_on:
                     line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
