@@ -121,10 +121,20 @@ class _Numbered:
     """One call of a `Recur`: a `Mixing`."""
 
     def __init__(self, recur: Recur, call: int) -> None:
-        self.short_conv: Any = partial(recur.short_conv, call)
-        self.gated_delta: Any = partial(recur.gated_delta, call)
-        self.ssd_scan: Any = partial(recur.ssd_scan, call)
-        self.selective_scan: Any = partial(recur.selective_scan, call)
+        self._recur = recur
+        self._call = call
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.short_conv(self._call, *inputs)
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.gated_delta(self._call, *inputs)
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.ssd_scan(self._call, *inputs)
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.selective_scan(self._call, *inputs)
 
 
 _lock = Lock()

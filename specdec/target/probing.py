@@ -69,7 +69,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         ) from error
     calls, recurrent = found.calls, found.recurrent_calls
     if recurrent:
-        layers = _mixed_layers(model, [call.module for call in (*calls, *recurrent)])
+        layers = _mixed_layers(model, [*(call.module for call in calls), *(call.module for call in recurrent)])
     else:
         _check_attention_alone(model, calls)
         layers = _decoder_layers(model, calls)

@@ -87,7 +87,7 @@ def test_one_graph_serves_all_shapes_of_a_compiled_model(name: str) -> None:
     """Recurrences are operators that the compiler does not look into; each layer's has a number of its own."""
     wrapped, counted = wrap(tiny_hybrid(name), max_model_len=128), Compiled()
     target = wrapped.target
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = torch.compile(target.hf_model, backend=counted, fullgraph=True, dynamic=True)
     lens = np.array([19, 5, 11])
     table, ids, start = scrambled_table(target, lens), dummy_ids(target, lens), np.zeros(3, np.int64)
