@@ -184,7 +184,8 @@ class RecallHead(torch.nn.Module):
         super().__init__()
         self.attention_specs = (AttentionSpec(1, 1, 8, 8, scale=1.0),)
         self.aux_layers, self.hidden_size, self.draft_vocab_size = aux_layers, VOCAB, VOCAB
-        self.table = torch.zeros(128, VOCAB, dtype=torch.long)  # [position, token there] -> the next token
+        longest = max(map(len, texts)) + 1
+        self.table = torch.zeros(longest, VOCAB, dtype=torch.long)  # [position, token there] -> the next token
         for text in texts:
             for at, (token, following) in enumerate(pairwise(text)):
                 knows = (at * 7919 + token * 104729) % 100 < 100 * right
