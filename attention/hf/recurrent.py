@@ -149,9 +149,8 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
     """Replace the functions of modeling files; several threads may do so at a time."""
     with _lock:
         for file in files:
-            count = _replaced[file.__name__] = _replaced.get(file.__name__, 0) + 1
-            if count == 1:
-                _replace(file)
+            _replaced[file.__name__] = _replaced.get(file.__name__, 0) + 1
+            _replace(file)  # whatever the count is: an interrupt may have come between the two
     try:
         yield
     finally:
@@ -163,14 +162,15 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def _replace(file: ModuleType) -> None:
+    """Put the stand-ins in place. Idempotent."""
     for name in STAND_INS:
-        original = vars(file).get(name)
-        if original is None:
+        now, key = vars(file).get(name), (file.__name__, name)
+        made = _stand_ins.get(key)
+        if now is None or (made is not None and now is made[1]):
             continue
-        key = (file.__name__, name)
-        if key not in _stand_ins or _stand_ins[key][0] is not original:
-            _stand_ins[key] = (original, _stand_in(name, original))
-        setattr(file, name, _stand_ins[key][1])
+        if made is None or made[0] is not now:
+            made = _stand_ins[key] = (now, _stand_in(name, now))
+        setattr(file, name, made[1])
 
 
 def _restore(file: ModuleType) -> None:

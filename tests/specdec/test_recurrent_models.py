@@ -13,6 +13,7 @@ import torch
 from fakes import engine_of, enlarge, free_everywhere, hooks_of, random_prompts, wrap
 from transformers import AutoModelForCausalLM, GenerationConfig
 
+from attention.hf import recurrent
 from attention.recurrence import reference
 from attention.recurrence.registry import Recurrences
 from specdec import SamplingParams
@@ -130,6 +131,22 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
         thread.join()
     right = right_of("qwen3_next")
     assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
+
+
+def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes after the forward was counted and before anything is replaced."""
+    wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_replace"]
+
+    def interrupted(file: Any) -> None:
+        monkeypatch.setattr(recurrent, "_replace", plain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recurrent, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(wrapped)
+    assert said(wrapped) == right_of("qwen3_next")
 
 
 @pytest.mark.parametrize("after", [4, 12])
