@@ -145,6 +145,11 @@ Planned = PlannedBatch | PlannedGroups
 """A batch that a `Runner` has planned."""
 
 
+def is_blank(planned: Planned) -> bool:
+    """Whether nothing attends to a batch, see `GroupRunner.blank`."""
+    return (planned.groups[0] if isinstance(planned, PlannedGroups) else planned).plans is None
+
+
 class GroupedPlanner:
     """A `FixedPlanner` of every group."""
 

@@ -48,7 +48,7 @@ from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
-from specdec.target.target import probe_target
+from specdec.target.probing import probe_target
 
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
 _BACKENDS = ("flashinfer", "batch_invariant")

@@ -21,8 +21,19 @@ MAX_NUM_PREFILL_TOKENS = 512
 simulation with measured rounds of an H200 (`benchmarks/simulate_serving.py`: Llama-3.1-8B shape, K=3), a round of 16
 rows takes 3.0 times as long with 512 prompt tokens as without, with 640 3.3 times; a full queue gives 3 to 4 % more
 tokens a second with 1,024 and more than with 512, with 384 1 % fewer, with 256 10 %, and with 128 34 %."""
+TESTED_ROWS = 3
+"""Rows of the load-time self-test."""
 SEEDS = (-(2**63), 2**64 - 1)
 """Least and largest seed: 64 bits, as torch.manual_seed has them: a negative one is the same as 2**64 more."""
+
+
+def state_slots(max_num_seqs: int) -> int:
+    """Slots of recurrent states for so many rows, and the null slot; the self-test reads three rows.
+
+    >>> state_slots(32), state_slots(1)
+    (33, 4)
+    """
+    return 1 + max(max_num_seqs, TESTED_ROWS)
 
 
 class WindowedPool(NamedTuple):
@@ -53,6 +64,7 @@ class EngineConfig:
             decodes, `max_num_batched_tokens` alone holds.
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
+        recurrent: whether the target has recurrent layers, whose states are in slots, see `attention.cache.state`.
     """
 
     num_speculative_tokens: int
@@ -66,6 +78,7 @@ class EngineConfig:
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
+    recurrent: bool = False
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes that cannot work together."""
@@ -85,6 +98,11 @@ class EngineConfig:
     def draws_drafts(self) -> bool:
         """Whether drafts of sampled rows are drawn from the head's distribution; else each is its arg max."""
         return self.draft_sampling == "probabilistic"
+
+    @property
+    def num_state_slots(self) -> int:
+        """See `state_slots`."""
+        return state_slots(self.max_num_seqs)
 
     @property
     def num_head_pages(self) -> int:

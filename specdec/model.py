@@ -39,6 +39,7 @@ from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
+from specdec.loading.states import check_backend_fits, state_bytes, state_runner, uncapturable
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -50,8 +51,9 @@ from specdec.requests.submission import Params, submissions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
 from specdec.target.live import LiveModel
+from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.selftest import check_target, self_test, self_test_head
-from specdec.target.target import Target, TargetProbe, probe_target
+from specdec.target.target import Target
 from specdec.target.twin import twin_test
 
 MODEL_FORMAT = KVFormat()
@@ -124,7 +126,8 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         attention_specs = tuple(c.attention_spec for c in probed.calls)
-        choice = choose_graphs(backend, loop, cuda_graphs, any(s.chunk_size is not None for s in attention_specs))
+        in_chunks = any(s.chunk_size is not None for s in attention_specs)
+        choice = choose_graphs(backend, loop, cuda_graphs, in_chunks, uncapturable(probed))
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -138,7 +141,8 @@ class SpeculativeModel:
         dtype, device = probed.model.dtype, probed.model.device
         group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
         runner = runner_of(backend, group, config.windowed, dtype, device)
-        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens)
+        states = state_runner(probed, config)
+        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
@@ -309,6 +313,7 @@ class SpeculativeModel:
         backend = make_backend(options.backend, model.device)
         log.info("reading the model's layers")
         probed = probe_target(model)
+        check_backend_fits(probed, backend)
         keys = [call.attention_spec for call in probed.calls]
         begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
@@ -326,7 +331,8 @@ class SpeculativeModel:
         )
         place, page_size = model.device, options.page_size
         sizes = token_bytes(probed, head, format, length, options.hybrid_kv_cache)
-        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization)
+        states = state_bytes(probed, rows)
+        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization, states)
         config = EngineConfig(
             **vars(rows),
             num_pages=-(-cache.tokens // page_size) + 1,
@@ -334,16 +340,19 @@ class SpeculativeModel:
             seed=options.seed,
             draft_sampling=options.draft_sampling,
             max_num_prefill_tokens=options.max_num_prefill_tokens,
+            recurrent=len(probed.recurrent_calls) > 0,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, len(config.windowed) > 0)
+        prefix_caching = choose_prefix_caching(
+            loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
+        )
         config = replace(config, enable_prefix_caching=prefix_caching == "on")
         cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
         windowed = sizes.of_pools(config.windowed, page_size)
-        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed)
+        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)
         if isinstance(draft, (str, Path)):
             self_test_head(head, model, tokenizer, config.num_speculative_tokens)
-        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed):
+        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed + states):
             return cls(
                 probed,
                 tokenizer,

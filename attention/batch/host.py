@@ -8,6 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from attention.checking import require
+from attention.recurrence.index import StateIndex
 
 _WIDE = 1024
 """Pages of the longest row from which on rows are joined one by one. µs for a row of 4,097 pages beside 15, 63 and 255
@@ -31,6 +32,7 @@ class HostBatch:
         page_size: tokens per page.
         other_groups: the same rows and tokens on the pages of each further cache group, see
             `attention.batch.transforms.windowed`; () where the model has one.
+        states: which recurrent states the rows continue; None where the model has none.
     """
 
     query_start_loc: np.ndarray
@@ -41,6 +43,7 @@ class HostBatch:
     positions: np.ndarray
     page_size: int
     other_groups: tuple[HostBatch, ...] = ()
+    states: StateIndex | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -99,6 +102,8 @@ class HostBatch:
         expected = slots_of(self.block_table, owner, self._cache_positions(owner), self.page_size)
         own = (expected == self.slot_mapping) | (self.slot_mapping == 0)
         require(bool(own.all()), "a slot is neither the one its row owns at that position nor the null slot")
+        if self.states is not None:
+            self.states.validate(self.query_lens)
 
     def _cache_positions(self, owner: np.ndarray) -> np.ndarray:
         within = np.arange(self.num_tokens) - self.query_start_loc[:-1][owner]

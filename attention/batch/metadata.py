@@ -11,6 +11,7 @@ import torch
 from attention.batch.host import HostBatch
 from attention.batch.staging import Bucket, Field, Staged, StagingArena, bucket_of
 from attention.checking import checking, require
+from attention.recurrence.rows import StateRows
 
 BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
     ("query_start_loc", np.int32, ("rows_plus_1",)),
@@ -26,6 +27,9 @@ BATCH_FIELDS: tuple[tuple[str, type[np.generic], tuple[str, ...]], ...] = (
 
 _GROUP_FIELDS = tuple(field for field in BATCH_FIELDS if field[0] in ("slot_mapping", "page_indices", "page_indptr"))
 """What each further cache group has of its own; lengths, positions and query_start_loc travel once."""
+
+STATE_FIELDS = ("slots", "start", "replay", "num_new")
+"""Arrays of a StateIndex, [B] int32."""
 
 ROW_FIELDS = ("query_start_loc", "seq_lens", "page_indices", "page_indptr", "last_page_len")
 """The flat ones that change with the rows; all int32."""
@@ -47,6 +51,7 @@ class CommonAttentionMetadata:
         other_groups: the same rows on the pages of each further cache group; () where the model has one. On the device
             they have slots and page lists of their own, and all else, seq_lens included, is this batch's: kernels read
             the number of a row's keys from its page list.
+        states: the rows as recurrences read them; None where the model has none.
     """
 
     host: HostBatch
@@ -60,6 +65,7 @@ class CommonAttentionMetadata:
     last_page_len: torch.Tensor
     staged: Staged
     other_groups: tuple[CommonAttentionMetadata, ...] = ()
+    states: StateRows | None = None
 
     @property
     def num_reqs(self) -> int:
@@ -90,6 +96,11 @@ def batch_sizes(prefix: str, rows: int, tokens: int, pages: int) -> dict[str, in
     return {f"{prefix}.{name}": size for name, size in sizes.items()}
 
 
+def state_fields(prefix: str) -> list[Field]:
+    """Arena fields of a HostBatch's recurrent states, beside `batch_fields(prefix)`."""
+    return [Field(f"{prefix}.states.{name}", np.int32, (f"{prefix}.rows",)) for name in STATE_FIELDS]
+
+
 def group_fields(prefix: str, num_groups: int) -> list[Field]:
     """Arena fields of the further cache groups of one HostBatch, beside `batch_fields(prefix)`."""
     return [
@@ -115,6 +126,8 @@ def _group_prefixes(prefix: str, num_groups: int) -> tuple[str, ...]:
 def batch_arrays(prefix: str, batch: HostBatch) -> dict[str, np.ndarray]:
     """The arrays of a HostBatch under their arena names, those of its further cache groups included."""
     arrays = {f"{prefix}.{name}": getattr(batch, name) for name, _, _ in BATCH_FIELDS}
+    if batch.states is not None:
+        arrays |= {f"{prefix}.states.{name}": getattr(batch.states, name) for name in STATE_FIELDS}
     if not batch.other_groups:
         return arrays
     for own, group in zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True):
@@ -154,11 +167,23 @@ def from_staged(prefix: str, batch: HostBatch, staged: Staged) -> CommonAttentio
             each.validate()
     views = {name: staged[f"{prefix}.{name}"] for name, _, _ in BATCH_FIELDS if name != "block_table"}
     table = staged.views.get(f"{prefix}.block_table")
-    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, other_groups=(), **views)
+    states = _staged_states(prefix, batch, staged)
+    own = CommonAttentionMetadata(host=batch, staged=staged, block_table=table, other_groups=(), states=states, **views)
     if not batch.other_groups:
         return own
     groups = zip(_group_prefixes(prefix, len(batch.other_groups)), batch.other_groups, strict=True)
     return replace(own, other_groups=tuple(_of_group(own, group, staged, batch) for group, batch in groups))
+
+
+def _staged_states(prefix: str, batch: HostBatch, staged: Staged) -> StateRows | None:
+    if batch.states is None:
+        return None
+    return StateRows(
+        query_start_loc=staged[f"{prefix}.query_start_loc"],
+        **{name: staged[f"{prefix}.states.{name}"] for name in STATE_FIELDS},
+        max_query_len=int(batch.query_lens.max(initial=0)),
+        max_replay=batch.states.max_replay,
+    )
 
 
 def _of_group(own: CommonAttentionMetadata, prefix: str, staged: Staged, batch: HostBatch) -> CommonAttentionMetadata:
@@ -201,4 +226,4 @@ def with_rows(metadata: CommonAttentionMetadata, host: HostBatch) -> CommonAtten
 def single_batch_arena(rows: int, tokens: int, pages: int, device: torch.device) -> tuple[StagingArena, Bucket]:
     """An arena for one batch at a time (probes, self-tests, tests), and its bucket."""
     bucket = bucket_of(**batch_sizes("batch", rows, tokens, pages))
-    return StagingArena(batch_fields("batch"), bucket, device), bucket
+    return StagingArena([*batch_fields("batch"), *state_fields("batch")], bucket, device), bucket

@@ -17,6 +17,7 @@ from attention.hf.gate import guarded
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.hf.mla import AbsorbedAttention, absorbed_attention
 from attention.hf.positional import chunk_size_of, temperature_of
+from attention.hf.recurrent import RecurrentCall, recorded_recurrences
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -64,7 +65,7 @@ class Probe:
     """What a probe pass found.
 
     Attributes:
-        calls: the attention calls in layer order.
+        calls: the attention calls in layer order. recurrent_calls: the calls of recurrences, in the order of a forward.
         vocab_size: V, width of the logits.
         selects_rows: whether the model's forward heeds `logits_to_keep`, the token rows whose logits are wanted. Where
             a forward has no such parameter, it disappears among **kwargs, and logits of all rows come back.
@@ -73,6 +74,7 @@ class Probe:
     calls: tuple[AttentionCall, ...]
     vocab_size: int
     selects_rows: bool
+    recurrent_calls: tuple[RecurrentCall, ...] = ()
 
 
 def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
@@ -86,7 +88,7 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
     inputs: dict[str, Any] = {"input_ids": ids, "position_ids": torch.arange(num_tokens, device=model.device)[None]}
     if takes_selection := _takes(model.forward, "logits_to_keep"):
         inputs["logits_to_keep"] = torch.arange(1, num_tokens - 1, device=model.device)
-    with torch.no_grad(), recorded_calls(model) as calls:
+    with torch.no_grad(), recorded_calls(model) as calls, recorded_recurrences(model) as recurrent:
         logits = model(**inputs, use_cache=False).logits
     rows = int(logits.shape[1])
     if rows != num_tokens and not (takes_selection and rows == num_tokens - 2):
@@ -94,7 +96,7 @@ def probe(model: PreTrainedModel, num_tokens: int = 4) -> Probe:
             f"{type(model).__name__} returns {rows} rows of logits for {num_tokens} tokens of which "
             f"{num_tokens - 2} were asked for by logits_to_keep"
         )
-    return Probe(tuple(calls), int(logits.shape[-1]), rows != num_tokens)
+    return Probe(tuple(calls), int(logits.shape[-1]), rows != num_tokens, tuple(recurrent))
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

@@ -83,6 +83,7 @@ class Launcher:
         self._scheduler = scheduler
         self._table = table
         self._page_size = config.page_size
+        self._recurrent = config.recurrent
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
         self._queue_verification = queue_verification
@@ -162,7 +163,7 @@ class Launcher:
     def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
         in_order = drafts_in_order_of_last
         pages = (tables.target, self._page_size, tables.head)
-        return target_arrays(schedule, self._table, *pages, in_order, tables.windowed)
+        return target_arrays(schedule, self._table, *pages, in_order, tables.windowed, self._recurrent)
 
     def _draft_loop(
         self, last: VerifyingRound, committed: Committed, schedule: Schedule, tables: Tables

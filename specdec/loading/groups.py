@@ -13,7 +13,7 @@ from attention.groups import layers_by_group, windows_of
 from drafters.base import Head
 from specdec.config import WindowedPool
 from specdec.loading.memory import cache_room, check_cache_fits
-from specdec.target.target import TargetProbe
+from specdec.target.probing import TargetProbe
 
 _CPU_CACHE_BYTES = 1 << 30
 _SHARE = 0.25
@@ -95,21 +95,31 @@ class Division:
 
 
 def divide_cache(
-    asked: int | None, device: torch.device, sizes: TokenBytes, rows: Rows, utilization: float
+    asked: int | None,
+    device: torch.device,
+    sizes: TokenBytes,
+    rows: Rows,
+    utilization: float,
+    state_bytes: int = 0,
 ) -> Division:
     """Tokens of the KV cache: `asked` in the first group; else max_num_seqs rows of max_model_len, or what fits.
 
-    That is what the GPU has left, and on CPU 1 GiB.
+    That is what the GPU has left, and on CPU 1 GiB. A model without attention has no KV cache, and all the tokens.
+
+    Args:
+        state_bytes: of the recurrent states of all rows, which come first.
 
     Raises:
         CacheTooSmallError: the device has no room for a cache, or not for the given one.
     """
     if asked is not None:
         division = _beside(asked, sizes, rows, rows.max_num_seqs)
-        more = _windowed_bytes(division, sizes)
+        more = _windowed_bytes(division, sizes) + state_bytes
         check_cache_fits(device, asked, sizes.first, f"kv_cache_tokens={asked}", more)
         return division
-    room = cache_room(device, utilization, sizes.all) if device.type == "cuda" else _CPU_CACHE_BYTES
+    room = _CPU_CACHE_BYTES
+    if device.type == "cuda":
+        room = cache_room(device, utilization, sizes.all, state_bytes)
     return divided(room, rows.max_num_seqs * rows.max_model_len, sizes, rows)
 
 
@@ -119,6 +129,8 @@ def divided(room: int, wanted: int, sizes: TokenBytes, rows: Rows) -> Division:
     Windowed groups get what max_num_seqs rows need. Of scarce memory that is no more than a quarter, or than belongs to
     the rows of max_model_len tokens that fit.
     """
+    if not sizes.all:
+        return Division(wanted)
     whole = _beside(wanted, sizes, rows, rows.max_num_seqs)
     if wanted * sizes.first + _windowed_bytes(whole, sizes) <= room:
         return whole

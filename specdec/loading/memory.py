@@ -41,13 +41,19 @@ def check_tables_fit(rows: int, length: int) -> None:
 
 
 def check_sizes_fit(
-    config: EngineConfig, device: torch.device, token_bytes: int, staging_bytes: int, windowed_bytes: int = 0
+    config: EngineConfig,
+    device: torch.device,
+    token_bytes: int,
+    staging_bytes: int,
+    windowed_bytes: int = 0,
+    state_bytes: int = 0,
 ) -> None:
     """Refuse sizes that memory could never hold, before the first of them is allocated.
 
     Args:
         token_bytes: of the KV caches of target and head; windowed_bytes: of the pools of the target's windowed groups,
-            whose layers are not among those. staging_bytes: of one buffer for the largest round.
+            whose layers are not among those. staging_bytes: of one buffer for the largest round. state_bytes: of the
+            recurrent states of all rows.
 
     Raises:
         CacheTooSmallError: the KV caches are larger than what a GPU has free, or the machine has.
@@ -56,7 +62,7 @@ def check_sizes_fit(
     check_tables_fit(config.max_num_seqs, config.max_model_len)
     pages, page = config.num_pages, config.page_size
     what = f"a KV cache of {pages} pages of page_size={page} tokens"
-    check_cache_fits(device, pages * page, token_bytes, what, windowed_bytes)
+    check_cache_fits(device, pages * page, token_bytes, what, windowed_bytes, state_bytes)
     needed, total = _ARENA_COPIES * staging_bytes, host_bytes()
     if total is not None and needed > total:
         raise InvalidInputError(
@@ -84,45 +90,55 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
         )
 
 
-def cache_room(device: torch.device, utilization: float, token_bytes: int) -> int:
+def cache_room(device: torch.device, utilization: float, token_bytes: int, state_bytes: int = 0) -> int:
     """Bytes for KV caches: what is free less the share that is not ours, and 4 GiB for activations and graphs.
+
+    state_bytes: of the recurrent states of all rows, which are not for KV caches either.
 
     Raises:
         CacheTooSmallError: not even one token fits.
     """
     free, total = torch.cuda.mem_get_info(device)
-    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES
+    room = int(free - (1 - utilization) * total) - _RESERVE_BYTES - state_bytes
     if room < token_bytes:
+        states = f", {_gib(state_bytes)} are the recurrent states of max_num_seqs rows (fewer take less)"
         raise CacheTooSmallError(
             f"no room for a KV cache: {_gib(free)} of {_gib(total)} are free on {device}, "
-            f"gpu_memory_utilization={utilization} leaves {_gib(max(0, room + _RESERVE_BYTES))} of it, and "
-            f"{_gib(_RESERVE_BYTES)} are reserved for activations and graphs; raise gpu_memory_utilization or take a "
+            f"gpu_memory_utilization={utilization} leaves "
+            f"{_gib(max(0, room + _RESERVE_BYTES + state_bytes))} of it, and {_gib(_RESERVE_BYTES)} are reserved for "
+            f"activations and graphs{states if state_bytes else ''}; raise gpu_memory_utilization or take a "
             "smaller model"
         )
     return room
 
 
-def check_cache_fits(device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0) -> None:
+def check_cache_fits(
+    device: torch.device, tokens: int, token_bytes: int, what: str, windowed_bytes: int = 0, state_bytes: int = 0
+) -> None:
     """Refuse a KV cache larger than what a GPU has free, or than the machine's memory.
 
     Args:
         what: the option that these tokens come from, for the message.
         windowed_bytes: of layers with a sliding window, which keep no key of most of these tokens.
+        state_bytes: of the recurrent states of all rows.
 
     Raises:
         CacheTooSmallError: it is.
     """
-    needed = tokens * token_bytes + windowed_bytes
+    beside = windowed_bytes + state_bytes
+    needed = tokens * token_bytes + beside
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         has = f"{_gib(free)} of {_gib(total)} free"
     else:
         free, has = host_bytes() or needed, f"{_gib(host_bytes() or 0)}"
     if needed > free:
-        beside = f", {_gib(windowed_bytes)} of it for layers with a sliding window" if windowed_bytes else ""
+        parts = f", {_gib(windowed_bytes)} of it for layers with a sliding window" if windowed_bytes else ""
+        parts += f", {_gib(state_bytes)} of it for the recurrent states of all rows" if state_bytes else ""
         raise CacheTooSmallError(
-            f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{beside}); {device} has {has}: room for "
-            f"{max(free - windowed_bytes, 0) // token_bytes} tokens; lower kv_cache_tokens or page_size"
+            f"{what} takes {_gib(needed)} ({token_bytes} bytes per token{parts}); {device} has {has}: room for "
+            f"{max(free - beside, 0) // max(token_bytes, 1)} tokens; lower kv_cache_tokens or page_size"
+            + (", or max_num_seqs" if state_bytes else "")
         )
 
 

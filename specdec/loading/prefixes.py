@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any, Literal
 
 from attention.backends.base import AttentionBackend, CascadeBackend
 from drafters.loops.base import DraftLoop, SharesPages
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, SpecdecWarning
 
 
 def choose_prefix_caching(
-    loop: DraftLoop[Any, Any] | None, asked: bool | Literal["auto"], windowed: bool = False
+    loop: DraftLoop[Any, Any] | None,
+    asked: bool | Literal["auto"],
+    windowed: bool = False,
+    recurrent: bool = False,
 ) -> str:
     """ "on", or "off: " and the reason.
 
     Args:
         loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.
         windowed: whether the target has cache groups whose pages behind a window are freed.
+        recurrent: whether it has recurrent layers: their state at the end of a prefix is kept nowhere. A SpecdecWarning
+            says so where it was asked for.
 
     Raises:
         InvalidInputError: True where it cannot be done.
     """
     if asked is False:
         return "off: enable_prefix_caching=False"
+    if recurrent:
+        reason = "the target's recurrent layers keep the state of a row's last token alone, none of a prefix"
+        if asked is True:
+            warnings.warn(f"enable_prefix_caching=True has no effect: {reason}", SpecdecWarning, stacklevel=4)
+        return f"off: {reason}"
     reason, instead = "", "False or 'auto'"
     if windowed:
         reason = "pages behind the window of sliding-window layers are freed, and could not be found again"

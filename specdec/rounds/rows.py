@@ -15,6 +15,7 @@ class RowTable:
     Columns:
         tokens [R, L] int32: committed tokens by position (prompt, then new ones; the last is the bonus token).
         length [R]: committed tokens. computed [R]: target KV length; length - computed tokens wait to be read.
+        folded [R]: tokens in the row's recurrent states, see `attention.recurrence.index`.
         begin [R]: the first position that the row reads itself; what is before it is from the prefix cache.
         head_computed [R]: positions of which the head has read the target's states; it may have read more.
         prefill [R]: tokens the row reads in chunks before it decodes: the whole prompt, whose last position gives the
@@ -29,6 +30,7 @@ class RowTable:
         self.tokens = np.zeros((max_rows, max_model_len + 1), np.int32)
         self.length = np.zeros(max_rows, np.int64)
         self.computed = np.zeros(max_rows, np.int64)
+        self.folded = np.zeros(max_rows, np.int64)
         self.begin = np.zeros(max_rows, np.int64)
         self.head_computed = np.zeros(max_rows, np.int64)
         self.prefill = np.zeros(max_rows, np.int64)
@@ -66,7 +68,7 @@ class RowTable:
         row = self._free[-1]
         self.tokens[row, : len(tokens)] = tokens
         self.length[row], self.limit[row] = len(tokens), limit
-        self.computed[row] = self.begin[row] = self.head_computed[row] = begin
+        self.computed[row] = self.folded[row] = self.begin[row] = self.head_computed[row] = begin
         self.prefill[row] = len(tokens) if prefill is None else prefill
         self.drafts[row], self.previous[row], self.key[row] = drafts, -1, key
         self._set_eos(row, eos_ids)

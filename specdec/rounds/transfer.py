@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from attention.batch.metadata import group_fields, group_sizes
+from attention.batch.metadata import group_fields, group_sizes, state_fields
 from attention.batch.staging import Bucket, Field, StagingArena, bucket_of, layout_of
 from drafters.loops.base import DraftInput, DraftLoop, LoopSize
 from specdec.config import EngineConfig
@@ -106,15 +106,19 @@ def staging_bytes(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> int
 def _largest(loop: DraftLoop[Any, Any] | None, config: EngineConfig) -> tuple[list[Field], Bucket]:
     """Every array that a round may send, and a bucket that every round fits in."""
     limits, groups = rounded(loop_limits(config)), _most_in_groups(config)
-    fields = [*VerificationSection.fields, *group_fields("target", len(groups)), *SamplingSection.fields]
+    fields = [*_verification_fields(config), *SamplingSection.fields]
     return [*fields, *(() if loop is None else loop.fields)], _bucket(loop, limits, limits, groups)
 
 
 def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
     """The same of a verification alone."""
     groups = _most_in_groups(config)
-    fields = [*VerificationSection.fields, *group_fields("target", len(groups))]
-    return fields, bucket_of(**_sizes(rounded(loop_limits(config)), groups))
+    return _verification_fields(config), bucket_of(**_sizes(rounded(loop_limits(config)), groups))
+
+
+def _verification_fields(config: EngineConfig) -> list[Field]:
+    states = state_fields("target") if config.recurrent else []
+    return [*VerificationSection.fields, *group_fields("target", len(config.windowed)), *states]
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:

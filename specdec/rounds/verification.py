@@ -12,6 +12,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
+from attention.recurrence.index import StateIndex, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig
 from specdec.rounds.rows import RowTable
@@ -88,6 +89,7 @@ class TargetArrays:
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
         windowed: the rows' pages of the target's further cache groups.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
+        replay: [B] accepted drafts that are not in the rows' recurrent states; None where the target has none.
     """
 
     start: np.ndarray
@@ -106,6 +108,14 @@ class TargetArrays:
     sources: np.ndarray | None = None
     windowed: tuple[WindowedTable, ...] = ()
     begins: np.ndarray | None = None
+    replay: np.ndarray | None = None
+
+    @property
+    def states(self) -> StateIndex | None:
+        """Which recurrent states the rows continue; None where the target has none."""
+        if self.replay is None:
+            return None
+        return StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_new)
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -151,6 +161,8 @@ class TargetArrays:
         if self.windowed:
             groups = tuple(windowed_batch(batch, w.block_table, w.rows, w.window) for w in self.windowed)
             batch = replace(batch, other_groups=groups)
+        if self.replay is not None:
+            batch = replace(batch, states=self.states)
         return TargetInputs(
             batch=batch,
             token_ids=token_ids,
@@ -180,6 +192,7 @@ def target_arrays(
     head_table: np.ndarray | None = None,
     ahead: bool = False,
     windowed: tuple[WindowedTable, ...] = (),
+    recurrent: bool = False,
 ) -> TargetArrays:
     """The next verification.
 
@@ -187,6 +200,7 @@ def target_arrays(
         block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
         windowed: of the schedule's rows.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
+        recurrent: whether the target has recurrent states.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
     bonus = start + schedule.num_new
@@ -210,6 +224,7 @@ def target_arrays(
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
         windowed=windowed,
         begins=table.begin[rows],
+        replay=replay_of(start, table.folded[rows]) if recurrent else None,
     )
 
 
@@ -247,6 +262,7 @@ def target_after(
         request_rows=target.request_rows,
         windowed=windowed,
         begins=target.begins,
+        replay=None if target.replay is None else num_accepted,
     )
 
 
@@ -257,4 +273,5 @@ def empty_target(config: EngineConfig) -> TargetArrays:
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
     windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
     lens = (none, none, none, 0, tokens, none)
-    return TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed)
+    replay = none if config.recurrent else None
+    return TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed, replay=replay)

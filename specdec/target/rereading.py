@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.hf.interface import attention_configs, attention_implementation
+from attention.recurrence.index import StateIndex, slots_of_rows
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.target.target import Target
 
@@ -70,10 +71,11 @@ def read_paged(
     stop: np.ndarray,
     table: np.ndarray,
     model: Callable[..., Any] | None = None,
+    states: StateIndex | None = None,
 ) -> list[torch.Tensor]:
     """Logits [stop - start, V] of the tokens start … stop of each row, float32."""
     logits_indices = torch.arange(int((stop - start).sum()), device=target.hf_model.device)
-    logits = read_logits(target, ids, start, stop, table, logits_indices, model)
+    logits = read_logits(target, ids, start, stop, table, logits_indices, model, states)
     return list(logits.split((stop - start).tolist()))
 
 
@@ -85,16 +87,27 @@ def read_logits(
     table: np.ndarray,
     logits_indices: torch.Tensor,
     model: Callable[..., Any] | None = None,
+    states: StateIndex | None = None,
 ) -> torch.Tensor:
-    """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32."""
+    """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32.
+
+    states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
+    """
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
+    if target.states is not None:
+        batch = replace(batch, states=states or all_committed(np.arange(len(ids)), start, stop))
     arena, bucket = single_batch_arena(batch.num_reqs, batch.num_tokens, table.shape[1], target.hf_model.device)
     metadata = stage(batch, arena, bucket)
     further = len(target.runner.runners) - 1
     planned = target.runner.plan(replace(metadata, other_groups=(metadata,) * further))  # the same pages in each group
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
     return target.forward(flat, planned, logits_indices, model, keep_aux=False).logits.float()
+
+
+def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> StateIndex:
+    """The states of these rows when all tokens start … stop are committed, and all before were."""
+    return StateIndex.of(slots_of_rows(rows), start, np.zeros_like(start), stop - start)
 
 
 def read_eager(model: PreTrainedModel, ids: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
+from specdec.target.probing import TargetProbe
 from specdec.target.rereading import (
     dummy_ids,
     errors_named,
@@ -29,7 +30,8 @@ from specdec.target.rereading import (
     relative_errors,
     scrambled_table,
 )
-from specdec.target.target import Target, TargetProbe
+from specdec.target.rollback import read_rollback, rollback_of
+from specdec.target.target import Target
 from specdec.target.twin import TwinReport, in_words
 
 _PROMPT_LENS = np.array([19, 5, 11])
@@ -93,36 +95,45 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
-    The verification is read once more as a batch of one row with logits for its last token alone.
+    The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
+    verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
 
     Args:
         longest: tokens of the longest row; more where nothing else tests long rows. At least 23.
 
     Returns:
-        The largest error of the seven pieces, a piece being one row's prompt or its verification, as `_error` says:
+        The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:
         a flipped expert of one token does not count, a wrong row or a wrong verification does.
 
     Raises:
         UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
-    lens = _PROMPT_LENS + _VERIFY_LEN
+    recurrent = target.states is not None
+    tail = rollback_of(target).num_tokens if recurrent else _VERIFY_LEN
+    lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
-    prompts = lens - _VERIFY_LEN
+    prompts = lens - tail
     table, ids = scrambled_table(target, lens), dummy_ids(target, lens)
     no_tokens, one = np.zeros(len(ids), np.int64), slice(0, 1)
-    last = torch.tensor([_VERIFY_LEN - 1], device=target.hf_model.device)
     with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
         right = read_eager(target.hf_model, ids)
     with errors_named(target.hf_model, "three rows are read through the paged attention"):
-        ours = [read_paged(target, ids, no_tokens, prompts, table), read_paged(target, ids, prompts, lens, table)]
-    errors = []
-    for row, own in enumerate(right):
-        pieces = own.split((int(prompts[row]), _VERIFY_LEN))
-        errors += [_error(ours[phase][row], piece) for phase, piece in enumerate(pieces)]
+        pieces = [(no_tokens, prompts, read_paged(target, ids, no_tokens, prompts, table))]
+        if recurrent:
+            pieces += read_rollback(target, ids, prompts, table)
+        else:
+            pieces.append((prompts, lens, read_paged(target, ids, prompts, lens, table)))
+    errors = [
+        _error(ours, own[a:b])
+        for start, stop, logits in pieces
+        for ours, own, a, b in zip(logits, right, start, stop, strict=True)
+    ]
     most = _allowed(target, errors)
+    begin = no_tokens[one] if recurrent else prompts[one]  # a state is at the end of its row
+    last = torch.tensor([int((lens[one] - begin)[0]) - 1], device=target.hf_model.device)
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
-        alone = read_logits(target, ids[one], prompts[one], lens[one], table[one], last)
+        alone = read_logits(target, ids[one], begin, lens[one], table[one], last)
     return max(most, _allowed(target, [_error(alone, right[0][-1:])]))
 
 

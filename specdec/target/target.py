@@ -11,102 +11,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import PreTrainedModel
 
-from attention.groups import Planned, Runner
+from attention.groups import Planned, Runner, is_blank
 from attention.hf.custom_op import LayerAttend
 from attention.hf.port import AttentionPort
-from attention.hf.probe import AttentionCall, probe
+from attention.hf.recurrent import RecurrentPort
+from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
-from specdec.errors import (
-    UNNAMED_ERRORS,
-    InvalidInputError,
-    InvariantError,
-    UnsupportedAttentionError,
-    UnsupportedModelError,
-)
+from specdec.errors import InvalidInputError, InvariantError
 from specdec.target.alterations import Alterations
-
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASK_READERS = {
-    "index_topk": "sparse attention, whose indexer reads the mask",
-    "alibi": "attention biased by distance",
-}
-"""Fields of configurations whose models have attention code of their own, and what they mean."""
-
-
-@dataclass(frozen=True)
-class TargetProbe:
-    """What a probe pass found out about a model.
-
-    Attributes:
-        model: the model, on its device, in its dtype.
-        calls: attention modules and their AttentionSpecs in layer order.
-        layers: the decoder layers, as many as calls.
-        vocab_size: V, width of the logits (padded vocabularies included).
-        selects_rows: see `attention.hf.probe.Probe`.
-    """
-
-    model: PreTrainedModel
-    calls: tuple[AttentionCall, ...]
-    layers: torch.nn.ModuleList
-    vocab_size: int
-    selects_rows: bool = True
-
-
-def probe_target(model: PreTrainedModel) -> TargetProbe:
-    """Probe a model and refuse it when paged attention would make it come out wrong.
-
-    Raises:
-        UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full, sliding and chunked.
-    """
-    name = type(model).__name__
-    if getattr(model, "_is_stateful", False):
-        raise UnsupportedModelError(f"{name} keeps state beside its KV cache (a recurrent or hybrid model)")
-    try:
-        found = probe(model)
-    except UnsupportedAttentionError as error:
-        raise UnsupportedModelError(f"{name} cannot run on the paged cache: {error}") from error
-    except torch.OutOfMemoryError:
-        raise
-    except UNNAMED_ERRORS as error:
-        raise UnsupportedModelError(
-            f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
-            f"and no mask its forward raises {type(error).__name__}: {error}"
-        ) from error
-    calls, config = found.calls, model.config.get_text_config()
-    num_layers = int(config.num_hidden_layers)
-    if len(calls) != num_layers:
-        raise UnsupportedModelError(
-            f"{name} has {num_layers} layers, but {len(calls)} of them call transformers' attention interface"
-        )
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
-    if odd:
-        raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
-        )
-    return TargetProbe(model, calls, _decoder_layers(model, calls), found.vocab_size, found.selects_rows)
-
-
-def _likely_reason(model: PreTrainedModel) -> str:
-    """What in a configuration makes a model read its attention mask, in words."""
-    config = model.config.get_text_config()
-    for name, meaning in _MASK_READERS.items():
-        if value := getattr(config, name, None):
-            return f" ({meaning}: {name}={value} in its configuration)"
-    return ""
-
-
-def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
-    for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(calls):
-            inside = (any(m is call.module for m in layer.modules()) for layer, call in zip(module, calls, strict=True))
-            if all(inside):
-                return module
-    raise UnsupportedModelError(
-        f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"
-    )
+from specdec.target.probing import TargetProbe
 
 
 class AuxStateRecorder:
@@ -240,6 +154,8 @@ class Target:
 
     Attributes:
         runner: the attention of its layers.
+        states: the states of its recurrent layers; None where it has none.
+        num_layers: decoder layers.
         alterations: what was done to the model for this target and its executor.
     """
 
@@ -249,15 +165,21 @@ class Target:
         runner: Runner,
         aux_layers: tuple[int, ...],
         max_tokens: int,
+        states: StateRunner | None = None,
     ) -> None:
+        """states: of the probe's recurrent calls."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
+        self.states = states
+        self.num_layers = len(probed.layers)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
         self.alterations.on_undo(self._port.release)
+        self._recurrent = RecurrentPort(probed.recurrent_calls)
+        self.alterations.on_undo(self._recurrent.release)
 
     @property
     def num_embeddings(self) -> int:
@@ -294,11 +216,30 @@ class Target:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         served = attend if len(ids) == num_tokens else _once(attend)
-        with self._port.using(served), self._recorder.recording(num_tokens, keep_aux):
+        recur = self.recur(planned)
+        with (
+            self._port.using(served),
+            self._recurrent.using(recur),
+            self._recorder.recording(num_tokens, keep_aux),
+        ):
             logits = self._logits(ids, positions, rows, model)
         if logits_indices is not None and not self._selects_rows:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
+
+    def recur(self, planned: Planned) -> Recur | None:
+        """What serves the recurrent calls of a planned batch; None for a target without.
+
+        Raises:
+            InvariantError: a batch of a recurrent target has no states.
+        """
+        if self.states is None:
+            return None
+        if is_blank(planned):
+            return self.states.blank()
+        if planned.metadata.states is None:
+            raise InvariantError("a batch of a recurrent target has no states")
+        return self.states.over(planned.metadata.states)
 
     def launch(
         self,
@@ -307,13 +248,16 @@ class Target:
         logits_indices: torch.Tensor,
         attend: LayerAttend,
         model: Callable[..., Any],
+        recur: Recur,
     ) -> torch.Tensor:
         """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
 
         Args:
             token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
+            recur: any recurrences; unused by a target without.
         """
-        with self._port.using(attend), self._recorder.recording(len(token_ids)):
+        served = None if self.states is None else recur
+        with self._port.using(attend), self._recurrent.using(served), self._recorder.recording(len(token_ids)):
             logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
         return logits if self._selects_rows else logits.index_select(0, logits_indices)
 

@@ -20,10 +20,15 @@ from transformers.utils import logging as transformers_logging
 
 from attention.backends.reference import TorchBackend
 from attention.cache.kv_cache import CacheGroup
+from attention.cache.state import StateGroup
 from attention.hf.probe import AttentionCall
+from attention.recurrence.index import StateIndex
+from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
+from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.rereading import (
+    all_committed,
     dummy_ids,
     errors_named,
     read_eager,
@@ -31,8 +36,9 @@ from specdec.target.rereading import (
     relative_errors,
     scrambled_table,
 )
+from specdec.target.rollback import verifying
 from specdec.target.shrinking import Threshold, miniature, thresholds
-from specdec.target.target import Target, TargetProbe, probe_target
+from specdec.target.target import Target
 
 _LENS = np.array([300, 9, 57])
 _VERIFY_LEN = 4
@@ -147,6 +153,8 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
             continue
         if not _variants(probed.calls) <= _variants(small.calls):
             raise _NoTwin("a small copy has other variants of attention")
+        if not _kinds(probed) <= _kinds(small):
+            raise _NoTwin("a small copy has other recurrent layers")
         return small
     raise _NoTwin(f"its class cannot be built with a small configuration ({type(reason).__name__}: {reason})")
 
@@ -183,7 +191,8 @@ def enlarge(model: torch.nn.Module, seed: int = 0, std: float = 1.5) -> None:
 def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     """Read ragged rows in pieces, as the engine does, and compare; what is wrong in words, or None.
 
-    Pieces: three rows at once, two of them, one alone, then a verification of each, together and alone.
+    Pieces: three rows at once, two of them, one alone, then a verification of each, together and alone. Of recurrent
+    models the verifications alone follow those together, with some of their drafts accepted.
     """
     lens = np.maximum(np.minimum(_LENS, max_model_len), _SHORTEST)
     twin, target = small.model, _target_of(small, lens)
@@ -191,31 +200,47 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     right = read_eager(twin, ids)
     prompt = lens - _VERIFY_LEN
     first, second = np.minimum(prompt, [24, 5, 17]), np.minimum(prompt, [150, 5, 53])
-    pieces = (
-        ([0, 1, 2], np.zeros(3, np.int64), first),
-        ([0, 2], first, second),
-        ([0], second, prompt),
-        ([2], second, prompt),
-        ([0, 1, 2], prompt, lens),
-        ([1], prompt, prompt + 1),
-        ([0], prompt, lens),
-    )
-    for rows, start, stop in pieces:
+    none = np.zeros(3, np.int64)
+    pieces: list[tuple[list[int], np.ndarray, np.ndarray, np.ndarray | None]] = [
+        ([0, 1, 2], none, first, None),
+        ([0, 2], first, second, None),
+        ([0], second, prompt, None),
+        ([2], second, prompt, None),
+    ]
+    if target.states is None:
+        pieces += [([0, 1, 2], prompt, lens, None), ([1], prompt, prompt + 1, None), ([0], prompt, lens, None)]
+    else:
+        pieces += [([0, 1, 2], prompt, lens, none), ([1], lens - 1, lens, none + 2), ([0, 2], lens - 2, lens, none + 1)]
+    for rows, start, stop, replay in pieces:
         rows = [row for row in rows if stop[row] > start[row]]
         if not rows:
             continue
         a, b = start[rows], stop[rows]
+        states = _states(target, np.array(rows), a, b, replay)
+        kept = None if target.states is None else target.states.copied()
         own = torch.cat([right[row][start[row] : stop[row]] for row in rows])
         for logits_indices in _selections(b - a, with_none=start is second):
             tried = f"{len(rows)} row(s) are read from token {a.tolist()} to {b.tolist()}"
+            if target.states is not None and kept is not None:
+                target.states.put_back(kept)  # the piece is read several times, from the same states
             with errors_named(twin, tried):
-                ours = read_logits(target, [ids[row] for row in rows], a, b, table[rows], logits_indices)
+                given = [ids[row] for row in rows]
+                ours = read_logits(target, given, a, b, table[rows], logits_indices, states=states)
             if ours.shape != own[logits_indices].shape:
                 return f"returns logits {list(ours.shape)} instead of {list(own[logits_indices].shape)} when {tried}"
             error = float(relative_errors(ours, own[logits_indices]).max()) if len(logits_indices) else 0.0
             if not error <= _TOLERANCE:
                 return f"has a relative logit error of {error:.2g} in float32 (allowed: {_TOLERANCE:g}) when {tried}"
     return None
+
+
+def _states(
+    target: Target, rows: np.ndarray, start: np.ndarray, stop: np.ndarray, replay: np.ndarray | None
+) -> StateIndex | None:
+    """Of tokens that are all committed, or with `replay` of a verification."""
+    if target.states is None:
+        return None
+    return all_committed(rows, start, stop) if replay is None else verifying(rows, start, replay[rows])
 
 
 def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:
@@ -229,7 +254,16 @@ def _target_of(probed: TargetProbe, lens: np.ndarray) -> Target:
     page_size = math.gcd(_PAGE_SIZE, *(spec.chunk_size or 0 for spec in specs))
     group = CacheGroup("twin", specs, len(lens) * -(-int(lens.max()) // page_size) + 1, page_size)
     cpu = torch.device("cpu")
-    return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0)
+    states = None
+    if probed.recurrent_calls:
+        slots = StateGroup(probed.recurrence_specs, len(lens) + 1, _VERIFY_LEN - 1)
+        states = StateRunner(slots, torch.float32, cpu)
+    return Target(probed, GroupRunner(TorchBackend(cpu), group, torch.float32, cpu), (), 0, states)
+
+
+def _kinds(probed: TargetProbe) -> set[str]:
+    """The kinds of recurrence that layers use."""
+    return {spec.kind for spec in probed.recurrence_specs}
 
 
 def _variants(calls: tuple[AttentionCall, ...]) -> set[tuple[bool, ...]]:

@@ -1,0 +1,173 @@
+"""StateRunner: the states of all recurrent layers, and what computes them. Serves every layer of a launch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from attention.cache.state import (
+    CallState,
+    ConvState,
+    DeltaState,
+    ScanState,
+    SsdState,
+    StateGroup,
+    allocate_states,
+    tensors_of,
+)
+from attention.recurrence.registry import recurrences_of
+from attention.recurrence.rows import StateRows
+
+
+class Recur(Protocol):
+    """Computes one recurrent call of a forward: `call` is its number in the model."""
+
+    def short_conv(
+        self, call: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
+    ) -> torch.Tensor:
+        """x [T, C] -> [T, C]."""
+
+    def gated_delta(
+        self,
+        call: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        g: torch.Tensor,
+        beta: torch.Tensor,
+        scale: float,
+        l2_normalize: bool,
+    ) -> torch.Tensor:
+        """v [T, Hv, Dv] -> [T, Hv, Dv]."""
+
+    def ssd_scan(
+        self,
+        call: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, H, P] -> [T, H, P] float32."""
+
+    def selective_scan(
+        self,
+        call: int,
+        x: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        D: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """x [T, C] -> [T, C] float32."""
+
+
+class StateRunner:
+    """The states of a model's recurrent calls on one device.
+
+    Attributes:
+        group: whose states; dtype: of the model. states: of each call. functions: what computes them.
+    """
+
+    def __init__(self, group: StateGroup, dtype: torch.dtype, device: torch.device) -> None:
+        self.group = group
+        self.dtype = dtype
+        self.functions = recurrences_of(device)
+        self.states: tuple[CallState, ...] = allocate_states(group, dtype, device)
+
+    def copied(self) -> tuple[torch.Tensor, ...]:
+        """A copy of all states, for `put_back`."""
+        return tuple(tensor.clone() for tensor in self._tensors())
+
+    def put_back(self, copies: tuple[torch.Tensor, ...]) -> None:
+        """Make the states what they were."""
+        for tensor, copy in zip(self._tensors(), copies, strict=True):
+            tensor.copy_(copy)
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [tensor for state in self.states for tensor in tensors_of(state)]
+
+    def over(self, rows: StateRows) -> StatesOver:
+        """The calls of one launch; what it derives from the rows is its own, as buffers are written again."""
+        return StatesOver(self, replace(rows))
+
+    @staticmethod
+    def blank() -> Blank:
+        """Calls that give zeros and leave the states alone: to run a model before its kernels are there."""
+        return Blank()
+
+
+@dataclass(frozen=True)
+class StatesOver:
+    """The recurrent calls of one launch over its rows: see `Recur`."""
+
+    runner: StateRunner
+    rows: StateRows
+
+    def short_conv(
+        self, call: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
+    ) -> torch.Tensor:
+        """See `Recur.short_conv`."""
+        kept = self._state(call, ConvState)
+        return self.runner.functions.short_conv(x, weight, bias, silu, kept.ring, self.rows)
+
+    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.gated_delta`."""
+        kept = self._state(call, DeltaState)
+        return self.runner.functions.gated_delta(*inputs, kept.state, kept.ring, self.rows)
+
+    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.ssd_scan`."""
+        kept = self._state(call, SsdState)
+        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows).float()
+
+    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.selective_scan`."""
+        kept = self._state(call, ScanState)
+        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows).float()
+
+    def _state(self, call: int, kind: type[Any]) -> Any:
+        kept = self.runner.states[call]
+        assert isinstance(kept, kind), f"call {call} has a {type(kept).__name__}"
+        return kept
+
+
+_OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
+    "short_conv": (0, None),
+    "gated_delta": (2, None),
+    "ssd_scan": (0, torch.float32),
+    "selective_scan": (0, torch.float32),
+}
+"""Of each call of a `Recur`: the input that its output has the shape of, and its dtype where that is another."""
+
+
+def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """Memory for the output of a call of this name."""
+    place, dtype = _OUTPUTS[name]
+    like: torch.Tensor = inputs[place]
+    return like.new_empty(like.shape, dtype=dtype)
+
+
+class Blank:
+    """Zeros for every call: see `Recur`."""
+
+    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.short_conv`."""
+        return empty_output("short_conv", inputs).zero_()
+
+    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.gated_delta`."""
+        return empty_output("gated_delta", inputs).zero_()
+
+    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.ssd_scan`."""
+        return empty_output("ssd_scan", inputs).zero_()
+
+    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
+        """See `Recur.selective_scan`."""
+        return empty_output("selective_scan", inputs).zero_()

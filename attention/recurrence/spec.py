@@ -1,0 +1,114 @@
+"""What one call of a recurrence needs of a state: shapes and dtypes, as the probe found them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from attention.recurrence.index import conv_ring_size, state_ring_size
+
+Shape = tuple[tuple[int, ...], torch.dtype]
+"""Of one slot: dimensions and dtype."""
+
+
+@dataclass(frozen=True)
+class ConvSpec:
+    """A short causal convolution by channel: channels C, taps k."""
+
+    channels: int
+    width: int
+    kind = "short convolution"
+
+    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+        """The tensors of one slot by name."""
+        return {"ring": ((conv_ring_size(self.width, num_drafts), self.channels), dtype)}
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """The gated delta rule: heads of queries and keys Hk (each serves Hv/Hk heads of values), widths Dk and Dv.
+
+    vector_gate: a gate for each of a head's Dk key channels (KDA), else one for each head.
+    """
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    vector_gate: bool
+
+    @property
+    def kind(self) -> str:
+        """In words."""
+        return "gated delta rule, a gate per channel" if self.vector_gate else "gated delta rule"
+
+    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+        """The tensors of one slot by name."""
+        size, heads = state_ring_size(num_drafts), self.num_v_heads
+        gate = (size, heads, self.k_dim) if self.vector_gate else (size, heads)
+        return {
+            "state": ((heads, self.v_dim, self.k_dim), torch.float32),
+            "k": ((size, self.num_k_heads, self.k_dim), dtype),
+            "v": ((size, heads, self.v_dim), dtype),
+            "g": (gate, torch.float32),
+            "beta": ((size, heads), torch.float32),
+        }
+
+
+@dataclass(frozen=True)
+class SsdSpec:
+    """Mamba2's scan: heads H of width P, groups G that share B and C, N states."""
+
+    num_heads: int
+    head_dim: int
+    num_groups: int
+    num_states: int
+    kind = "Mamba2 scan"
+
+    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+        """The tensors of one slot by name."""
+        size = state_ring_size(num_drafts)
+        return {
+            "state": ((self.num_heads, self.head_dim, self.num_states), torch.float32),
+            "x": ((size, self.num_heads, self.head_dim), dtype),
+            "B": ((size, self.num_groups, self.num_states), dtype),
+            "dt": ((size, self.num_heads), torch.float32),
+        }
+
+
+@dataclass(frozen=True)
+class ScanSpec:
+    """Mamba1's selective scan: channels C with N states each."""
+
+    channels: int
+    num_states: int
+    kind = "Mamba1 scan"
+
+    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+        """The tensors of one slot by name."""
+        size = state_ring_size(num_drafts)
+        return {
+            "state": ((self.channels, self.num_states), torch.float32),
+            "x": ((size, self.channels), dtype),
+            "B": ((size, self.num_states), dtype),
+            "dt": ((size, self.channels), torch.float32),
+        }
+
+
+RecurrenceSpec = ConvSpec | DeltaSpec | SsdSpec | ScanSpec
+
+
+def bytes_per_row(specs: Sequence[RecurrenceSpec], num_drafts: int, dtype: torch.dtype) -> int:
+    """Bytes of one slot over all layers.
+
+    Qwen3-Next-80B (36 layers of 16/32 heads of 128, a convolution of 8,192 channels), K=3, bfloat16:
+
+    >>> layer = [ConvSpec(8192, 4), DeltaSpec(16, 32, 128, 128, False)]
+    >>> round(36 * bytes_per_row(layer, 3, torch.bfloat16) / 2**20, 1)
+    79.0
+    """
+    shapes = (shape for spec in specs for shape in spec.shapes(num_drafts, dtype).values())
+    return sum(math.prod(dims) * kind.itemsize for dims, kind in shapes)
