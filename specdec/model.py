@@ -125,9 +125,7 @@ class SpeculativeModel:
             UnsupportedAttentionError: the backend lacks a variant.
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        attention_specs = tuple(c.attention_spec for c in probed.calls)
-        in_chunks = any(s.chunk_size is not None for s in attention_specs)
-        choice = choose_graphs(backend, loop, cuda_graphs, in_chunks, uncapturable(probed))
+        choice = choose_graphs(backend, loop, cuda_graphs, uncapturable(probed))
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -139,7 +137,8 @@ class SpeculativeModel:
         self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
-        group = CacheGroup("target", attention_specs, config.num_pages, config.page_size, layout, format)
+        specs = tuple(call.attention_spec for call in probed.calls)
+        group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
         runner = runner_of(backend, group, config.windowed, dtype, device)
         states = state_runner(probed, config)
         self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states)

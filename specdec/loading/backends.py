@@ -20,7 +20,6 @@ from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError, SpecdecWarning
 
 _STORED = {"auto": None, "fp8": FP8}
-_IN_CHUNKS = "attention in chunks from CUDA graphs is not verified on a GPU for eight rows and more"
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 
 
@@ -75,21 +74,17 @@ def choose_graphs(
     backend: AttentionBackend,
     loop: DraftLoop[Any, Any] | None,
     cuda_graphs: bool | Literal["auto"],
-    in_chunks: bool = False,
     uncapturable: str = "",
 ) -> GraphChoice:
     """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
 
     Args:
-        loop: the head's draft loop; None without a head. in_chunks: whether layers of the target attend in chunks.
+        loop: the head's draft loop; None without a head.
         uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
 
     Raises:
-        InvalidInputError: see `check_graphs`; True with what no graph can hold; or "auto" with a batch-invariant
-            backend where layers attend in chunks.
+        InvalidInputError: see `check_graphs`; or True with what no graph can hold.
     """
-    if in_chunks and cuda_graphs == "auto" and backend.batch_invariant:
-        raise InvalidInputError(f"backend={backend.name!r} needs CUDA graphs: {_IN_CHUNKS}; cuda_graphs=True tries it")
     if cuda_graphs is True and uncapturable:
         raise InvalidInputError(f"cuda_graphs=True: {uncapturable}; give 'auto' or False")
     if cuda_graphs != "auto" or backend.batch_invariant:
@@ -99,8 +94,6 @@ def choose_graphs(
         return GraphChoice(False, reason=f"backend {backend.name!r} has none")
     if loop is not None and not isinstance(loop, GraphLoop):
         return GraphChoice(False, reason=f"{loop.name} run without CUDA graphs", expected=False)
-    if in_chunks:
-        return GraphChoice(False, reason=_IN_CHUNKS, expected=False)
     if uncapturable:
         return GraphChoice(False, reason=uncapturable, expected=False)
     return GraphChoice(True)

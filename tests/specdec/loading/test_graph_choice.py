@@ -31,12 +31,3 @@ def test_a_backend_without_them_or_that_needs_them_says_so() -> None:
         choose_graphs(torch_backend, None, True)
     with pytest.raises(InvalidInputError, match="backend='batch_invariant' needs cuda_graphs=True"):
         choose_graphs(InvariantBackend(), None, False)
-
-
-def test_attention_in_chunks_runs_from_graphs_only_where_that_is_asked_for() -> None:
-    choice = choose_graphs(Backend(), None, "auto", in_chunks=True)
-    assert (choice.wanted, choice.expected) == (False, False) and "eight rows" in choice.reason
-    assert choose_graphs(Backend(), None, True, in_chunks=True).wanted
-    assert choose_graphs(TorchBackend(torch.device("cpu")), None, "auto", in_chunks=True).expected
-    with pytest.raises(InvalidInputError, match="cuda_graphs=True tries it"):
-        choose_graphs(InvariantBackend(), None, "auto", in_chunks=True)
