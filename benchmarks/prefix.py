@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.workload import milliseconds
 from specdec import SamplingParams, SpeculativeModel
@@ -42,8 +43,13 @@ def expected_hits(prompts: Sequence[Sequence[int]], page_size: int, following: i
 
 
 def seconds_to_first_token(model: SpeculativeModel, prompt: list[int], cached: bool) -> tuple[float, int]:
-    """Of one request that is alone, from its call on; and how many of its tokens were not read."""
+    """Of one request that is alone, from its call on; and how many of its tokens were not read.
+
+    What the request before it left running on the device ends first: a round is launched before the last one is read.
+    """
     params = SamplingParams(max_new_tokens=2 * model.num_speculative_tokens + 3, ignore_eos=True, cache_prefix=cached)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)
     started, first = time.perf_counter(), 0.0
     for update in model.stream([prompt], params):
         first = first or time.perf_counter() - started

@@ -57,9 +57,8 @@ class FixedRounds:
         self._query_len = config.num_speculative_tokens + 1
         self._num_modules = num_modules
         most = [rows for rows in self._sizes if rows * self._query_len <= TILE_TOKENS]
-        self._most_virtual = (
-            most[-1] if most and num_modules == 1 and not config.windowed and not config.recurrent else 0
-        )
+        side_by_side = not config.windowed and not config.recurrent  # a state's tokens come one after the other
+        self._most_virtual = most[-1] if most and num_modules == 1 and side_by_side else 0
         field = Field("following", np.int64, ("rows", "tokens"))
         self._bucket = bucket_of(rows=max(self._most_virtual, 1), tokens=self._query_len)
         self._arena = StagingArena([field], self._bucket, device)
@@ -94,8 +93,7 @@ class FixedRounds:
         """A round with short prompts.
 
         Only in buckets of one tile of tokens, in which a matmul takes as long for any number of them. Without drafts a
-        row holds one token. Virtual rows are computed side by side, which a recurrent layer's tokens are not. Of M > 1
-        modules each takes an output of the row before, which lies in another virtual row.
+        row holds one token. Of M > 1 modules each takes an output of the row before, which lies in another virtual row.
         """
         query_len, rows = self._query_len, num_virtual_rows(target, self._query_len)
         if rows > self._most_virtual:

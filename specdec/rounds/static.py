@@ -238,10 +238,10 @@ class FixedTarget:
         """
         place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
-        if place.states is not None:
-            place.states.write(target)
         if num_own is not None or place.has_virtual:
             self._write_virtual(place, target, num_own)
+        if place.states is not None:
+            place.states.write(target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())

@@ -21,7 +21,7 @@ def test_the_kernels_serve_a_target(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels are tested on it: tests/gpu/test_recurrent_targets.py")
     kernels = recurrences_of(torch.device("cuda"))
-    assert kernels.name == "triton" and kernels.capturable
+    assert kernels.name == "Triton" and kernels.capturable
     head = RecallHead([greedy_text(name, prompt, NEW) for prompt in PROMPTS], 0.6)
     wrapped = wrap(tiny_hybrid(name), head, num_speculative_tokens=2, max_model_len=64)
     wrapped.target.states.functions = kernels
@@ -29,4 +29,4 @@ def test_the_kernels_serve_a_target(name: str) -> None:
     right = [greedy_text(name, prompt, NEW)[len(prompt) :] for prompt in PROMPTS]
     assert [list(c.token_ids) for c in completions] == right
     assert any(r.accepted for c in completions for r in c.stats.rounds)
-    assert wrapped.describe()["recurrent"]["kernel"] == "triton"
+    assert wrapped.describe()["recurrent"]["kernel"] == "Triton"
