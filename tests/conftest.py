@@ -117,7 +117,8 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
     caches = tuple((runner.group, runner.routes) for runner in target.runner.runners)
     if report.unbuilt is not None or probed.model.device.type != "cpu":
         return check_target(target, probed, max_model_len, report)
-    key = *_form(probed), _weights(probed.model), caches, max_model_len
+    states = None if target.states is None else (target.states.group, target.states.functions)
+    key = *_form(probed), _weights(probed.model), caches, states, max_model_len
     if key not in _right_targets:
         _right_targets[key] = check_target(target, probed, max_model_len, report)
     return _right_targets[key]

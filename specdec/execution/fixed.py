@@ -57,10 +57,8 @@ class FixedRounds:
         self._query_len = config.num_speculative_tokens + 1
         self._num_modules = num_modules
         most = [rows for rows in self._sizes if rows * self._query_len <= TILE_TOKENS]
-        one_group = not (
-            config.windowed or config.recurrent
-        )  # a recurrence goes on from row to row of its request only
-        self._most_virtual = most[-1] if most and num_modules == 1 and one_group else 0
+        side_by_side = not config.windowed and not config.recurrent  # a state's tokens come one after the other
+        self._most_virtual = most[-1] if most and num_modules == 1 and side_by_side else 0
         field = Field("following", np.int64, ("rows", "tokens"))
         self._bucket = bucket_of(rows=max(self._most_virtual, 1), tokens=self._query_len)
         self._arena = StagingArena([field], self._bucket, device)
