@@ -84,9 +84,16 @@ class MtpHead(nn.Module):
 
     def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:
         positions = torch.arange(rows, device=self.target_embedding.device)[None]
-        cos_sin = self.rotary(self.target_embedding.new_zeros(1, rows, 1), positions)
+        cos_sin = self._cos_sin(self.target_embedding.new_zeros(1, rows, 1), positions)
         moved = tuple(t.to(like.device) for t in cos_sin) if isinstance(cos_sin, tuple) else cos_sin.to(like.device)
         return {"attention_mask": None, "position_embeddings": moved, "position_ids": positions.to(like.device)}
+
+    def _cos_sin(self, x: torch.Tensor, positions: torch.Tensor) -> Any:
+        """What the target's rotary module gives for x [1, T, H] at positions [1, T].
+
+        One of several sections (text, height, width; Qwen3.5) takes positions [3, 1, T], for text three equal ones.
+        """
+        return self.rotary(x, positions.expand(3, 1, -1) if hasattr(self.rotary, "mrope_section") else positions)
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
@@ -122,7 +129,7 @@ class MtpHead(nn.Module):
         out = self.block(
             x,
             attention_mask=None,
-            position_embeddings=self.rotary(x, positions[None]),
+            position_embeddings=self._cos_sin(x, positions[None]),
             position_ids=positions[None],
         )
         return (out[0] if isinstance(out, tuple) else out)[0]

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from benchmarks.bench_round import Kind, Moments, floor, full_rounds
+from benchmarks import engines
+from benchmarks.bench_round import Kind, Moments, floor, full_rounds, main
+from benchmarks.engines import DevicePlannedBackend, sizes_of
 from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
 from specdec.acceptance.packed import Outcome
+from specdec.errors import InvariantError
 
 
 def test_every_read_is_noted_and_stays_as_it_is() -> None:
@@ -82,3 +88,53 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     keys = sum(len(row) - 10 for row in rows)
     more = floor(pair, rows, drafts, 20)["floor_ms"] - pair.floor_ms(3, drafts, 0, experts)
     assert more == pytest.approx(1e3 * keys * (of_target + drafts * of_head) / COPY_BYTES_PER_S)
+
+
+def graphs_backend() -> Any:
+    """What `DevicePlannedBackend` takes from a backend."""
+    return SimpleNamespace(run=print, batch_invariant=False, route="")
+
+
+def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
+    """From the command line: a line for each K and batch, in order, and why there are no graphs."""
+    out = tmp_path / "round.jsonl"
+    options = "--shape tiny-qwen3.5 --device cpu --drafts 0,3 --rows 1,2 --prompt 5 9 --new-tokens 49 --repeats 1"
+    done = CliRunner().invoke(main, [*options.split(), "--acceptance", "1", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["drafts"], line["rows"]) for line in lines] == [(0, 1), (0, 2), (3, 1), (3, 2)]
+    assert [line["tokens_a_round"] for line in lines] == [1, 2, 4, 8]
+    assert all(line["graphs"] == "off: backend 'torch' has none" for line in lines) and "graphs off" in done.output
+    assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
+
+
+@pytest.mark.parametrize("option", [("--backend", "flashinfer"), ("--trace", "1")])
+def test_what_needs_a_gpu_is_refused_on_the_cpu(option: tuple[str, str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["--device", "cpu", *option, "--out", str(tmp_path / "x")])
+    assert done.exit_code == 2 and f"{option[0]} {option[1]} needs a GPU" in done.output
+
+
+@pytest.mark.parametrize("shape", ["tiny-qwen3.5", "tiny-deepseek"])
+def test_only_hybrids_may_run_without_graphs(
+    shape: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A backend with graphs whose rounds cannot be captured: a plain target fails, a hybrid says so and runs."""
+    tried: list[Any] = []
+
+    def model(*arguments: Any) -> str:
+        tried.append(arguments[-1])
+        if arguments[-1] is not False:
+            raise InvariantError("a batch of a recurrent target has no states")
+        return "without"
+
+    monkeypatch.setattr(engines, "SpeculativeModel", model)
+    monkeypatch.setattr(engines, "make_backend", lambda name, device: DevicePlannedBackend(graphs_backend()))
+    pair, config = random_pair(shape, torch.float32, torch.device("cpu")), sizes_of(1, [1], 8, 8, None)
+    if shape == "tiny-deepseek":
+        with pytest.raises(InvariantError):
+            engines.engine(pair, config, "graphs", "host")
+        assert tried == [True]
+    else:
+        assert engines.engine(pair, config, "graphs", "host") == "without"
+        assert tried == ["auto", False]
+        assert "runs without CUDA graphs: a batch of a recurrent target has no states" in capsys.readouterr().err
