@@ -20,7 +20,7 @@ from drafters.base import FINAL_NORM, Head
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import block_config, mtp_target
+from drafters.mtp.spec import MtpSpec, block_config, mtp_target
 from drafters.oracle import oracle_drafts
 
 ROWS = 23
@@ -208,6 +208,6 @@ def test_it_is_a_head_on_the_last_state(tmp_path: Path, tiny_case: Callable[...,
 def test_block_config_leaves_the_target_alone(tiny_case: Callable[..., Any]) -> None:
     config = tiny_case("qwen3_next").model.config
     before = config.to_dict()
-    block = block_config(config, experts=True)
+    block = block_config(config, MtpSpec(experts=True))
     assert block.layer_types == ["full_attention"]
     assert config.to_dict() == before
