@@ -39,7 +39,7 @@ from specdec.loading.prefixes import choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
-from specdec.loading.states import check_backend_fits, state_bytes, state_runner
+from specdec.loading.states import check_backend_fits, state_bytes, state_runner, uncapturable
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -124,7 +124,8 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         attention_specs = tuple(c.attention_spec for c in probed.calls)
-        choice = choose_graphs(backend, loop, cuda_graphs, any(s.chunk_size is not None for s in attention_specs))
+        in_chunks = any(s.chunk_size is not None for s in attention_specs)
+        choice = choose_graphs(backend, loop, cuda_graphs, in_chunks, uncapturable(probed))
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -331,7 +332,9 @@ class SpeculativeModel:
             recurrent=len(probed.recurrent_calls) > 0,
         )
         loop = None if head is None else head.draft_loop(loop_limits(config))
-        prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent)
+        prefix_caching = choose_prefix_caching(
+            loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
+        )
         config = replace(config, enable_prefix_caching=prefix_caching == "on")
         windowed = sizes.of_pools(config.windowed, page_size)
         check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)

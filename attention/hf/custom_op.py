@@ -96,9 +96,7 @@ class OpaqueMixing:
     def __init__(self, channel: int, call: int) -> None:
         self._place = channel, call
 
-    def short_conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
-    ) -> torch.Tensor:
+    def short_conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
         """See `Mixing`."""
         return opaque_short_conv(x, weight, bias, silu, *self._place)
 

@@ -54,7 +54,7 @@ _serving: dict[int, Callable[[], Mixing]] = {}
 
 
 class RecurrentPort:
-    """Connects a model's recurrent layers to states of ours while a forward of ours runs. Without such layers: nothing."""
+    """Connects a model's recurrent layers, if it has any, to states of ours while a forward of ours runs."""
 
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()
@@ -236,9 +236,7 @@ class _Recorder:
     def _note(self, spec: RecurrenceSpec) -> None:
         self._calls.append(RecurrentCall(self._module, spec))
 
-    def short_conv(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool
-    ) -> torch.Tensor:
+    def short_conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
         self._note(ConvSpec(x.shape[1], weight.shape[1]))
         return x.new_zeros(x.shape)
 

@@ -1,8 +1,8 @@
 """The recurrences in torch: what runs on a CPU, and the oracle of the kernels' tests.
 
-All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, zeros for
-a fresh row; then the replayed inputs and the committed tokens, after which the state is stored; then the drafts, whose
-inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long ones in
+All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
+for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored; then the drafts,
+whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long ones in
 chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their outputs are zeros.
 
 States and sums are float32; outputs have the dtype of x (v).

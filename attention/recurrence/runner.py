@@ -7,7 +7,16 @@ from typing import Any, Protocol
 
 import torch
 
-from attention.cache.state import CallState, ConvState, DeltaState, ScanState, SsdState, StateGroup, allocate_states, tensors_of
+from attention.cache.state import (
+    CallState,
+    ConvState,
+    DeltaState,
+    ScanState,
+    SsdState,
+    StateGroup,
+    allocate_states,
+    tensors_of,
+)
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.rows import StateRows
 

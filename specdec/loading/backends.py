@@ -76,17 +76,22 @@ def choose_graphs(
     loop: DraftLoop[Any, Any] | None,
     cuda_graphs: bool | Literal["auto"],
     in_chunks: bool = False,
+    uncapturable: str = "",
 ) -> GraphChoice:
     """Whether rounds run from CUDA graphs: where they are asked for, and with "auto" where they can.
 
     Args:
         loop: the head's draft loop; None without a head. in_chunks: whether layers of the target attend in chunks.
+        uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
 
     Raises:
-        InvalidInputError: see `check_graphs`; or "auto" with a batch-invariant backend where layers attend in chunks.
+        InvalidInputError: see `check_graphs`; True with what no graph can hold; or "auto" with a batch-invariant backend
+            where layers attend in chunks.
     """
     if in_chunks and cuda_graphs == "auto" and backend.batch_invariant:
         raise InvalidInputError(f"backend={backend.name!r} needs CUDA graphs: {_IN_CHUNKS}; cuda_graphs=True tries it")
+    if cuda_graphs is True and uncapturable:
+        raise InvalidInputError(f"cuda_graphs=True: {uncapturable}; give 'auto' or False")
     if cuda_graphs != "auto" or backend.batch_invariant:
         check_graphs(backend, loop, cuda_graphs is not False)
         return GraphChoice(True, required=True) if cuda_graphs else GraphChoice(False, reason="cuda_graphs=False")
@@ -96,6 +101,8 @@ def choose_graphs(
         return GraphChoice(False, reason=f"{loop.name} run without CUDA graphs", expected=False)
     if in_chunks:
         return GraphChoice(False, reason=_IN_CHUNKS, expected=False)
+    if uncapturable:
+        return GraphChoice(False, reason=uncapturable, expected=False)
     return GraphChoice(True)
 
 

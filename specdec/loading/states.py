@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from attention.backends.base import AttentionBackend
 from attention.cache.state import StateGroup
+from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import UnsupportedModelError
@@ -23,6 +24,14 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
             f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
             "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
         )
+
+
+def uncapturable(probed: TargetProbe) -> str:
+    """Why rounds of a target cannot run from CUDA graphs, in words; "" where its recurrent layers do not prevent it."""
+    functions = recurrences_of(probed.model.device)
+    if not probed.recurrent_calls or functions.capturable:
+        return ""
+    return f"recurrent layers are computed by {functions.name} functions, which no CUDA graph can hold"
 
 
 def state_bytes(probed: TargetProbe, rows: Rows) -> int:

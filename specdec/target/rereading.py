@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.recurrence.index import StateIndex, slots_of_rows
 from attention.hf.interface import attention_configs, attention_implementation
+from attention.recurrence.index import StateIndex, slots_of_rows
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.target.target import Target
 

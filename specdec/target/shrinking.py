@@ -26,7 +26,8 @@ _LAYER_COUNT = re.compile(r"num_hidden_layers|n_layers?|(num_)?((de|en)coder_)?l
 _THRESHOLD = re.compile(
     r"window|chunk_size|local_attention$|index_topk$|floor_scale$|original_max_position|max_local|attention_span"
 )
-_NO_THRESHOLD = re.compile(r"layers|pattern|use_|_types|num_|freq")
+_NO_THRESHOLD = re.compile(r"layers|pattern|use_|_types|num_|freq|mamba_chunk_size|^chunk_size$")
+"""Mamba's chunks are how it is computed, and change no token."""
 _ROPE_THRESHOLD = "original_max_position_embeddings"
 _BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
 
@@ -54,8 +55,17 @@ _SIZES: tuple[tuple[str, Size], ...] = (
     (r"(.*_)?(n_group|num_expert_group)", lambda n: min(n, 2)),
     (r"(.*_)?topk_group", lambda n: min(n, 1)),
     (r"(n|num)_shared_experts", lambda n: min(n, 1)),
+    (r"(mamba_)?(n_groups|ngroups)", lambda n: min(n, 2)),
+    (r"(mamba_)?chunk_size", lambda n: min(n, 16)),
+    (r"(mamba_)?d_state|(ssm_)?state_size", lambda n: min(n, 8)),
     (r"first_k_dense_replace|num_dense_layers|first_num_dense_layers|num_kv_shared_layers", lambda n: min(n, 1)),
 )  # fmt: skip
+_MAMBA_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("n_mamba_heads", "mamba_headdim"),
+    ("num_heads", "head_dim"),
+)
+"""Names of the number of a Mamba2 layer's heads and of their width, which together are as wide as the layer."""
 _QUERY_HEADS = re.compile(
     r"(?!.*(key_value|kv))(.*_)?(num_attention_heads|num_heads|n_head|n_heads|attention_heads)(_per_layer)?"
 )
@@ -151,6 +161,7 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
     for name, value in list(vars(config).items()):
         if not name.startswith("_") and isinstance(value, (int, float, list, tuple)):
             setattr(config, name, _narrowed(name, value, low, heads))
+    _fit_mixers(config)
     if rotary and {"head_dim", "qk_rope_head_dim"} <= set(vars(config)):
         config.head_dim = _ROPE_DIM  # the width that the rotary embedding of MLA reads
     if overrides:
@@ -159,6 +170,20 @@ def _narrow(config: PreTrainedConfig, low: Sequence[str], one_layer: bool) -> No
             for place, layer in enumerate(chosen)
             if layer in overrides
         }
+
+
+def _fit_mixers(config: PreTrainedConfig) -> None:
+    """Make derived widths fit again: those of Mamba2 layers' heads, and of Zamba's attention."""
+    names = vars(config)
+    for heads, width in _MAMBA_HEADS:
+        if heads in names and width in names and (expand := names.get("mamba_expand", names.get("expand"))):
+            inner = int(expand * config.hidden_size)
+            setattr(config, width, inner // names[heads])
+            if names.get("mamba_d_ssm") is not None:
+                config.mamba_d_ssm = inner
+    if "attention_hidden_size" in names and "attention_head_dim" in names:
+        config.attention_hidden_size = 2 * config.hidden_size
+        config.attention_head_dim = 2 * config.hidden_size // config.num_attention_heads
 
 
 def _narrowed_override(name: str, value: Any, low: Sequence[str], heads: int) -> Any:

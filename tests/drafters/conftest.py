@@ -19,6 +19,8 @@ from transformers import (
     Glm4MoeConfig,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3NextConfig,
 )
 
@@ -107,14 +109,25 @@ def ernie(k: int = 0) -> Shapes:
 
 
 def qwen(k: int = 0) -> Shapes:
-    """`mtp.*` of Qwen3-Next."""
+    """`mtp.*` of Qwen3-Next and of Qwen3.5's mixtures of experts."""
+    p = "mtp.layers.0."
+    shapes = _qwen_module() | {f"{p}mlp.gate.weight": (EXPERTS, H)} | _experts(p)
+    return shapes | _mlp(f"{p}mlp.shared_expert", EXPERT_SIZE) | {f"{p}mlp.shared_expert_gate.weight": (1, H)}
+
+
+def qwen_dense(k: int = 0) -> Shapes:
+    """`mtp.*` of the dense Qwen3.5."""
+    return _qwen_module() | _mlp("mtp.layers.0.mlp", INTER)
+
+
+def _qwen_module() -> Shapes:
+    """All but the feed-forward layer."""
     p = "mtp.layers.0."
     names = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")
     shapes: Shapes = {f"mtp.{n}.weight": (H,) for n in names}
     shapes |= {"mtp.fc.weight": (H, 2 * H)}
-    shapes |= {f"{p}self_attn.{n}_norm.weight": (D,) for n in "qk"} | {f"{p}mlp.gate.weight": (EXPERTS, H)}
-    shapes |= _mlp(f"{p}mlp.shared_expert", EXPERT_SIZE) | {f"{p}mlp.shared_expert_gate.weight": (1, H)}
-    return shapes | _gqa(p, bias=False, gated=True) | _norms(p) | _experts(p)
+    shapes |= {f"{p}self_attn.{n}_norm.weight": (D,) for n in "qk"}
+    return shapes | _gqa(p, bias=False, gated=True) | _norms(p)
 
 
 @dataclass(frozen=True)
@@ -150,6 +163,8 @@ CASES = {
     "mimo": Case(Qwen2Config(**COMMON, **GQA), mimo),
     "ernie": Case(Ernie4_5_MoeConfig(**COMMON, **GQA, **ERNIE_MOE), ernie),
     "qwen3_next": Case(Qwen3NextConfig(**COMMON, **GQA, **LINEAR), qwen),
+    "qwen3_5": Case(Qwen3_5TextConfig(**COMMON, **GQA, **LINEAR), qwen_dense),
+    "qwen3_5_moe": Case(Qwen3_5MoeTextConfig(**COMMON, **GQA, **LINEAR), qwen),
 }
 
 
@@ -197,7 +212,7 @@ def tiny(name: str, modules: int = 1, context: float = 1.0) -> Tiny:
     for ending, module in shared.items():
         tensors |= {n: module.weight.detach().clone() for n in tensors if n.endswith(ending)}
     for tensor_name, tensor in [*model.named_parameters(), *tensors.items()]:
-        if "o_proj" in tensor_name or "down_proj" in tensor_name:
+        if any(name in tensor_name for name in ("o_proj", "out_proj", "down_proj")):
             tensor.data.mul_(context)
     return Tiny(name, model, tensors)
 

@@ -47,10 +47,9 @@ RIGHT: dict[str, dict[str, Any]] = {
 }
 HYBRID = {"layer_types": ["linear_attention", "full_attention"] * 2}
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "qwen3_next": ({**HYBRID, "num_experts": 4, "linear_num_value_heads": 2, "linear_num_key_heads": 2}, "keeps state"),
     "minimax": ({**HYBRID, **MOE}, "4 layers, but 2 of them"),
-    "mamba": ({"state_size": 4, "expand": 1}, "keeps state"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"] * 2}, "4 layers, but 2 of them"),
+    "recurrent_gemma": ({"block_types": ["recurrent", "attention"] * 2, "lru_width": 32}, "keeps state"),
+    "rwkv": ({"attention_hidden_size": 32}, "keeps state"),
     "falcon": ({"head_dim": None, "alibi": False}, "does not run without an attention mask"),
     "bloom": ({}, "4 layers, but 0 of them"),
     "gptj": ({"rotary_dim": 4}, "4 layers, but 0 of them"),
