@@ -104,7 +104,10 @@ NEMOTRON = Family(
     others="blocks.",
     numbered=True,
 )
-"""Source: vllm-project/vllm, nemotron_h_mtp.py: blocks of one mixer, the projection in the first, the norm in the last."""
+"""Blocks of one mixer; the projection is in the first, the final norm in the last.
+
+Source: vllm-project/vllm, nemotron_h_mtp.py.
+"""
 
 FAMILIES: Mapping[Layout, Family] = {
     Layout.MTP_DEEPSEEK: DEEPSEEK,
@@ -125,7 +128,7 @@ def mixers_of(config: PreTrainedConfig) -> tuple[str, ...]:
     wrong = sorted(set(mixers) - set(_MIXERS))
     if wrong or not mixers:
         raise HeadLoadError(
-            f"the checkpoint's multi-token-prediction module has blocks of one mixer (mtp.layers.*.mixer); the target's "
+            "the checkpoint's multi-token-prediction module has blocks of one mixer (mtp.layers.*.mixer); the target's "
             f"configuration says mtp_layers_block_type={list(mixers)}, allowed are {', '.join(_MIXERS)}"
         )
     return mixers

@@ -76,8 +76,8 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     """What modules need of a loaded target.
 
     Raises:
-        HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb` where
-            these take rotary embeddings, and an lm_head.
+        HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb`
+            where these take rotary embeddings, and an lm_head.
     """
     decoder, head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
