@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -93,8 +93,8 @@ class StateRunner:
         return [tensor for state in self.states for tensor in tensors_of(state)]
 
     def over(self, rows: StateRows) -> StatesOver:
-        """The calls of one launch."""
-        return StatesOver(self, rows)
+        """The calls of one launch; what it derives from the rows is its own, as buffers are written again."""
+        return StatesOver(self, replace(rows))
 
     @staticmethod
     def blank() -> Blank:

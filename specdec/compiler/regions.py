@@ -24,7 +24,12 @@ import attention.hf.custom_op  # noqa: F401 (registers the operator)
 
 _LEAST_ATTENTIONS = 3
 """The fewest attentions of which one region is between two others, and may come again."""
-_ATTENTIONS = (torch.ops.specdec.attend, torch.ops.specdec.attend.default)
+_ATTENTIONS = tuple(
+    operator
+    for name in ("attend", "short_conv", "gated_delta", "ssd_scan", "selective_scan")
+    for operator in (getattr(torch.ops.specdec, name), getattr(torch.ops.specdec, name).default)
+)
+"""The operators at which a graph is cut: attention, and the recurrences of hybrid models."""
 _SIZES = (int, torch.SymInt)
 _GIVEN = ("placeholder", "get_attr")
 """Nodes that compute nothing: a graph's inputs and its constants."""

@@ -18,11 +18,12 @@ import torch
 
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.hf.custom_op import LayerAttend
+from attention.recurrence.runner import Recur
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.loops.base import CarriedRows, Chosen, StaticLoop, StaticPrefill
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
-from specdec.execution.segments import SegmentedGraph, record_segments, unowned
+from specdec.execution.segments import Between, SegmentedGraph, record_segments, unowned
 from specdec.rounds.buckets import TILE_TOKENS, power_of_two, prefill_budget
 from specdec.rounds.fields import DeviceAhead
 from specdec.target.target import Target
@@ -117,9 +118,13 @@ class RaggedTarget:
         graph.positions[:count].copy_(metadata.positions)
         graph.logits_indices[:rows].copy_(logits_indices)
         graph.logits_indices[rows:].zero_()
-        runner = self._target.runner
-        graph.graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
+        graph.graph.replay(partial(self._between, metadata))
         return graph.logits[:rows]
+
+    def _between(self, metadata: CommonAttentionMetadata) -> Between:
+        """What a batch launches between the graphs; planned now."""
+        planned = self._target.runner.plan(metadata)
+        return Between(partial(self._target.runner.attend, planned), self._target.recur(planned))
 
     def capture_expected(self, rows: Iterable[int]) -> None:
         """Capture the largest bucket and the smallest, and those of so many rows that decode, see `mixed_bucket`.
@@ -153,7 +158,7 @@ class RaggedTarget:
             device = self._target.hf_model.device
             ids, positions, rows = (_integers(n, device) for n in (tokens, tokens, indices))
             launch = partial(self._target.launch, ids, positions, rows, model=self._model)
-            graph, logits = record_segments(lambda attend: launch(attend=attend), self._pool)
+            graph, logits = record_segments(lambda attend, recur: launch(attend=attend, recur=recur), self._pool)
         return _TargetGraph(ids, positions, rows, graph, unowned(logits))
 
 
@@ -228,7 +233,7 @@ class RaggedPrefill:
             graph.inputs.carried.sources[:count].copy_(ahead.carried.sources)
             graph.inputs.carried.request_rows[:rows].copy_(ahead.carried.request_rows)
             graph.inputs.carried.request_rows[rows:].fill_(-1)
-        graph.graph.replay(partial(_PassesAttend, self._runner, ahead.passes))
+        graph.graph.replay(lambda: Between(_PassesAttend(self._runner, ahead.passes)))
         return accepted, graph.chosen
 
     def capture_expected(self, mixed: Iterable[int]) -> None:
@@ -255,7 +260,7 @@ class RaggedPrefill:
             inputs = StaticPrefill(new(tokens), new(rows), carried)
             positions = tuple(_integers(tokens, self._device) for _ in range(self._num_passes))
 
-            def launch(attend: LayerAttend) -> tuple[torch.Tensor, torch.Tensor]:
+            def launch(attend: LayerAttend, recur: Recur) -> tuple[torch.Tensor, torch.Tensor]:
                 def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
                     return attend(layer, query, key, value, None)
 

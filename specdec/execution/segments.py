@@ -1,4 +1,5 @@
-"""A launch with attention in it as CUDA graphs of what lies between the attentions.
+"""A launch with attention in it as CUDA graphs of what lies between the attentions. The recurrences of hybrid models
+are cut out in the same way.
 
 Attention of a round with prompts has no fixed shape: its plan, its kernels and their grids depend on the rows. All the
 rest depends on the number of tokens alone. So the launch is captured up to an attention, from there to the next one,
@@ -10,18 +11,28 @@ Source: vllm-project/vllm, "piecewise" CUDA graphs (vllm/compilation); here the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from attention.hf.custom_op import LayerAttend
+from attention.recurrence.runner import Blank, Recur
 
 T = TypeVar("T")
 
 AttendInto = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 """A `LayerAttend` that is also given where to write; its tensors may have padding after the tokens of its batch."""
+
+
+@dataclass(frozen=True)
+class Between:
+    """What a batch launches between two graphs: its attention, and its recurrences where the target has any."""
+
+    attend: AttendInto
+    recur: Recur | None = None
 
 
 @dataclass(frozen=True)
@@ -35,28 +46,46 @@ class AttentionCall:
     sinks: torch.Tensor | None
     out: torch.Tensor
 
+    def run(self, between: Between) -> None:
+        """Launch it."""
+        between.attend(self.layer, self.query, self.key, self.value, self.sinks, self.out)
+
+
+@dataclass(frozen=True)
+class RecurrenceCall:
+    """One recurrence between two graphs: `name` of `Recur`, its inputs. out [T, …] is what the next graph reads."""
+
+    name: str
+    call: int
+    inputs: tuple[Any, ...]
+    out: torch.Tensor
+
+    def run(self, between: Between) -> None:
+        """Launch it."""
+        self.out.copy_(getattr(between.recur, self.name)(self.call, *self.inputs))
+
 
 class SegmentedGraph:
     """The graphs of one launch and the attentions between them."""
 
-    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: list[AttentionCall]) -> None:
+    def __init__(self, graphs: list[torch.cuda.CUDAGraph], calls: Sequence[AttentionCall | RecurrenceCall]) -> None:
         self._graphs = graphs
         self._calls = calls
 
     @property
     def num_graphs(self) -> int:
-        """One more than there are attentions."""
+        """One more than there are attentions and recurrences."""
         return len(self._graphs)
 
-    def replay(self, plan: Callable[[], AttendInto]) -> None:
+    def replay(self, plan: Callable[[], Between]) -> None:
         """Run the launch again on the tokens of a batch; what it gives for the padding is noise.
 
         plan: makes the batch's attention; it is called when the first graph is launched, so that the device is at work.
         """
         self._graphs[0].replay()
-        attend = plan()
+        between = plan()
         for call, graph in zip(self._calls, self._graphs[1:], strict=True):
-            attend(call.layer, call.query, call.key, call.value, call.sinks, call.out)
+            call.run(between)
             graph.replay()
 
 
@@ -67,7 +96,7 @@ class _Cutter:
         self._pool = pool
         self._open = False
         self.graphs: list[torch.cuda.CUDAGraph] = []
-        self.calls: list[AttentionCall] = []
+        self.calls: list[AttentionCall | RecurrenceCall] = []
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
@@ -91,7 +120,27 @@ class _Cutter:
         return out
 
 
-def record_segments(launch: Callable[[LayerAttend], T], pool: Any) -> tuple[SegmentedGraph, T]:
+class _CutRecurrences:
+    """A `Recur` that computes nothing: every call ends a graph, as the cutter's attention does."""
+
+    def __init__(self, cutter: _Cutter) -> None:
+        self._cutter = cutter
+        self.short_conv: Any = partial(self._cut, "short_conv", 0)
+        self.gated_delta: Any = partial(self._cut, "gated_delta", 2)
+        self.ssd_scan: Any = partial(self._cut, "ssd_scan", 0)
+        self.selective_scan: Any = partial(self._cut, "selective_scan", 0)
+
+    def _cut(self, name: str, like: int, call: int, *inputs: Any) -> torch.Tensor:
+        """like: which input has the shape of the output."""
+        out = inputs[like].new_empty(inputs[like].shape)
+        self._cutter.end()
+        own = tuple(unowned(x) if isinstance(x, torch.Tensor) else x for x in inputs)
+        self._cutter.calls.append(RecurrenceCall(name, call, own, unowned(out)))
+        self._cutter.begin()
+        return out
+
+
+def record_segments(launch: Callable[[LayerAttend, Recur], T], pool: Any) -> tuple[SegmentedGraph, T]:
     """Run `launch` once with an attention of zeros (load, allocate), then capture it into graphs that share `pool`.
 
     Nothing waits for the device, so it can be done between two rounds.
@@ -99,13 +148,13 @@ def record_segments(launch: Callable[[LayerAttend], T], pool: Any) -> tuple[Segm
     Returns:
         The graphs, and what the captured launch returned: where each replay writes its result.
     """
-    launch(_nothing)
+    launch(_nothing, Blank())
     stream, cutter = _capture_stream(), _Cutter(pool)
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         cutter.begin()
         try:
-            result = launch(cutter.attend)
+            result = launch(cutter.attend, _CutRecurrences(cutter))
         finally:
             cutter.end()
     return SegmentedGraph(cutter.graphs, cutter.calls), result

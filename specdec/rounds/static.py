@@ -20,10 +20,11 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import BatchBuffers, group_fields, group_sizes
+from attention.batch.metadata import STATE_FIELDS, BatchBuffers, group_fields, group_sizes, state_fields
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
+from attention.recurrence.index import StateIndex
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -37,7 +38,9 @@ from specdec.rounds.verification import TargetArrays, WindowedTable
 class _Pages:
     """Where the pages of one group stand: slots [rows, query_len], the flat list of pages, and the batch over them."""
 
-    def __init__(self, buffers: BatchBuffers, start: np.ndarray, shape: StaticShape) -> None:
+    def __init__(
+        self, buffers: BatchBuffers, start: np.ndarray, shape: StaticShape, states: StateIndex | None = None
+    ) -> None:
         self.slots = buffers.slot_mapping.reshape(shape.rows, shape.query_len)
         self.indices = buffers.page_indices
         self.batch = LiveBatch(
@@ -49,6 +52,7 @@ class _Pages:
             block_table=np.zeros((0, 0), np.int32),
             page_size=shape.page_size,
             page_indptr=buffers.page_indptr,
+            states=states,
         )
 
 
@@ -86,6 +90,25 @@ class _WindowedPages:
             page_indptr=buffers.page_indptr,
             page_indices=indices,
         )
+
+
+class _States:
+    """Which recurrent states the rows continue; rows that are added are on the null slot."""
+
+    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
+        views = {name: host[f"target.states.{name}"] for name in STATE_FIELDS}
+        self.index = StateIndex(**views, most_replayed=shape.query_len - 1)
+        self.index.num_new[:] = 1
+
+    def write(self, target: TargetArrays) -> None:
+        """Those of verifications of bonus tokens."""
+        assert target.replay is not None
+        count, index = len(target.start), self.index
+        np.add(target.request_rows, 1, out=index.slots[:count], casting="unsafe")
+        index.start[:count] = target.start
+        index.replay[:count] = target.replay
+        for array in (index.slots, index.start, index.replay):
+            array[count:] = 0
 
 
 class _LaterPass:
@@ -128,6 +151,7 @@ class _TargetPlace:
         passes: int,
         later: LaterPassesSection,
         windows: Sequence[int],
+        recurrent: bool,
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = VerificationSection.buffers(host)
@@ -137,7 +161,9 @@ class _TargetPlace:
         self.num_drafts, self.sources = own.num_drafts, own.sources
         self.batch = batch
         buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
-        self.groups = [_Pages(each, self.start, shape) for each in buffers]
+        self.states = _States(host, shape) if recurrent else None
+        index = None if self.states is None else self.states.index
+        self.groups = [_Pages(each, self.start, shape, index if each is batch else None) for each in buffers]
         windowed = zip(batch.groups("target", len(windows), host), windows, strict=True)
         self.windowed = [_WindowedPages(own, window, shape) for own, window in windowed]
         places = np.arange(rows * query_len).reshape(rows, query_len)
@@ -163,10 +189,12 @@ class FixedTarget:
         device: torch.device,
         windows: Sequence[int] = (),
         entries: Sequence[int] = (),
+        recurrent: bool = False,
     ) -> None:
         """passes: of the draft prefill, the M of M modules; 0 without a head.
 
-        windows, entries: of the target's further cache groups, and the most pages on the list of each.
+        windows, entries: of the target's further cache groups, and the most pages on the list of each. recurrent:
+            whether the target has recurrent states.
         """
         self._shape = shape
         self.later = LaterPassesSection(passes)
@@ -175,13 +203,14 @@ class FixedTarget:
         self._lens = np.zeros(shape.rows, np.int64)
         head = HeadPagesSection.fields if passes else ()
         groups = group_fields("target", len(windows))
-        fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields)
+        states = state_fields("target") if recurrent else ()
+        fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields, *states)
         place = shape.rows, shape.query_len, shape.page_entries
         sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
         self._bucket = bucket_of(**sizes, **group_sizes("target", entries))
         self._arena = StagingArena(fields, self._bucket, device)
         hosts = self._arena.hosts(self._bucket)
-        self._places = [_TargetPlace(host, shape, passes, self.later, windows) for host in hosts]
+        self._places = [_TargetPlace(host, shape, passes, self.later, windows, recurrent) for host in hosts]
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
@@ -190,6 +219,8 @@ class FixedTarget:
         """
         place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
+        if place.states is not None:
+            place.states.write(target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
         counts = _write_lengths(place.batch, place.start, self._shape)
         width = int(counts.max())
@@ -262,7 +293,7 @@ class FixedTarget:
 def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
     shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
-    return FixedTarget(shape, passes, device, windows, static_entries(config, shape))
+    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), config.recurrent)
 
 
 class FixedSampling:

@@ -343,7 +343,7 @@ class Target:
             ids, positions = _at_least_two(ids), _at_least_two(positions)
             rows = None if rows is None else _at_least_two(rows)
         served = attend if len(ids) == num_tokens else _once(attend)
-        recur = self._recur(planned)
+        recur = self.recur(planned)
         with (
             self._port.using(served),
             self._recurrent.using(recur),
@@ -354,8 +354,12 @@ class Target:
             logits = logits.index_select(0, logits_indices)
         return TargetOutput(logits[:count], self.aux_hidden_states(num_tokens if keep_aux else 0))
 
-    def _recur(self, planned: Planned) -> Recur | None:
-        """What serves the recurrent calls of a planned batch."""
+    def recur(self, planned: Planned) -> Recur | None:
+        """What serves the recurrent calls of a planned batch; None for a target without.
+
+        Raises:
+            InvariantError: a batch of a recurrent target has no states.
+        """
         if self.states is None:
             return None
         if is_blank(planned):
@@ -371,13 +375,16 @@ class Target:
         logits_indices: torch.Tensor,
         attend: LayerAttend,
         model: Callable[..., Any],
+        recur: Recur,
     ) -> torch.Tensor:
         """The compiled model with any attention, for graphs by segments: [R, V] logits; aux hidden states are kept.
 
         Args:
             token_ids, positions: [T >= 2] int64; logits_indices: [R >= 2] int64 logits indices.
+            recur: any recurrences; unused by a target without.
         """
-        with self._port.using(attend), self._recorder.recording(len(token_ids)):
+        served = None if self.states is None else recur
+        with self._port.using(attend), self._recurrent.using(served), self._recorder.recording(len(token_ids)):
             logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
         return logits if self._selects_rows else logits.index_select(0, logits_indices)
 

@@ -39,6 +39,7 @@ from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.checking import check_mode
+from attention.recurrence.runner import Blank
 from attention.spec import AttentionSpec
 from drafters.loops.base import Chosen
 from drafters.mtp.head import MtpHead
@@ -127,27 +128,27 @@ class Replayed:
 class ReplayedSegments:
     """Runs a launch again with the attention that the round brings; that leaves the padding as it is."""
 
-    def __init__(self, launch: Callable[[Any], Any]) -> None:
+    def __init__(self, launch: Callable[[Any, Any], Any]) -> None:
         self.launch, self.num_graphs = launch, 1
-        self.result = launch(self.cut)
+        self.result = launch(self.cut, Blank())
 
     def cut(self, layer: int, query: torch.Tensor, key: Any, value: torch.Tensor, sinks: Any) -> torch.Tensor:
         self.num_graphs += 1
         return query.new_zeros(len(query), query.shape[1], value.shape[2])
 
     def replay(self, plan: Any) -> None:
-        attend = plan()
+        between = plan()
 
         def served(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: Any) -> torch.Tensor:
             out = query.new_full((len(query), query.shape[1], value.shape[2]), float("nan"))  # noise must not spread
-            assert attend(layer, query, key, value, sinks, out) is out
+            assert between.attend(layer, query, key, value, sinks, out) is out
             return out
 
         with check_mode(False), torch.inference_mode(False), torch.no_grad():
-            leave(self.result, self.launch(served))
+            leave(self.result, self.launch(served, between.recur))
 
 
-def record_segments(launch: Callable[[Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
+def record_segments(launch: Callable[[Any, Any], Any], pool: Any) -> tuple[ReplayedSegments, Any]:
     recorded = ReplayedSegments(launch)
     return recorded, recorded.result
 

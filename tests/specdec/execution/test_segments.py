@@ -32,7 +32,7 @@ from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
 from attention.runner import GroupRunner, PlannedBatch
 from attention.spec import AttentionSpec
-from specdec.execution.segments import AttentionCall, SegmentedGraph
+from specdec.execution.segments import AttentionCall, Between, RecurrenceCall, SegmentedGraph
 
 CPU = torch.device("cpu")
 PAGE, LAYERS, PADDED = 16, 3, 64
@@ -221,9 +221,9 @@ def test_no_operators_but_those_that_the_kernels_need(case: str, kernels: None) 
     runner = runner_of(make(CPU), key)
     planned, (graph, _) = planned_by(runner, metadata_of(query_lens, 50)), segments_of(key, [], torch.bfloat16)
     attend = partial(runner.attend, planned)
-    graph.replay(lambda: attend)  # what is made once a layer
+    graph.replay(lambda: Between(attend))  # what is made once a layer
     with check_mode(False), torch.inference_mode(), Operators() as operators:
-        graph.replay(lambda: attend)
+        graph.replay(lambda: Between(attend))
     assert operators.names == needed * LAYERS
 
 
@@ -238,7 +238,7 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
 
     def plan() -> Any:
         events.append("plan")
-        return attend
+        return Between(attend)
 
     graph.replay(plan)
     assert events == ["graph", "plan", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
@@ -251,7 +251,7 @@ def test_results_and_cache_are_those_without_padding(backend: str, query_lens: l
     metadata, tokens = metadata_of(query_lens, 50), sum(query_lens)
     runner, plain, reference = (runner_of(m(CPU), KEY, dtype) for m in (make, make, TorchBackend))
     graph, calls = segments_of(KEY, [], dtype)
-    graph.replay(lambda: partial(runner.attend, runner.plan(metadata)))
+    graph.replay(lambda: Between(partial(runner.attend, runner.plan(metadata))))
     for call, layer, other in zip(calls, runner.layers, plain.layers, strict=True):
         states = [x[:tokens] for x in (call.query, call.key, call.value)]
         alone = plain.attend(plain.plan(metadata), call.layer, *states)
@@ -259,3 +259,19 @@ def test_results_and_cache_are_those_without_padding(backend: str, query_lens: l
         assert torch.equal(call.out[:tokens], alone) and (call.out[tokens:] == 7).all()
         assert torch.allclose(alone.float(), expected.float(), atol=2e-2 if backend == "flashinfer" else 1e-6)
         assert torch.equal(layer.keys, other.keys) and torch.equal(layer.values, other.values)
+
+
+def test_recurrences_run_between_the_graphs_as_attentions_do() -> None:
+    events: list[str] = []
+    out, x = torch.full((4, 3), 7.0), torch.ones(4, 3)
+
+    def short_conv(call: int, *inputs: Any) -> torch.Tensor:
+        events.append(f"recurrence {call}")
+        assert inputs == (x, None, True)
+        return torch.full((4, 3), 2.0)
+
+    recur: Any = SimpleNamespace(short_conv=short_conv)
+    graphs: Any = [Graph(events), Graph(events)]
+    graph = SegmentedGraph(graphs, [RecurrenceCall("short_conv", 5, (x, None, True), out)])
+    graph.replay(lambda: Between(lambda *_: pytest.fail("no attention"), recur))
+    assert events == ["graph", "recurrence 5", "graph"] and (out == 2).all()
