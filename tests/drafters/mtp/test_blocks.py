@@ -234,14 +234,18 @@ def test_two_modules_are_a_stack(tiny_case: Callable[..., Any], tmp_path: Path) 
     assert (fields["num_modules"], fields["blocks"]) == (2, "full_attention, moe")
 
 
-def test_stacked_experts_are_read_as_well(case: Any, tmp_path: Path) -> None:
-    """As transformers writes them; no two experts change places."""
-    start = "mtp.layers.1.mixer.experts."
-    stacks = {
-        f"{start}{n}_proj": torch.stack([case.tensors[f"{start}{j}.{n}_proj.weight"] for j in range(4)])
-        for n in ("up", "down")
-    }
-    changes = {name: None for name in case.tensors if name.startswith(start)} | stacks
+@pytest.mark.parametrize(("name", "kinds"), [("nemotron_h", ("up", "down")), ("qwen3_5_moe", ("gate_up", "down"))])
+def test_stacked_experts_are_read_as_well(
+    name: str, kinds: tuple[str, ...], tiny_case: Callable[..., Any], tmp_path: Path
+) -> None:
+    """As Qwen3.5 has them and transformers writes them; no two experts change places."""
+    case = tiny_case(name)
+    start = next(n for n in case.tensors if ".experts.0." in n).split("0.down", 1)[0]
+    stacks: dict[str, torch.Tensor | None] = {}
+    for kind in kinds:
+        each = [[case.tensors[f"{start}{j}.{n}_proj.weight"] for n in kind.split("_")] for j in range(4)]
+        stacks[f"{start}{kind}_proj"] = torch.stack([torch.cat(parts) for parts in each])
+    changes = dict.fromkeys((n for n in case.tensors if n.startswith(start)), None) | stacks
     ours, plain = (load(case, case.write(tmp_path / str(i), c)) for i, c in enumerate((changes, {})))
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), plain.state_dict().values(), strict=True))
 

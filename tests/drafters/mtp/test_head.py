@@ -126,7 +126,8 @@ def by_formula(case: Any, layer_index: int, config: Any, names: tuple[str, str, 
     x = torch.cat(order, -1) @ tensors[names[2]].T
     mask = torch.full((1, 1, ROWS, ROWS), float("-inf")).triu(1)
     with attention_implementation((config,), "eager"):
-        cos_sin = decoder.rotary_emb(x[None], positions[None])
+        sections = hasattr(decoder.rotary_emb, "mrope_section")
+        cos_sin = decoder.rotary_emb(x[None], positions.expand(3, 1, -1) if sections else positions[None])
         out = layer(x[None], position_embeddings=cos_sin, attention_mask=mask, position_ids=positions[None])
     x = (out[0] if isinstance(out, tuple) else out)[0]
     final = x if names[3] is None else norm(names[3], x)
@@ -160,6 +161,7 @@ FORMULAS: dict[str, tuple[int, tuple[str, str, str, str | None], str]] = {
         "mtp.layers.0.",
     ),
 }
+FORMULAS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), FORMULAS["qwen3_next"])
 
 
 @pytest.mark.parametrize("name", FORMULAS)
