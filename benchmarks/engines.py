@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import click
 import torch
 
 from attention.backends.base import GraphBackend
@@ -17,7 +15,6 @@ from attention.spec import AttentionSpec
 from benchmarks.shapes import Pair
 from benchmarks.synthetic import Tokenizer
 from specdec.config import EngineConfig
-from specdec.errors import InvariantError
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
 from specdec.target.target import probe_target
@@ -79,7 +76,7 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
     """The public model over a pair, from CUDA graphs where the backend has them.
 
     They are required, since a step without them is another measurement; but of a target with recurrent layers: where
-    they fail there, this says so and runs without. `SpeculativeModel.graphs` has the reason.
+    these have no kernels that a graph can hold, a warning says so and rounds run without (`SpeculativeModel.graphs`).
     """
     probed, device = probe_target(pair.target), pair.target.device
     config = replace(config, recurrent=len(probed.recurrent_calls) > 0)
@@ -87,14 +84,8 @@ def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> Specu
     if plan_from == "device":
         backend = DevicePlannedBackend(backend)
     head = pair.head if config.num_speculative_tokens else None
-    build = partial(SpeculativeModel, probed, Tokenizer(), head, backend, config)
-    if isinstance(backend, GraphBackend) and not config.recurrent:
-        return build(True)
-    try:
-        return build("auto")
-    except InvariantError as error:  # "auto" gives up for every other reason, with a warning
-        click.echo(f"{type(pair.target).__name__} runs without CUDA graphs: {error}", err=True)
-        return build(False)
+    graphs: Any = True if isinstance(backend, GraphBackend) and not config.recurrent else "auto"
+    return SpeculativeModel(probed, Tokenizer(), head, backend, config, graphs)
 
 
 def sizes_of(

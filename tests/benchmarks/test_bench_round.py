@@ -14,11 +14,13 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import engines
-from benchmarks.bench_round import Kind, Moments, floor, full_rounds, main
-from benchmarks.engines import DevicePlannedBackend, sizes_of
+from benchmarks.bench_round import Kind, Moments, floor, full_rounds, main, measured
+from benchmarks.engines import sizes_of
 from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
+from benchmarks.synthetic import DrawnAcceptance, decide
 from specdec.acceptance.packed import Outcome
-from specdec.errors import InvariantError
+from specdec.errors import SpecdecWarning
+from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
 
 def test_every_read_is_noted_and_stays_as_it_is() -> None:
@@ -90,11 +92,6 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     assert more == pytest.approx(1e3 * keys * (of_target + drafts * of_head) / COPY_BYTES_PER_S)
 
 
-def graphs_backend() -> Any:
-    """What `DevicePlannedBackend` takes from a backend."""
-    return SimpleNamespace(run=print, batch_invariant=False, route="")
-
-
 def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     """From the command line: a line for each K and batch, in order, and why there are no graphs."""
     out = tmp_path / "round.jsonl"
@@ -114,27 +111,27 @@ def test_what_needs_a_gpu_is_refused_on_the_cpu(option: tuple[str, str], tmp_pat
     assert done.exit_code == 2 and f"{option[0]} {option[1]} needs a GPU" in done.output
 
 
-@pytest.mark.parametrize("shape", ["tiny-qwen3.5", "tiny-deepseek"])
-def test_only_hybrids_may_run_without_graphs(
-    shape: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_hybrid_without_graphs_is_measured_and_says_so(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A backend with graphs whose rounds cannot be captured: a plain target fails, a hybrid says so and runs."""
+    """On a backend with graphs, and with states that torch functions compute."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
+    pair, config = random_pair("tiny-qwen3.5", torch.float32, cpu), sizes_of(1, [3], 64, 48, None)
+    with pytest.warns(SpecdecWarning, match="no CUDA graph"), engines.engine(pair, config, "graphs", "host") as model:
+        decide(model, DrawnAcceptance(1, 512, np.random.default_rng(0), cpu))
+        read = Moments()
+        model.executor.reads.after_read = read.note
+        found = measured(model, read, pair, [[1, 2, 3]], Kind(), 40, 1)
+    assert model.graphs.startswith("off: recurrent layers") and "by_events" not in found
+
+
+def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
-
-    def model(*arguments: Any) -> str:
-        tried.append(arguments[-1])
-        if arguments[-1] is not False:
-            raise InvariantError("a batch of a recurrent target has no states")
-        return "without"
-
-    monkeypatch.setattr(engines, "SpeculativeModel", model)
-    monkeypatch.setattr(engines, "make_backend", lambda name, device: DevicePlannedBackend(graphs_backend()))
-    pair, config = random_pair(shape, torch.float32, torch.device("cpu")), sizes_of(1, [1], 8, 8, None)
-    if shape == "tiny-deepseek":
-        with pytest.raises(InvariantError):
-            engines.engine(pair, config, "graphs", "host")
-        assert tried == [True]
-    else:
-        assert engines.engine(pair, config, "graphs", "host") == "without"
-        assert tried == ["auto", False]
-        assert "runs without CUDA graphs: a batch of a recurrent target has no states" in capsys.readouterr().err
+    monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1]))
+    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
+    for shape in ("tiny-deepseek", "tiny-qwen3.5"):
+        pair = random_pair(shape, torch.float32, torch.device("cpu"))
+        engines.engine(pair, sizes_of(1, [1], 8, 8, None), "graphs", "host")
+    assert tried == [True, "auto"]
