@@ -13,11 +13,16 @@ from typing import Any
 import pytest
 import torch
 from fakes import backend_of_ours, free_everywhere, launch_ahead, random_prompts, wrap
+from torch._dynamo.backends.debugging import aot_eager
 
 import attention.recurrence.runner
 import specdec.loading.states
 from attention.recurrence.registry import REFERENCE
+from drafters.loops.chain.passes import MtpPasses
+from drafters.mtp.checkpoint import load_mtp
+from drafters.mtp.spec import mtp_target
 from specdec.execution.graphs import GraphExecutor
+from specdec.ops.experts import using_capturable_experts
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
@@ -47,3 +52,28 @@ def test_drafts_from_graphs(
     accepted = [r.accepted for c in completions for r in c.stats.rounds]
     assert 0 in accepted and max(accepted) >= 2
     assert sum(graph.replays for graph in graphs_on_cpu) > 20 and free_everywhere(graphed)
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5"])
+@torch.inference_mode()
+def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
+    """Of any number of rows, experts and rotary positions of three sections included."""
+    case, traced = tiny_case(name), list[Any]()
+    (head,) = load_mtp(case.write(tmp_path), mtp_target(case.model), torch.float32, "cpu")
+    passes = MtpPasses(head)
+
+    def attend(layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return query + 2 * value.repeat_interleave(2, dim=1)  # a stand-in: the compiler does not look into it
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        traced.append(graph)
+        return aot_eager(graph, inputs)
+
+    torch._dynamo.reset()
+    step = torch.compile(passes.step, backend=backend, fullgraph=True, dynamic=True)
+    with passes.carrying(attend), using_capturable_experts(head):
+        for rows in (3, 7, 5):
+            x, ids = torch.randn(rows, 32), torch.arange(rows)
+            for ours, plain in zip(step(x, ids, ids + 4), passes.step(x, ids, ids + 4), strict=True):
+                torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
+    assert len(traced) == 1
