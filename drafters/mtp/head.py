@@ -77,9 +77,10 @@ class MtpHead(nn.Module):
 
     def _attentions(self) -> list[nn.Module]:
         """The attention modules of the blocks, in the order in which they run."""
-        mixers = zip(self.blocks, self.spec.mixers, strict=True) if self.spec.mixers else ()
-        own = [block.mixer for block, mixer in mixers if mixer == "full_attention"]
-        return own if self.spec.mixers else [block.self_attn for block in self.blocks]  # type: ignore[return-value]
+        if not self.spec.mixers:
+            return [block.get_submodule("self_attn") for block in self.blocks]
+        mixers = zip(self.blocks, self.spec.mixers, strict=True)
+        return [block.get_submodule("mixer") for block, mixer in mixers if mixer == "full_attention"]
 
     def _probe(self) -> tuple[AttentionCall, ...]:
         """Run the blocks' attention on two dummy rows and record what it needs."""

@@ -69,7 +69,7 @@ def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], 
         traced.append(graph)
         return aot_eager(graph, inputs)
 
-    torch._dynamo.reset()
+    torch.compiler.reset()
     step = torch.compile(passes.step, backend=backend, fullgraph=True, dynamic=True)
     with passes.carrying(attend), using_capturable_experts(head):
         for rows in (3, 7, 5):
