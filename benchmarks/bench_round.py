@@ -13,6 +13,9 @@ before them, so that all rows decode together. A row of 65,536 keys beside 15 sh
     python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.jsonl
 
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
+Several shares are measured one after the other in one process, a line each; 1 is a greedy batch:
+
+    python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +37,9 @@ from benchmarks.document import provenance
 from benchmarks.engines import engine, sizes_of
 from benchmarks.gaps import replay_gaps
 from benchmarks.hold import wait_for
+from benchmarks.kinds import Kind, kinds_of
 from benchmarks.shapes import SHAPES, Pair, random_pair
-from benchmarks.synthetic import SAMPLED, DrawnAcceptance, decide, sharpen
+from benchmarks.synthetic import DrawnAcceptance, decide, sharpen
 from benchmarks.trace import traced
 from specdec.acceptance.packed import Outcome
 from specdec.model import SpeculativeModel
@@ -62,28 +67,6 @@ class Moments:
         now, rows = time.perf_counter(), len(num_drafts)
         self.found.append((now, rows, int(outcome.num_accepted.sum()) + rows))
         return outcome
-
-
-@dataclass(frozen=True)
-class Kind:
-    """Which rows of a batch are sampled: all but greedy_share of them, spread evenly, or none."""
-
-    sampled: bool = False
-    greedy_share: float = 0.0
-
-    def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
-        """Of each row."""
-        kinds = [SAMPLED if drawn else {} for drawn in self.sampled_rows(rows)]
-        return [SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **kind) for kind in kinds]  # type: ignore[arg-type]
-
-    def sampled_rows(self, rows: int) -> list[bool]:
-        """Of each row, whether it is sampled.
-
-        >>> Kind(True, 0.5).sampled_rows(5)
-        [True, False, True, False, True]
-        """
-        greedy = np.floor(np.arange(rows + 1) * self.greedy_share) if self.sampled else np.arange(rows + 1)
-        return (np.diff(greedy) == 0).tolist()
 
 
 def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = None) -> list[list[int]]:
@@ -196,13 +179,15 @@ def measured(
     result, sequences = measure(model, read, ids, params, repeats)
     result |= floor(pair, sequences, drafts, new_tokens, result["tokens_a_round"] / len(ids) - 1)
     result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
+    drawn = f", {kind.greedy_share:.0%} greedy" if kind.sampled else ""
     step, least, host = result["step_ms_median"], result["floor_ms"], f"graphs {model.graphs}"
     if model.graphs == "on":
         with full_rounds(model, read, ids, params) as go_on:
             result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
         host = f"host exposed {result['by_events']['exposed_host_share']:.1%}"
     click.echo(
-        f"K={drafts} rows={len(ids)}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, {host}"
+        f"K={drafts} rows={len(ids)}{drawn}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, "
+        f"{host}"
     )
     return result
 
@@ -212,9 +197,9 @@ class Run:
     """What the engines of one run share, whatever their K.
 
     Attributes:
-        batches: rows of the batches; lengths: the shortest prompt and the longest; long: length of the first prompt,
-            where it differs. acceptance: the synthetic one. traced: rows of the batches that are traced.
-        facts: what all lines have in common.
+        batches: rows of the batches; kinds: each batch is measured with all of them. lengths: the shortest prompt and
+            the longest; long: length of the first prompt, where it differs. acceptance: the synthetic one. traced: rows
+            of the batches that are traced. facts: what all lines have in common.
     """
 
     pair: Pair
@@ -222,7 +207,7 @@ class Run:
     lengths: tuple[int, int]
     long: int | None
     new_tokens: int
-    kind: Kind
+    kinds: list[Kind]
     backend: str
     plan_from: str
     acceptance: float
@@ -245,20 +230,20 @@ class Run:
         return prompts(rows, self.lengths, self.pair.target.config.vocab_size, self.long)
 
     def measure(self, model: SpeculativeModel, read: Moments, start_s: float) -> Iterator[dict[str, Any]]:
-        """One line for every batch."""
+        """One line for every batch and kind."""
         graphs = vars(model.executor.report) if model.graphs == "on" else model.graphs  # type: ignore[attr-defined]
         facts = self.facts | {"drafts": model.num_speculative_tokens, "graphs": graphs, "start_s": start_s}
-        for rows in self.batches:
+        for rows, kind in product(self.batches, self.kinds):
             ids = self.prompts(rows)
-            found = measured(model, read, self.pair, ids, self.kind, self.new_tokens, self.repeats)
-            yield facts | {"rows": rows} | found
+            found = measured(model, read, self.pair, ids, kind, self.new_tokens, self.repeats)
+            yield facts | {"rows": rows} | kind.facts | found
 
     def trace(self, model: SpeculativeModel, read: Moments, lines: list[dict[str, Any]]) -> None:
         """Add a trace to those of the lines that are the model's, and are to be traced."""
         for line in lines:
             if line["drafts"] == model.num_speculative_tokens and line["rows"] in self.traced:
                 ids = self.prompts(line["rows"])
-                with full_rounds(model, read, ids, self.kind.params(len(ids), self.new_tokens)) as go_on:
+                with full_rounds(model, read, ids, Kind.of(line).params(len(ids), self.new_tokens)) as go_on:
                     line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
 
     def measure_all(self, drafts: list[int], lines: list[dict[str, Any]], hold: Path | None, started: float) -> None:
@@ -295,7 +280,7 @@ class Run:
 @click.option("--repeats", type=int, default=5, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
-@click.option("--greedy-share", type=click.FloatRange(0, 1), default=0.0, show_default=True, help="With --sampled.")
+@click.option("--greedy-share", default="0", show_default=True, help="With --sampled; one or more.")
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
@@ -315,7 +300,7 @@ def main(
     repeats: int,
     acceptance: float,
     sampled: bool,
-    greedy_share: float,
+    greedy_share: str,
     entropy: float | None,
     device: str,
     backend: str | None,
@@ -325,7 +310,7 @@ def main(
     out: Path,
 ) -> None:
     """Measure every K and batch size and append one JSON line each."""
-    started = time.perf_counter()
+    started, kinds = time.perf_counter(), kinds_of(sampled, greedy_share)
     backend, trace = backend or _BACKENDS[device][0], _TRACED[device] if trace is None else trace
     if backend not in _BACKENDS[device]:
         raise click.UsageError(f"--backend {backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[device])}")
@@ -336,12 +321,10 @@ def main(
         sharpen(pair.target, pair.head, entropy)
     facts = {"benchmark": "round", "shape": shape, "prompt": prompt, "new_tokens": new_tokens}
     facts |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, **provenance()}
-    facts |= {"sampled": True, "greedy_share": greedy_share} if sampled else {}
     facts |= {} if entropy is None else {"entropy": entropy}
     facts |= {} if long_prompt is None else {"long": long_prompt}
-    kind = Kind(sampled, greedy_share)
     sizes = numbers(rows), prompt, long_prompt, new_tokens
-    run = Run(pair, *sizes, kind, backend, plan_from, acceptance, repeats, numbers(trace), facts)
+    run = Run(pair, *sizes, kinds, backend, plan_from, acceptance, repeats, numbers(trace), facts)
     lines: list[dict[str, Any]] = []
     try:
         run.measure_all(list(dict.fromkeys(numbers(drafts))), lines, hold, started)

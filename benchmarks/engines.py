@@ -17,7 +17,7 @@ from benchmarks.synthetic import Tokenizer
 from specdec.config import EngineConfig
 from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
-from specdec.target.target import probe_target
+from specdec.target.probing import probe_target
 
 
 class DevicePlanned:

@@ -225,6 +225,23 @@ def draft_samplings(documents: list[Line]) -> list[list[str]]:
     return table
 
 
+def starts(lines: list[Line]) -> list[list[str]]:
+    """Seconds of a cold and of a warm start, step by step, and the longest round that came after it."""
+    table = [["shape", "step", "cold, s", "warm, s"]]
+    for line in lines:
+        both = line["cold"], line["warm"]
+        steps = dict.fromkeys(name for start in both for name in start["steps"])
+        rows = [(name, [start["steps"].get(name) for start in both]) for name in steps]
+        for key, name in (("first_greedy_s", "first greedy generate"), ("first_sampled_s", "first sampled generate")):
+            rows.append((name, [start[key] for start in both]))
+        rows.append(("from the call to there", [start["start_s"] for start in both]))
+        longest = [start["workload_first"]["longest_ms"][0] / 1e3 for start in both]
+        rows.append(("longest round of a first workload", longest))
+        shape = f"{line['shape']}, K={line['drafts']}, {line['rows']} rows"
+        table += [[shape, name, *("" if s is None else f"{s:.2f}" for s in values)] for name, values in rows]
+    return table
+
+
 def sweep(document: Line) -> list[list[str]]:
     """Every causal-LM type: how many came to each outcome, and each one that is neither exact nor refused."""
     table = [["dtype", "outcome", "models", "which, and why"]]
@@ -287,6 +304,7 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "check_pair": pairs,
     "check_half": halves,
     "draft_sampling": draft_samplings,
+    "start": starts,
 }
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
 _DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {

@@ -51,8 +51,9 @@ from specdec.requests.submission import Params, submissions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
 from specdec.target.live import LiveModel
+from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.selftest import check_target, self_test, self_test_head
-from specdec.target.target import Target, TargetProbe, probe_target
+from specdec.target.target import Target
 from specdec.target.twin import twin_test
 
 MODEL_FORMAT = KVFormat()

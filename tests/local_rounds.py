@@ -44,15 +44,15 @@ def fixed_rounds(
     rows = len(firsts[0])
     group = CacheGroup("test", (spec,), rows * PAGES_EACH + 1, PAGE_SIZE)
     ours, reference = (GroupRunner(b, group, dtype, device) for b in (backend, TorchBackend(device)))
-    for mine, theirs in zip(ours.layers, reference.layers, strict=True):
-        theirs.keys.copy_(mine.keys.normal_())
-        theirs.values.copy_(mine.values.normal_())
     tokens, heads = rows * query_len, (spec.num_q_heads, spec.num_kv_heads, spec.num_kv_heads)
     arena, bucket = single_batch_arena(rows, tokens, PAGES_EACH, device)
     states = [torch.zeros(tokens, n, spec.head_dim_k, dtype=dtype, device=device) for n in heads]
     planner = ours.fixed_planner(rows, query_len)
     planned = planner.plan(stage(rows_from([0] * rows, query_len), arena, bucket))
     replay = record(lambda: ours.attend(planned, 0, *states))
+    for mine, theirs in zip(ours.layers, reference.layers, strict=True):  # only now: recording wrote keys, too
+        theirs.keys.copy_(mine.keys.normal_())
+        theirs.values.copy_(mine.values.normal_())
     for first in firsts:
         for state in states:
             state.normal_()

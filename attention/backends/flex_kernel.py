@@ -149,21 +149,15 @@ def _modification(kernel: FlexKernel, key_scale: torch.Tensor) -> Callable[..., 
 
 
 def _set_up(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function; while its first call compiles it, sizes of tensors are variables and all other numbers constants.
+    """The function; where a call compiles it, sizes of tensors are variables and all other numbers constants.
 
-    Two sizes that happen to be equal at the first call stay two.
+    Two sizes that happen to be equal at that call stay two. Any call may compile, not only the first.
     """
-    is_compiled = False
 
     def call(*arguments: torch.Tensor) -> Any:
-        nonlocal is_compiled
-        if is_compiled:
-            return function(*arguments)
         sizes = size_config.patch(use_duck_shape=False)  # type: ignore[attr-defined]
         with sizes, torch._dynamo.config.patch(specialize_int=True, specialize_float=True):
-            result = function(*arguments)
-        is_compiled = True
-        return result
+            return function(*arguments)
 
     return call
 

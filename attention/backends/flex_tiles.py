@@ -10,8 +10,10 @@ from attention.batch.host import HostBatch, offsets_within
 
 TILES = (16, 32, 64)
 """Packed queries of a tile. Each is a compiled form of its own."""
+_WHOLE = 128
+"""Packed queries of a plan are a multiple of it: torch compiles a form of its own for those that are not."""
 _LEAST = 2
-"""Tiles and pages of any plan: the compiler takes a size of one for a case of its own."""
+"""Pages of any plan: the compiler takes a size of one for a case of its own."""
 
 
 def tile_size(packed: int) -> int:
@@ -52,7 +54,7 @@ class Tiles:
         """The tiles of a batch with `groups` query heads a KV head."""
         packed = host.query_lens * groups
         counts = -(-packed // tile)
-        counts[-1] += max(0, _LEAST - int(counts.sum()))
+        counts[-1] += -int(counts.sum()) % (_WHOLE // tile)
         row = np.repeat(np.arange(host.num_reqs), counts)
         first = offsets_within(counts) * tile  # packed query of the row
         within = first[:, None] + np.arange(tile)
@@ -84,18 +86,17 @@ class Tiles:
     def arrays(self, host: HostBatch, num_pages: int) -> list[np.ndarray]:
         """What the device needs, all int32: counts [n] and pages [n, W] of partly and of wholly visible blocks; for the
         rows' pages their place in [rows, num_pages] and their logical page; row start and position, token and head of
-        each packed query; place."""
+        each packed query; place. W is one number: torch 2.11's kernel reads both lists of pages by one's strides."""
         before, whole = self.whole_begin - self.begin, self.whole_end - self.whole_begin
         partly = before + self.end - self.whole_end
-        at = np.arange(max(_LEAST, int(partly.max(initial=0))))
+        at = np.arange(max(_LEAST, int(partly.max(initial=0)), int(whole.max(initial=0))))
         logical = np.where(at < before[:, None], self.begin[:, None] + at, (self.whole_end - before)[:, None] + at)
-        at_whole = np.arange(max(_LEAST, int(whole.max(initial=0))))
         owners = np.repeat(np.arange(host.num_reqs), host.page_counts)
         found = [
             partly,
             self._physical(host, logical, at < partly[:, None]),
             whole,
-            self._physical(host, self.whole_begin[:, None] + at_whole, at_whole < whole[:, None]),
+            self._physical(host, self.whole_begin[:, None] + at, at < whole[:, None]),
             owners * num_pages + host.page_indices,
             offsets_within(host.page_counts),
             self.query_row * num_pages,

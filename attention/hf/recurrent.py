@@ -38,11 +38,20 @@ class RecurrentCall:
 
 
 class _Entered:
-    """The module whose forward began last, of those with recurrent calls, and how many of them it has made."""
+    """The layer with recurrent calls whose forward began last: channel and number of its first call, and how many it
+    has made. Not the layer itself: what the compiler follows outlives models."""
 
     def __init__(self) -> None:
-        self.module: nn.Module | None = None
+        self.place: tuple[RecurrenceChannel, int] | None = None
         self.calls = 0
+
+    def next(self) -> tuple[RecurrenceChannel, int]:
+        """The channel, and the number of the call that is being made."""
+        if self.place is None:
+            raise UnsupportedAttentionError("a recurrence was called by a layer that the probe did not see")
+        channel, first = self.place
+        self.calls += 1
+        return channel, first + self.calls - 1
 
 
 _traced = _Entered()
@@ -89,13 +98,9 @@ class RecurrentPort:
             if getattr(module, _BOUND, (None,))[0] is self._channel:
                 delattr(module, _BOUND)
 
-    def _next(self, recur: Recur, thread: int) -> Mixing:
-        entered = _entered[thread]
-        first = self._first.get(entered.module) if entered.module is not None else None
-        if first is None:
-            raise UnsupportedAttentionError("a recurrence was called by a layer that the probe did not see")
-        entered.calls += 1
-        return _Numbered(recur, first + entered.calls - 1)
+    @staticmethod
+    def _next(recur: Recur, thread: int) -> Mixing:
+        return _Numbered(recur, _entered[thread].next()[1])
 
 
 def modeling_files(modules: Sequence[nn.Module]) -> tuple[ModuleType, ...]:
@@ -109,17 +114,27 @@ def _enter(module: nn.Module, args: Any) -> None:
     """The pre-hook of a module with recurrent calls."""
     entered = _traced if torch.compiler.is_compiling() else _entered.get(get_ident())
     if entered is not None:
-        entered.module, entered.calls = module, 0
+        entered.place, entered.calls = getattr(module, _BOUND, None), 0
 
 
 class _Numbered:
     """One call of a `Recur`: a `Mixing`."""
 
     def __init__(self, recur: Recur, call: int) -> None:
-        self.short_conv: Any = partial(recur.short_conv, call)
-        self.gated_delta: Any = partial(recur.gated_delta, call)
-        self.ssd_scan: Any = partial(recur.ssd_scan, call)
-        self.selective_scan: Any = partial(recur.selective_scan, call)
+        self._recur = recur
+        self._call = call
+
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.short_conv(self._call, *inputs)
+
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.gated_delta(self._call, *inputs)
+
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.ssd_scan(self._call, *inputs)
+
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        return self._recur.selective_scan(self._call, *inputs)
 
 
 _lock = Lock()
@@ -170,9 +185,8 @@ def _stand_in(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
     def stand_in(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
-            channel, first = getattr(_traced.module, _BOUND)
-            _traced.calls += 1
-            return served(channel.opaque(first + _traced.calls - 1), *args, **kwargs)
+            channel, call = _traced.next()
+            return served(channel.opaque(call), *args, **kwargs)
         serve = _serving.get(get_ident())
         return original(*args, **kwargs) if serve is None else served(serve(), *args, **kwargs)
 

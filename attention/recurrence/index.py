@@ -59,7 +59,8 @@ class StateIndex:
     @classmethod
     def of(cls, slots: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray) -> StateIndex:
         """The same from integers of any width."""
-        return cls(*(np.asarray(array).astype(np.int32) for array in (slots, start, replay, num_new)))
+        slots, start, replay, num_new = (array.astype(np.int32) for array in (slots, start, replay, num_new))
+        return cls(slots, start, replay, num_new)
 
     @property
     def max_replay(self) -> int:

@@ -2,8 +2,8 @@
 
 All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
 for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored; then the drafts,
-whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long ones in
-chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their outputs are zeros.
+whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long
+ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their outputs are zeros.
 
 States and sums are float32; outputs have the dtype of x (v).
 
@@ -199,12 +199,13 @@ def _delta_scan(
     """q, k [B, L, H, Dk], v [B, L, H, Dv], g [B, L, H] or [B, L, H, Dk], beta [B, L, H], state [B, H, Dv, Dk], all
     float32 -> [B, L, H, Dv] and the state after them."""
     vector = g.dim() == 4
-    q, k, v, g, beta = (each.transpose(1, 2) for each in (q, k, v, g, beta))
+    gates = g if vector else g[..., None]
+    q, k, v, gates, beta = (each.transpose(1, 2) for each in (q, k, v, gates, beta))
     outputs = []
     size = _VECTOR_CHUNK if vector else _CHUNK
     for first in range(0, q.shape[2], size):
-        chunk = (each[:, :, first : first + size] for each in (q, k, v, g if vector else g[..., None], beta))
-        y, state = _delta_chunk(*chunk, state)
+        own = slice(first, first + size)
+        y, state = _delta_chunk(q[:, :, own], k[:, :, own], v[:, :, own], gates[:, :, own], beta[:, :, own], state)
         outputs.append(y)
     return torch.cat(outputs, dim=2).transpose(1, 2), state
 

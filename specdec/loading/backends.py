@@ -85,8 +85,8 @@ def choose_graphs(
         uncapturable: what of the target no graph can hold, in words, see `specdec.loading.states`; "" for nothing.
 
     Raises:
-        InvalidInputError: see `check_graphs`; True with what no graph can hold; or "auto" with a batch-invariant backend
-            where layers attend in chunks.
+        InvalidInputError: see `check_graphs`; True with what no graph can hold; or "auto" with a batch-invariant
+            backend where layers attend in chunks.
     """
     if in_chunks and cuda_graphs == "auto" and backend.batch_invariant:
         raise InvalidInputError(f"backend={backend.name!r} needs CUDA graphs: {_IN_CHUNKS}; cuda_graphs=True tries it")

@@ -17,7 +17,7 @@ from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError
 from specdec.loading.builtin import BUILTIN_HEADS, builtin_name, resolve
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.objects import check_head_place, check_head_type
-from specdec.target.target import TargetProbe
+from specdec.target.probing import TargetProbe
 
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"

@@ -9,7 +9,7 @@ from attention.recurrence.runner import StateRunner
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import UnsupportedModelError
 from specdec.loading.groups import Rows
-from specdec.target.target import TargetProbe
+from specdec.target.probing import TargetProbe
 
 
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:

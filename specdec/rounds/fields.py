@@ -13,6 +13,7 @@ import torch
 
 from attention.batch.host import HostBatch
 from attention.batch.metadata import (
+    STATE_FIELDS,
     BatchBuffers,
     CommonAttentionMetadata,
     batch_arrays,
@@ -21,6 +22,7 @@ from attention.batch.metadata import (
     from_staged,
 )
 from attention.batch.staging import Field, Staged
+from attention.recurrence.index import StateIndex
 from drafters.loops.base import CarriedRows
 from specdec.requests.sampling import SamplingTensors
 from specdec.rounds.ahead import AheadInputs
@@ -149,6 +151,12 @@ class VerificationSection:
         """The fields in one of the arena's host buffers."""
         own = VerificationBuffers(**{f.name: host[f"target.{f.name}"] for f in fields(VerificationBuffers)})
         return BatchBuffers.of("target", host), own
+
+    @staticmethod
+    def states(host: Mapping[str, np.ndarray], most_replayed: int) -> StateIndex:
+        """Those of `state_fields` in one of the arena's host buffers."""
+        views = {name: host[f"target.states.{name}"] for name in STATE_FIELDS}
+        return StateIndex(**views, most_replayed=most_replayed)
 
 
 class HeadPagesSection:

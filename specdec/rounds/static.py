@@ -20,7 +20,7 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import STATE_FIELDS, BatchBuffers, group_fields, group_sizes, state_fields
+from attention.batch.metadata import BatchBuffers, group_fields, group_sizes, state_fields
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
@@ -96,8 +96,7 @@ class _States:
     """Which recurrent states the rows continue; rows that are added are on the null slot."""
 
     def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
-        views = {name: host[f"target.states.{name}"] for name in STATE_FIELDS}
-        self.index = StateIndex(**views, most_replayed=shape.query_len - 1)
+        self.index = VerificationSection.states(host, shape.query_len - 1)
         self.index.num_new[:] = 1
 
     def write(self, target: TargetArrays) -> None:

@@ -19,6 +19,7 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
+from specdec.target.probing import TargetProbe
 from specdec.target.rereading import (
     dummy_ids,
     errors_named,
@@ -30,7 +31,7 @@ from specdec.target.rereading import (
     scrambled_table,
 )
 from specdec.target.rollback import read_rollback, rollback_of
-from specdec.target.target import Target, TargetProbe
+from specdec.target.target import Target
 from specdec.target.twin import TwinReport, in_words
 
 _PROMPT_LENS = np.array([19, 5, 11])

@@ -26,6 +26,7 @@ from attention.recurrence.index import StateIndex
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
+from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.rereading import (
     all_committed,
     dummy_ids,
@@ -37,7 +38,7 @@ from specdec.target.rereading import (
 )
 from specdec.target.rollback import verifying
 from specdec.target.shrinking import Threshold, miniature, thresholds
-from specdec.target.target import Target, TargetProbe, probe_target
+from specdec.target.target import Target
 
 _LENS = np.array([300, 9, 57])
 _VERIFY_LEN = 4

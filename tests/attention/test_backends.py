@@ -158,8 +158,14 @@ WIDER = {("flashinfer", "8 bits"): 4e-3, ("flashinfer", "MLA"): 5e-3}
 weights to half precision before the values' scale, and MLA rounds partial results of split-KV."""
 
 
-def limit(name: str, variant: str, dtype: torch.dtype) -> float:
+LONG = {("flashinfer", "single long, q = 6"): 4e-3}
+"""The same by batch: rows of 65,536 keys that our packed kernel does not serve (7 and 16 heads to 1, head dim 256) come
+out at 3.2e-3; FlashInfer's fa2 rounds the weights to half precision and adds up many parts."""
+
+
+def limit(name: str, variant: str, batch: str, dtype: torch.dtype) -> float:
     wider = [w for (backend, begin), w in WIDER.items() if name.startswith(backend) and variant.startswith(begin)]
+    wider += [w for (backend, at), w in LONG.items() if name.startswith(backend) and batch == at]
     return max(LIMIT[dtype], *wider) if wider else LIMIT[dtype]
 
 
@@ -217,7 +223,7 @@ def check(name: str, size: str, variant: str, batch: str, dtype: torch.dtype) ->
     given, contender = rig(size, variant, batch, dtype), CONTENDERS[name]
     runner = given.runner(contender.make(torch.device(size)))
     whole, worst = given.errors(given.attended(runner, contender.fixed))
-    most = limit(name, variant, dtype)
+    most = limit(name, variant, batch, dtype)
     assert whole <= most and worst <= 2 * most, f"{whole:.1e} in all, {worst:.1e} in a row; allowed {most:.0e}"
     given.assert_written(runner)
 
@@ -309,7 +315,7 @@ def check_padding(name: str, size: str, variant: str, batch: str, dtype: torch.d
     padded = [torch.cat([x, x.new_full((9, *x.shape[1:]), float("nan"))]) for x in states]
     out = states[0].new_full((tokens + 9, given.key.num_q_heads, given.key.head_dim_v), 7.0)
     assert runner.attend(runner.plan(given.metadata()), 0, *padded, given.sinks, out) is out
-    assert given.errors(out[:tokens])[0] <= limit(name, variant, dtype) and bool((out[tokens:] == 7).all())
+    assert given.errors(out[:tokens])[0] <= limit(name, variant, batch, dtype) and bool((out[tokens:] == 7).all())
     given.assert_written(runner)
 
 

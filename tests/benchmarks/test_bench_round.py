@@ -14,8 +14,9 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks import engines
-from benchmarks.bench_round import Kind, Moments, floor, full_rounds, main, measured
+from benchmarks.bench_round import Moments, floor, full_rounds, main, measured
 from benchmarks.engines import sizes_of
+from benchmarks.kinds import Kind
 from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
 from specdec.acceptance.packed import Outcome
@@ -96,11 +97,13 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     """From the command line: a line for each K and batch, in order, and why there are no graphs."""
     out = tmp_path / "round.jsonl"
     options = "--shape tiny-qwen3.5 --device cpu --drafts 0,3 --rows 1,2 --prompt 5 9 --new-tokens 49 --repeats 1"
-    done = CliRunner().invoke(main, [*options.split(), "--acceptance", "1", "--out", str(out)])
+    kind = "--acceptance 1 --sampled --greedy-share 0.5"
+    done = CliRunner().invoke(main, [*options.split(), *kind.split(), "--out", str(out)])
     assert done.exit_code == 0, done.output
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [(line["drafts"], line["rows"]) for line in lines] == [(0, 1), (0, 2), (3, 1), (3, 2)]
     assert [line["tokens_a_round"] for line in lines] == [1, 2, 4, 8]
+    assert all(Kind.of(line) == Kind(True, 0.5) for line in lines) and "rows=2, 50% greedy" in done.output
     assert all(line["graphs"] == "off: backend 'torch' has none" for line in lines) and "graphs off" in done.output
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
 

@@ -69,3 +69,16 @@ def test_sampled_rounds_say_so(tmp_path: Path) -> None:
     line |= {"tokens_per_s": 5.0, "sampled": True, "greedy_share": 0.5, "entropy": 1.0}
     (tmp_path / "a.jsonl").write_text(json.dumps(line), "utf-8")
     assert "| 8 sampled, 50.0% greedy, 1 nat |" in tables.page(tmp_path)
+
+
+def test_a_start_is_shown_step_by_step(tmp_path: Path) -> None:
+    cold = {"steps": {"compiling": 20.0}, "first_greedy_s": 0.5, "first_sampled_s": 0.25, "start_s": 21.0}
+    cold |= {"workload_first": {"longest_ms": [90.0, 50.0]}}
+    warm = cold | {"steps": {"reading": 4.0}, "start_s": 5.0}
+    line = {"benchmark": "start", "shape": "tiny", "drafts": 3, "rows": 2, "cold": cold, "warm": warm}
+    (tmp_path / "start.jsonl").write_text(
+        json.dumps(line | {"torch": "2", "transformers": "5", "machine": "x", "commit": "c"})
+    )
+    text = tables.page(tmp_path)
+    for row in ("compiling | 20.00 |  |", "reading |  | 4.00 |", "there | 21.00 | 5.00 |", "workload | 0.09 | 0.09 |"):
+        assert row in text

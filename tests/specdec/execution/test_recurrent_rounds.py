@@ -1,4 +1,4 @@
-"""Rounds from graphs of targets with recurrent layers: the tokens and drafts of eager rounds, with compiled models too."""
+"""Rounds from graphs of targets with recurrent layers: tokens of eager rounds; one compiled graph for all shapes."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_one_graph_serves_all_shapes_of_a_compiled_model(name: str) -> None:
     """Recurrences are operators that the compiler does not look into; each layer's has a number of its own."""
     wrapped, counted = wrap(tiny_hybrid(name), max_model_len=128), Compiled()
     target = wrapped.target
-    torch._dynamo.reset()
+    torch.compiler.reset()
     model = torch.compile(target.hf_model, backend=counted, fullgraph=True, dynamic=True)
     lens = np.array([19, 5, 11])
     table, ids, start = scrambled_table(target, lens), dummy_ids(target, lens), np.zeros(3, np.int64)
@@ -114,3 +114,14 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so(graphs_on_cpu: 
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))), pytest.warns(SpecdecWarning, match="no CUDA graph"):
         wrapped = wrap(tiny_hybrid("qwen3_next"), max_model_len=128, cuda_graphs="auto")
     assert wrapped.graphs.startswith("off: recurrent layers")
+
+
+@pytest.mark.slow
+def test_a_compiled_model_says_the_same(
+    recorded_on_cpu: list[Replayed],  # noqa: F811
+    capturable: None,
+) -> None:
+    wrapped = with_graphs("qwen3_next", 3)
+    completions = wrapped.generate(PROMPTS, SamplingParams(NEW))
+    right = [greedy_text("qwen3_next", prompt, NEW) for prompt in PROMPTS]
+    assert [p + list(c.token_ids) for p, c in zip(PROMPTS, completions, strict=True)] == right

@@ -19,8 +19,9 @@ from drafters.base import FINAL_NORM
 from specdec.errors import CacheTooSmallError, InvalidInputError, InvariantError, UnsupportedModelError
 from specdec.requests.sampling import SamplingParams
 from specdec.target.alterations import Alterations
+from specdec.target.probing import probe_target
 from specdec.target.rereading import dummy_ids, scrambled_table
-from specdec.target.target import AuxStateRecorder, probe_target
+from specdec.target.target import AuxStateRecorder
 
 pytestmark = pytest.mark.usefixtures("every_twin")
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import specdec.target.twin
 from specdec.errors import UnsupportedModelError
+from specdec.target.probing import probe_target
 from specdec.target.shrinking import Threshold
-from specdec.target.target import probe_target
 from specdec.target.twin import TwinReport, twin_test
 
 pytestmark = pytest.mark.usefixtures("every_twin")

@@ -1,0 +1,133 @@
+"""What a probe pass finds out about a model: which modules mix tokens, and how; or why it would come out wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from attention.hf.probe import AttentionCall, probe
+from attention.hf.recurrent import RecurrentCall, modeling_files
+from attention.hf.recurrent_calls import STAND_INS
+from attention.recurrence.spec import RecurrenceSpec
+from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
+
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+_MASK_READERS = {
+    "index_topk": "sparse attention, whose indexer reads the mask",
+    "alibi": "attention biased by distance",
+}
+"""Fields of configurations whose models have attention code of their own, and what they mean."""
+
+
+@dataclass(frozen=True)
+class TargetProbe:
+    """What a probe pass found out about a model.
+
+    Attributes:
+        model: the model, on its device, in its dtype.
+        calls: attention modules and their AttentionSpecs in layer order.
+        layers: the decoder layers, as many as calls.
+        vocab_size: V, width of the logits (padded vocabularies included).
+        selects_rows: see `attention.hf.probe.Probe`.
+        recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
+    """
+
+    model: PreTrainedModel
+    calls: tuple[AttentionCall, ...]
+    layers: torch.nn.ModuleList
+    vocab_size: int
+    selects_rows: bool = True
+    recurrent_calls: tuple[RecurrentCall, ...] = ()
+
+    @property
+    def recurrence_specs(self) -> tuple[RecurrenceSpec, ...]:
+        """What the recurrent calls need of a state."""
+        return tuple(call.spec for call in self.recurrent_calls)
+
+
+def probe_target(model: PreTrainedModel) -> TargetProbe:
+    """Probe a model and refuse it when paged attention would make it come out wrong.
+
+    Raises:
+        UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
+            attention types other than full, sliding and chunked.
+    """
+    name = type(model).__name__
+    try:
+        found = probe(model)
+    except UnsupportedAttentionError as error:
+        raise UnsupportedModelError(f"{name} cannot run on the paged cache: {error}") from error
+    except torch.OutOfMemoryError:
+        raise
+    except UNNAMED_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
+            f"and no mask its forward raises {type(error).__name__}: {error}"
+        ) from error
+    calls, recurrent = found.calls, found.recurrent_calls
+    if recurrent:
+        layers = _mixed_layers(model, [*(call.module for call in calls), *(call.module for call in recurrent)])
+    else:
+        _check_attention_alone(model, calls)
+        layers = _decoder_layers(model, calls)
+    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent)
+
+
+def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:
+    """Refuse a model without recurrent calls in which anything but attention that we serve may mix tokens.
+
+    A hybrid class whose configuration has attention layers only is a plain model.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    num_layers = int(config.num_hidden_layers)
+    plain = len(calls) == num_layers and bool(modeling_files(list(model.modules())))
+    if getattr(model, "_is_stateful", False) and not plain:
+        raise UnsupportedModelError(
+            f"{name} keeps state beside its KV cache, and not by functions that specdec can serve "
+            f"({', '.join(STAND_INS)})"
+        )
+    if len(calls) != num_layers:
+        raise UnsupportedModelError(
+            f"{name} has {num_layers} layers, but {len(calls)} of them call transformers' attention interface"
+        )
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
+    if odd:
+        raise UnsupportedModelError(
+            f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
+        )
+
+
+def _likely_reason(model: PreTrainedModel) -> str:
+    """What in a configuration makes a model read its attention mask, in words."""
+    config = model.config.get_text_config()
+    for name, meaning in _MASK_READERS.items():
+        if value := getattr(config, name, None):
+            return f" ({meaning}: {name}={value} in its configuration)"
+    return ""
+
+
+def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == len(calls):
+            inside = (any(m is call.module for m in layer.modules()) for layer, call in zip(module, calls, strict=True))
+            if all(inside):
+                return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"
+    )
+
+
+def _mixed_layers(model: PreTrainedModel, mixers: Sequence[torch.nn.Module]) -> torch.nn.ModuleList:
+    """The decoder layers of a model with recurrent ones: a layer may have any number of these modules, or none."""
+    num_layers = int(model.config.get_text_config().num_hidden_layers)
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == num_layers:
+            inside = set(module.modules())
+            if all(mixer in inside for mixer in mixers):
+                return module
+    raise UnsupportedModelError(
+        f"{type(model).__name__}: no list of {num_layers} decoder layers holds its recurrent and attention modules"
+    )

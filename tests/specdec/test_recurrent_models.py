@@ -1,0 +1,164 @@
+"""Around targets with recurrent layers: what loading says and refuses, memory, threads, interrupts, what is undone."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fakes import engine_of, free_everywhere, hooks_of, random_prompts, wrap
+from transformers import AutoModelForCausalLM
+
+from attention.recurrence import reference
+from attention.recurrence.registry import Recurrences
+from specdec import SamplingParams
+from specdec.errors import CacheTooSmallError, SpecdecWarning, UnsupportedModelError
+from specdec.loading.groups import Rows
+from specdec.loading.memory import check_cache_fits
+from specdec.loading.states import check_backend_fits, state_bytes
+from specdec.target.probing import probe_target
+from tests.hybrids import RecallHead, greedy_text, tiny_config, tiny_hybrid
+
+PROMPTS = random_prompts([17, 3, 9])
+NEW = 16
+OPTIONS: dict[str, Any] = {"max_model_len": 128, "num_speculative_tokens": 3}
+
+
+def right_of(name: str) -> list[list[int]]:
+    return [greedy_text(name, prompt, NEW)[len(prompt) :] for prompt in PROMPTS]
+
+
+def recalling(name: str, model: Any = None, **options: Any) -> Any:
+    head = RecallHead([greedy_text(name, prompt, NEW) for prompt in PROMPTS], 0.6)
+    return wrap(tiny_hybrid(name) if model is None else model, head, **OPTIONS | options)
+
+
+def said(wrapped: Any) -> list[list[int]]:
+    return [list(c.token_ids) for c in wrapped.generate(PROMPTS, SamplingParams(NEW))]
+
+
+def test_the_facts_name_layers_kernel_and_bytes() -> None:
+    wrapped = recalling("qwen3_next")
+    facts = wrapped.describe()["recurrent"]
+    assert facts["calls"] == {"short convolution": 2, "gated delta rule": 2} and facts["kernel"] == "torch"
+    states = wrapped.target.states.states
+    held = sum(t.nbytes for s in states for t in (s.ring,) if isinstance(t, torch.Tensor))
+    held += sum(s.state.nbytes + sum(t.nbytes for t in vars(s.ring).values()) for s in states if hasattr(s, "state"))
+    assert held == facts["bytes_per_row"] * wrapped.config.num_state_slots
+    assert wrapped.describe()["num_layers"] == 4
+    assert wrap(tiny_hybrid("lfm2"), max_model_len=64).describe()["recurrent"]["calls"] == {"short convolution": 2}
+
+
+@pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
+def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, layer_types=["full_attention"] * 4)).eval()
+    wrapped = wrap(model, max_model_len=64)
+    facts = wrapped.describe()
+    assert facts["recurrent"] is None and facts["prefix_caching"] == "on" and not wrapped.config.recurrent
+
+
+def test_batch_invariance_is_refused_by_name() -> None:
+    backend: Any = SimpleNamespace(batch_invariant=True)
+    with pytest.raises(
+        UnsupportedModelError, match=r"Qwen3NextForCausalLM has recurrent layers \(short convolution, gat"
+    ):
+        check_backend_fits(probe_target(tiny_hybrid("qwen3_next")), backend)
+
+
+def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> None:
+    with pytest.warns(SpecdecWarning, match="no effect: the target's recurrent layers keep the state") as caught:
+        wrapped = recalling("qwen3_next", enable_prefix_caching=True)
+    assert len(caught) == 1 and wrapped.prefix_caching.startswith("off: the target's recurrent layers")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert recalling("qwen3_next").prefix_caching == wrapped.prefix_caching
+
+
+def test_states_come_off_the_memory_for_pages() -> None:
+    probed = probe_target(tiny_hybrid("qwen3_next"))
+    sizes = {"num_speculative_tokens": 3, "max_model_len": 64, "max_num_batched_tokens": 64, "page_size": 4}
+    few, many = (state_bytes(probed, Rows(max_num_seqs=rows, **sizes)) for rows in (8, 32))
+    assert many / few == 33 / 9 and few % 9 == 0
+    message = r"9\.00 GiB of it for the recurrent states of all rows\); .* page_size, or max_num_seqs"
+    with pytest.raises(CacheTooSmallError, match=message):
+        check_cache_fits(torch.device("cpu"), 1 << 40, 8, "kv_cache_tokens", state_bytes=9 << 30)
+
+
+def test_the_users_model_is_what_it_was() -> None:
+    model = tiny_hybrid("qwen3_next")
+    file = sys.modules[type(model).__module__]
+    functions, mixer = dict(vars(file)), model.model.layers[0].linear_attn
+    ids = torch.tensor([PROMPTS[0]])
+    wrapped = recalling("qwen3_next", model)
+    assert said(wrapped) == right_of("qwen3_next")
+    out = model.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert out[0].tolist() == greedy_text("qwen3_next", PROMPTS[0], NEW)  # its own cache beside ours
+    assert said(wrapped) == right_of("qwen3_next")
+    wrapped.close()
+    assert hooks_of(mixer) == (0, 0) and not hasattr(mixer, "_specdec_recurrence")
+    assert all(vars(file)[name] is value for name, value in functions.items())
+
+
+def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
+    """The functions of a modeling file are replaced for the threads in forwards of ours only."""
+    engines, model = [recalling("qwen3_next") for _ in range(2)], tiny_hybrid("qwen3_next")
+    found: dict[int, list[Any]] = {0: [], 1: [], 2: []}
+    ids = torch.tensor([PROMPTS[0]])
+
+    def run(number: int) -> None:
+        for _ in range(3):
+            if number < 2:
+                found[number].append(said(engines[number]))
+            else:
+                out = model.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
+                found[number].append(out[0].tolist())
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in found]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    right = right_of("qwen3_next")
+    assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
+
+
+@pytest.mark.parametrize("after", [4, 12])
+def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> None:
+    """The states of the layers before were written then."""
+    wrapped, plain, calls = recalling("qwen3_next"), reference.gated_delta, [0]
+    states = wrapped.target.states
+
+    def interrupted(*inputs: Any) -> torch.Tensor:
+        calls[0] += 1
+        if calls[0] == after:
+            raise KeyboardInterrupt
+        return plain(*inputs)
+
+    states.functions = Recurrences("torch", gated_delta=interrupted)
+    engine, hit = engine_of(wrapped), 0
+    requests: dict[int, list[int]] = {engine.submit(prompt, SamplingParams(NEW)): [] for prompt in PROMPTS}
+    while engine.has_work:
+        try:
+            for update in engine.step():
+                requests[update.request_id] += update.token_ids
+        except KeyboardInterrupt:
+            hit += 1
+    assert hit == 1 and list(requests.values()) == right_of("qwen3_next")
+    assert free_everywhere(wrapped)
+
+
+def test_mamba2s_least_step_holds_for_every_token() -> None:
+    """transformers clamps the step in a prefill alone; we say what its forward without a cache says."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config("nemotron_h", time_step_min=0.3)).eval()
+    wrapped, ids = wrap(model, max_model_len=64), list(PROMPTS[0])
+    (found,) = wrapped.generate([ids], SamplingParams(8, ignore_eos=True))
+    with torch.no_grad():
+        for _ in range(8):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    assert ids[len(PROMPTS[0]) :] == list(found.token_ids)
