@@ -227,6 +227,7 @@ def tiny(name: str, modules: int = 1, context: float = 1.0) -> Tiny:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(case.config).eval()
     enlarge(model)
+    _heed_states(model)
     generator = torch.Generator().manual_seed(1)
     shapes = {k: v for m in range(modules) for k, v in case.shapes(m).items()}
     centre = 0 if name.startswith("qwen3") else 1  # Qwen's norms multiply by 1 + weight
@@ -238,6 +239,15 @@ def tiny(name: str, modules: int = 1, context: float = 1.0) -> Tiny:
         if any(name in tensor_name for name in ("o_proj", "out_proj", "down_proj")):
             tensor.data.mul_(context)
     return Tiny(name, model, tensors)
+
+
+def _heed_states(model: torch.nn.Module) -> None:
+    """Mamba2 layers whose outputs come from the tokens before more than from the token itself: long steps, little D."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("mixer.D"):
+            tensor.data.mul_(0.1)
+        elif name.endswith(("mixer.dt_bias", "mixer.A_log")):
+            tensor.data.fill_(2 if "dt_bias" in name else -1)
 
 
 def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, centre: int) -> torch.Tensor:
