@@ -100,8 +100,15 @@ _QSA = {
     "indexer_head_dim": 16,
 }
 _PAIRS = ["conv", "full_attention"] * 2
+_LINEAR = {"layer_types": ["linear_attention", "full_attention"] * 2}
+_NO_LEAST_STEP = {"time_step_min": 1e-6}
+"""transformers clamps Mamba2's step in a prefill only, so by default its `generate` differs from its own forward."""
+_PURE = ("mamba", "mamba2", "falcon_mamba")
+"""Types without attention, whose configurations have no longest sequence."""
 
 HINTS: dict[str, dict[str, Any]] = {
+    "bailing_hybrid": _LINEAR,
+    "bamba": {"attn_layer_indices": [1, 3]},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {
@@ -121,16 +128,36 @@ HINTS: dict[str, dict[str, Any]] = {
     "falcon_h1": {"mamba_d_ssm": 128},
     "gemma4_unified": {"vision_config": {"mm_embed_dim": WIDTH}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": _LINEAR,
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "kimi_linear": _LINEAR | _LATENT,
+    "lfm2": {"layer_types": _PAIRS},
     "lfm2_moe": {"layer_types": _PAIRS},
+    "lfm3": {"layer_types": _PAIRS},
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 16, "head_dim": 8},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "moe", "linear_attention"],
+        **_NO_LEAST_STEP,
+    },
     "moshi": {"audio_vocab_size": VOCAB},
     "qwen4_exp": {"text_config": _QSA},
     "qwen4_exp_text": _QSA,
     "reformer": {"axial_pos_embds": False},
     "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+    "zamba": {
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "attention_hidden_size": 2 * WIDTH,
+        "attention_head_dim": 2 * WIDTH // HEADS,
+        "num_key_value_heads": HEADS,
+    },
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_mem_blocks": 2,
+        "attention_hidden_size": 2 * WIDTH,
+        "num_key_value_heads": HEADS,
+        **_NO_LEAST_STEP,
+    },
     "zaya": {"num_experts_per_tok": 1},
     "Qwen2_5OmniThinkerForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
     "Qwen3OmniMoeThinkerForConditionalGeneration": {**_MROPE, **_MODAL_IDS},
@@ -216,7 +243,7 @@ _CLASSES = (
 def all_cases() -> tuple[Case, ...]:
     """Every causal-LM type of the installed transformers, the telling options, and classes outside the mapping."""
     known = tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    plain = [Case(name, name) for name in known]
+    plain = [Case(name, name, load={"max_model_len": 128} if name in _PURE else {}) for name in known]
     options = [Case(f"{kind}: {word}", kind, options=fields) for kind, word, fields in _VARIANTS if kind in known]
     whisper = [Case("whisper: max_model_len", "whisper", load={"max_model_len": 128})] if "whisper" in known else []
     live = [Case(name, class_name=name) for name in _CLASSES if hasattr(transformers, name)]

@@ -180,11 +180,15 @@ class RecallHead(torch.nn.Module):
     Satisfies `drafters.base.Head`. Its block output is one-hot: the token it drafts.
     """
 
-    def __init__(self, texts: Sequence[Sequence[int]], right: float, aux_layers: tuple[int, ...] = (0, 1, 2)) -> None:
+    table: torch.Tensor
+    """[position, token there] -> the next token."""
+
+    def __init__(self, texts: Sequence[Sequence[int]], right: float, head_dim: int = 8) -> None:
+        """texts: prompts and what follows them; right: the probability; head_dim: of its attention, which adds 0."""
         super().__init__()
-        self.attention_specs = (AttentionSpec(1, 1, 8, 8, scale=1.0),)
-        self.aux_layers, self.hidden_size, self.draft_vocab_size = aux_layers, VOCAB, VOCAB
-        self.table = torch.zeros(128, VOCAB, dtype=torch.long)  # [position, token there] -> the next token
+        self.attention_specs = (AttentionSpec(1, 1, head_dim, head_dim, scale=1.0),)
+        self.aux_layers, self.hidden_size, self.draft_vocab_size = (0, 1, 2), VOCAB, VOCAB
+        self.register_buffer("table", torch.zeros(max(map(len, texts)) + 1, VOCAB, dtype=torch.long))
         for text in texts:
             for at, (token, following) in enumerate(pairwise(text)):
                 knows = (at * 7919 + token * 104729) % 100 < 100 * right
@@ -198,7 +202,7 @@ class RecallHead(torch.nn.Module):
     ) -> torch.Tensor:
         drafted = self.table[(positions + 1).clamp(max=len(self.table) - 1), token_ids]
         x = torch.nn.functional.one_hot(drafted, self.hidden_size).to(hidden.dtype)
-        query = x[:, None, :8].contiguous()
+        query = x[:, None, : self.attention_specs[0].head_dim_k].contiguous()
         return x + 0 * attend(0, query, query, query).flatten(1).sum(-1, keepdim=True)
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:

@@ -180,7 +180,7 @@ def opaque_ssd_scan(
     channel: int,
     call: int,
 ) -> torch.Tensor:
-    """x [T, H, P] -> [T, H, P], see `Recur.ssd_scan`."""
+    """x [T, H, P] -> [T, H, P] float32, see `Recur.ssd_scan`."""
     return _recur(channel).ssd_scan(call, x, dt, A, B, C, D)
 
 
@@ -195,7 +195,7 @@ def opaque_selective_scan(
     channel: int,
     call: int,
 ) -> torch.Tensor:
-    """x [T, C] -> [T, C], see `Recur.selective_scan`."""
+    """x [T, C] -> [T, C] float32, see `Recur.selective_scan`."""
     return _recur(channel).selective_scan(call, x, dt, A, B, C, D)
 
 
@@ -221,9 +221,9 @@ def _(
     return v.new_empty(v.shape)
 
 
-def _like_x(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _float32_like_x(x: torch.Tensor, *others: Any) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=torch.float32)
 
 
-opaque_ssd_scan.register_fake(_like_x)
-opaque_selective_scan.register_fake(_like_x)
+opaque_ssd_scan.register_fake(_float32_like_x)
+opaque_selective_scan.register_fake(_float32_like_x)

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from attention.errors import UnsupportedAttentionError
 from attention.hf.custom_op import RecurrenceChannel
 from attention.hf.recurrent_calls import STAND_INS, Mixing
-from attention.recurrence.runner import Recur
+from attention.recurrence.runner import Blank, Recur
 from attention.recurrence.spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 
 _BOUND = "_specdec_recurrence"
@@ -149,9 +149,8 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
     """Replace the functions of modeling files; several threads may do so at a time."""
     with _lock:
         for file in files:
-            count = _replaced[file.__name__] = _replaced.get(file.__name__, 0) + 1
-            if count == 1:
-                _replace(file)
+            _replaced[file.__name__] = _replaced.get(file.__name__, 0) + 1
+            _replace(file)  # whatever the count is: an interrupt may have come between the two
     try:
         yield
     finally:
@@ -163,14 +162,15 @@ def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
 
 
 def _replace(file: ModuleType) -> None:
+    """Put the stand-ins in place. Idempotent."""
     for name in STAND_INS:
-        original = vars(file).get(name)
-        if original is None:
+        now, key = vars(file).get(name), (file.__name__, name)
+        made = _stand_ins.get(key)
+        if now is None or (made is not None and now is made[1]):
             continue
-        key = (file.__name__, name)
-        if key not in _stand_ins or _stand_ins[key][0] is not original:
-            _stand_ins[key] = (original, _stand_in(name, original))
-        setattr(file, name, _stand_ins[key][1])
+        if made is None or made[0] is not now:
+            made = _stand_ins[key] = (now, _stand_in(name, now))
+        setattr(file, name, made[1])
 
 
 def _restore(file: ModuleType) -> None:
@@ -250,24 +250,22 @@ class _Recorder:
     def _note(self, spec: RecurrenceSpec) -> None:
         self._calls.append(RecurrentCall(self._module, spec))
 
-    def short_conv(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool) -> torch.Tensor:
+    def short_conv(self, *inputs: Any) -> torch.Tensor:
+        x, weight = inputs[:2]
         self._note(ConvSpec(x.shape[1], weight.shape[1]))
-        return x.new_zeros(x.shape)
+        return Blank().short_conv(0, *inputs)
 
-    def gated_delta(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, *others: Any
-    ) -> torch.Tensor:
+    def gated_delta(self, *inputs: Any) -> torch.Tensor:
+        _, k, v, g = inputs[:4]
         self._note(DeltaSpec(k.shape[1], v.shape[1], k.shape[2], v.shape[2], g.dim() == 3))
-        return v.new_zeros(v.shape)
+        return Blank().gated_delta(0, *inputs)
 
-    def ssd_scan(
-        self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *others: Any
-    ) -> torch.Tensor:
-        self._note(SsdSpec(x.shape[1], x.shape[2], B.shape[1], B.shape[2]))
-        return x.new_zeros(x.shape)
+    def ssd_scan(self, *inputs: Any) -> torch.Tensor:
+        x, _, _, b = inputs[:4]
+        self._note(SsdSpec(x.shape[1], x.shape[2], b.shape[1], b.shape[2]))
+        return Blank().ssd_scan(0, *inputs)
 
-    def selective_scan(
-        self, x: torch.Tensor, dt: torch.Tensor, A: torch.Tensor, B: torch.Tensor, *others: Any
-    ) -> torch.Tensor:
-        self._note(ScanSpec(x.shape[1], B.shape[1]))
-        return x.new_zeros(x.shape)
+    def selective_scan(self, *inputs: Any) -> torch.Tensor:
+        x, _, _, b = inputs[:4]
+        self._note(ScanSpec(x.shape[1], b.shape[1]))
+        return Blank().selective_scan(0, *inputs)

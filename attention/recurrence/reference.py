@@ -5,7 +5,8 @@ for a fresh row; then the replayed inputs and the committed tokens, after which 
 whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long
 ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their outputs are zeros.
 
-States and sums are float32; outputs have the dtype of x (v).
+States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
+scans float32.
 
 Source of the chunked forms: "Gated Delta Networks", arXiv 2412.06464, section 3.3; "Mamba-2", arXiv 2405.21060, section
 6; the functions themselves are transformers' (`torch_chunk_gated_delta_rule`, `mamba2_chunk_scan`, …).
@@ -58,7 +59,8 @@ def short_conv(
     if bias is not None:
         y = y + bias.float()
     out = x.new_zeros(x.shape)
-    out[:num_tokens] = (F.silu(y) if silu else y).to(x.dtype)
+    y = y.to(x.dtype)
+    out[:num_tokens] = F.silu(y) if silu else y
     last = offset >= lens[owner] - size
     ring[slots[owner][last], (start[owner] + offset)[last] % size] = x[:num_tokens][last].to(ring.dtype)
     return out
@@ -123,7 +125,7 @@ def ssd_scan(
         state: [slots, H, P, N] float32.
 
     Returns:
-        [T, H, P] in the dtype of x.
+        [T, H, P] float32.
     """
     repeat = x.shape[1] // B.shape[1]
 
@@ -134,7 +136,7 @@ def ssd_scan(
         y, after = _ssd_scan(inputs, steps, A.float(), b, c, before)
         return y if D is None else y + D.float()[:, None] * inputs, after
 
-    out = _two_phases(scan, x, state, rows)
+    out = _two_phases(scan, x.float(), state, rows)
     for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
         rows.drafts.keep(each, kept)
     return out
@@ -158,7 +160,7 @@ def selective_scan(
         state: [slots, C, N] float32.
 
     Returns:
-        [T, C] in the dtype of x.
+        [T, C] float32.
     """
 
     def scan(span: Padded, before: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -172,7 +174,7 @@ def selective_scan(
         y = torch.stack(outputs, dim=1)
         return y if D is None else y + D.float() * inputs, before
 
-    out = _two_phases(scan, x, state, rows)
+    out = _two_phases(scan, x.float(), state, rows)
     for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
         rows.drafts.keep(each, kept)
     return out

@@ -52,7 +52,7 @@ class Recur(Protocol):
         C: torch.Tensor,
         D: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, H, P] -> [T, H, P]."""
+        """x [T, H, P] -> [T, H, P] float32."""
 
     def selective_scan(
         self,
@@ -64,7 +64,7 @@ class Recur(Protocol):
         C: torch.Tensor,
         D: torch.Tensor | None,
     ) -> torch.Tensor:
-        """x [T, C] -> [T, C]."""
+        """x [T, C] -> [T, C] float32."""
 
 
 class StateRunner:
@@ -124,12 +124,12 @@ class StatesOver:
     def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.ssd_scan`."""
         kept = self._state(call, SsdState)
-        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows)
+        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows).float()
 
     def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.selective_scan`."""
         kept = self._state(call, ScanState)
-        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows)
+        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows).float()
 
     def _state(self, call: int, kind: type[Any]) -> Any:
         kept = self.runner.states[call]
@@ -137,22 +137,37 @@ class StatesOver:
         return kept
 
 
-@dataclass(frozen=True)
+_OUTPUTS: dict[str, tuple[int, torch.dtype | None]] = {
+    "short_conv": (0, None),
+    "gated_delta": (2, None),
+    "ssd_scan": (0, torch.float32),
+    "selective_scan": (0, torch.float32),
+}
+"""Of each call of a `Recur`: the input that its output has the shape of, and its dtype where that is another."""
+
+
+def empty_output(name: str, inputs: tuple[Any, ...]) -> torch.Tensor:
+    """Memory for the output of a call of this name."""
+    place, dtype = _OUTPUTS[name]
+    like: torch.Tensor = inputs[place]
+    return like.new_empty(like.shape, dtype=dtype)
+
+
 class Blank:
     """Zeros for every call: see `Recur`."""
 
-    def short_conv(self, call: int, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def short_conv(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.short_conv`."""
-        return x.new_zeros(x.shape)
+        return empty_output("short_conv", inputs).zero_()
 
-    def gated_delta(self, call: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def gated_delta(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.gated_delta`."""
-        return v.new_zeros(v.shape)
+        return empty_output("gated_delta", inputs).zero_()
 
-    def ssd_scan(self, call: int, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.ssd_scan`."""
-        return x.new_zeros(x.shape)
+        return empty_output("ssd_scan", inputs).zero_()
 
-    def selective_scan(self, call: int, x: torch.Tensor, *inputs: Any) -> torch.Tensor:
+    def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.selective_scan`."""
-        return x.new_zeros(x.shape)
+        return empty_output("selective_scan", inputs).zero_()

@@ -61,6 +61,9 @@ def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
 def route_rows(facts: dict[str, Any]) -> list[tuple[str, str]]:
     """What served the attention, and whether rounds ran from graphs."""
     rows = [(f"attention of the {group}", route) for group, route in facts["attention"].items()]
+    if recurrent := facts.get("recurrent"):
+        calls = ", ".join(f"{count} of {kind}" for kind, count in recurrent["calls"].items())
+        rows.append(("recurrent layers", f"{recurrent['kernel']}: {calls}"))
     graphs = facts["graphs"]
     if "graphs" not in graphs:
         return [*rows, ("CUDA graphs", graphs["state"])]
@@ -116,6 +119,8 @@ def fit_lines(facts: dict[str, Any]) -> list[str]:
         f"it fits in memory: {size(facts['weights_bytes'])} of weights, a KV cache of {tokens:,} tokens = {longest:,} "
         f"requests of the greatest length ({engine['max_model_len']:,} tokens), {engine['max_num_seqs']} at once"
     )
+    if recurrent := facts.get("recurrent"):
+        lines[-1] += f", each with recurrent states of {size(recurrent['row_bytes'])}"
     return lines
 
 

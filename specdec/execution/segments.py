@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 
 from attention.hf.custom_op import LayerAttend
-from attention.recurrence.runner import Blank, Recur
+from attention.recurrence.runner import Blank, Recur, empty_output
 
 T = TypeVar("T")
 
@@ -125,14 +125,14 @@ class _CutRecurrences:
 
     def __init__(self, cutter: _Cutter) -> None:
         self._cutter = cutter
-        self.short_conv: Any = partial(self._cut, "short_conv", 0)
-        self.gated_delta: Any = partial(self._cut, "gated_delta", 2)
-        self.ssd_scan: Any = partial(self._cut, "ssd_scan", 0)
-        self.selective_scan: Any = partial(self._cut, "selective_scan", 0)
+        self.short_conv: Any = partial(self._cut, "short_conv")
+        self.gated_delta: Any = partial(self._cut, "gated_delta")
+        self.ssd_scan: Any = partial(self._cut, "ssd_scan")
+        self.selective_scan: Any = partial(self._cut, "selective_scan")
 
-    def _cut(self, name: str, like: int, call: int, *inputs: Any) -> torch.Tensor:
-        """like: which input has the shape of the output."""
-        out = inputs[like].new_empty(inputs[like].shape)
+    def _cut(self, name: str, call: int, *inputs: Any) -> torch.Tensor:
+        """The graph ends with the inputs, the next one begins with the output."""
+        out = empty_output(name, inputs)
         self._cutter.end()
         own = tuple(unowned(x) if isinstance(x, torch.Tensor) else x for x in inputs)
         self._cutter.calls.append(RecurrenceCall(name, call, own, unowned(out)))

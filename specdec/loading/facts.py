@@ -59,6 +59,7 @@ class _Captured(Protocol):
 def facts_of(model: Loaded) -> dict[str, Any]:
     """Resolved facts of model, head, attention, caches, graphs and engine."""
     head, runners, checkpoint, attends = model.head, model.runners, model.checkpoint, model.target.runner
+    hybrid = model.target.states is not None
     layers = attends.layer_numbers if isinstance(attends, GroupedRunner) else {}
     return {
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
@@ -73,7 +74,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "device": str(model.device),
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
-        "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name)) for runner in runners},
+        "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "prefix_caching": model.prefix_caching,
         "self_test_error": model.self_test_error,
@@ -98,26 +99,26 @@ def _own_config(model: Loaded) -> str:
     return f"model (requests are refused: {odd})" if odd else "model"
 
 
-def _cache(runner: GroupRunner, layers: Sequence[int] | None) -> str:
-    """layers: their numbers in the model, where it has several groups."""
+def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> str:
+    """layers: their numbers in the model, where it has several groups; of a hybrid model among those that attend."""
     if not runner.layers:
         return "none: no layer attends"
     group, dtype = runner.group, runner.layers[0].keys.dtype
     tokens = (group.num_pages - 1) * group.page_size
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
-    own = "" if layers is None else f"layers {','.join(map(str, layers))}: "
+    own = "" if layers is None else f"{'attention ' if hybrid else ''}layers {','.join(map(str, layers))}: "
     return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
 
 
 def _recurrent(states: StateRunner) -> dict[str, Any]:
     """What a target's recurrent layers are, what computes them, and what a row's states take."""
     group = states.group
-    bytes_per_row = group.bytes_per_row(states.dtype)
+    row_bytes = group.bytes_per_row(states.dtype)
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
-        "bytes_per_row": bytes_per_row,
-        "GiB": round(group.num_slots * bytes_per_row / 2**30, 3),
+        "row_bytes": row_bytes,
+        "GiB": round(group.num_slots * row_bytes / 2**30, 3),
     }
 
 

@@ -27,6 +27,8 @@ EXACT = (
     "gpt2",
     "llama4_text",
     "phi3",
+    "qwen3_next",
+    "mamba2",
 )
 REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import engine_of, free_everywhere, hooks_of, random_prompts, wrap
-from transformers import AutoModelForCausalLM
+from fakes import engine_of, enlarge, free_everywhere, hooks_of, random_prompts, wrap
+from transformers import AutoModelForCausalLM, GenerationConfig
 
+from attention.hf import recurrent
 from attention.recurrence import reference
 from attention.recurrence.registry import Recurrences
 from specdec import SamplingParams
+from specdec.cli.tables import fit_lines, route_rows, size
 from specdec.errors import CacheTooSmallError, SpecdecWarning, UnsupportedModelError
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
@@ -48,8 +50,12 @@ def test_the_facts_name_layers_kernel_and_bytes() -> None:
     states = wrapped.target.states.states
     held = sum(t.nbytes for s in states for t in (s.ring,) if isinstance(t, torch.Tensor))
     held += sum(s.state.nbytes + sum(t.nbytes for t in vars(s.ring).values()) for s in states if hasattr(s, "state"))
-    assert held == facts["bytes_per_row"] * wrapped.config.num_state_slots
+    assert held == facts["row_bytes"] * wrapped.config.num_state_slots
     assert wrapped.describe()["num_layers"] == 4
+    assert ("recurrent layers", "torch: 2 of short convolution, 2 of gated delta rule") in route_rows(
+        wrapped.describe()
+    )
+    assert fit_lines(wrapped.describe())[-1].endswith(f", each with recurrent states of {size(facts['row_bytes'])}")
     assert wrap(tiny_hybrid("lfm2"), max_model_len=64).describe()["recurrent"]["calls"] == {"short convolution": 2}
 
 
@@ -127,6 +133,22 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
 
 
+def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It comes after the forward was counted and before anything is replaced."""
+    wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_replace"]
+
+    def interrupted(file: Any) -> None:
+        monkeypatch.setattr(recurrent, "_replace", plain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recurrent, "_replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(wrapped)
+    assert said(wrapped) == right_of("qwen3_next")
+
+
 @pytest.mark.parametrize("after", [4, 12])
 def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> None:
     """The states of the layers before were written then."""
@@ -162,3 +184,24 @@ def test_mamba2s_least_step_holds_for_every_token() -> None:
         for _ in range(8):
             ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
     assert ids[len(PROMPTS[0]) :] == list(found.token_ids)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+def test_long_prompts_say_the_same_in_chunks_of_every_size(name: str) -> None:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(tiny_config(name, max_position_embeddings=4096)).eval()
+    enlarge(model)
+    model.generation_config = GenerationConfig()
+    prompts = random_prompts([2100, 2300])
+    right = []
+    with torch.no_grad():
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = model.generate(ids, max_new_tokens=12, do_sample=False, attention_mask=torch.ones_like(ids))
+            right.append(out[0].tolist())
+    sizes = {"kv_cache_tokens": 6000, "page_size": 16, "max_model_len": 2400, "num_speculative_tokens": 3}
+    for chunk in (65, 512, 2048):
+        wrapped = wrap(model, RecallHead(right, 0.7), max_num_batched_tokens=chunk, **sizes)
+        completions = wrapped.generate(prompts, SamplingParams(12))
+        assert [p + list(c.token_ids) for p, c in zip(prompts, completions, strict=True)] == right

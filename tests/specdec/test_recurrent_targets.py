@@ -85,4 +85,4 @@ def test_a_model_without_attention_has_no_cache(name: str) -> None:
     wrapped = served(name, drafts=0)
     facts = wrapped.describe()
     assert facts["kv_cache"] == {"target": "none: no layer attends"}
-    assert facts["num_layers"] == 4 and facts["recurrent"]["bytes_per_row"] > 0
+    assert facts["num_layers"] == 4 and facts["recurrent"]["row_bytes"] > 0

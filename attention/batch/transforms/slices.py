@@ -86,7 +86,13 @@ def _bounds(cuts: Sequence[int], size: int, of: str) -> list[int]:
 
 
 def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> HostBatch:
-    """Rows first … stop-1 with those of their tokens that are among start … end-1."""
+    """Rows first … stop-1 with those of their tokens that are among start … end-1.
+
+    Raises:
+        InvalidInputError: the rows have recurrent states, which a cut inside a row would store in its midst.
+    """
+    if batch.states is not None:
+        raise InvalidInputError("a batch of rows with recurrent states cannot be sliced")
     rows, tokens = slice(first, stop), slice(start, end)
     starts = batch.query_start_loc[first : stop + 1]
     kept = np.clip(starts, start, end)

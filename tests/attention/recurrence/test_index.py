@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import attention.recurrence.index
+import attention.recurrence.spec
 from attention.errors import InvariantError
 from attention.recurrence.index import (
     StateIndex,
@@ -16,6 +20,12 @@ from attention.recurrence.index import (
     ring_place,
     state_ring_size,
 )
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    for module in (attention.recurrence.index, attention.recurrence.spec):
+        outcome = doctest.testmod(module)
+        assert outcome.failed == 0 and outcome.attempted > 1
 
 
 @st.composite

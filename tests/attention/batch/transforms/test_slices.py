@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -18,8 +18,9 @@ from attention.batch.host import HostBatch, rows_batch
 from attention.batch.transforms.local_attention import local_attention
 from attention.batch.transforms.slices import request_slices, token_slices
 from attention.errors import InvalidInputError
+from attention.recurrence.index import StateIndex
 
-ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name not in ("page_size", "other_groups"))
+ARRAYS = tuple(field.name for field in fields(HostBatch) if field.name not in ("page_size", "other_groups", "states"))
 Slicer = Callable[[HostBatch, Sequence[int]], tuple[HostBatch, ...]]
 
 
@@ -153,3 +154,11 @@ def test_cuts_that_are_none_are_refused(slicer: Slicer, size: int, of: str, cuts
 def test_a_cut_that_is_no_integer_is_refused() -> None:
     with pytest.raises(TypeError):
         token_slices(batch(), [1.5])  # type: ignore[list-item]
+
+
+def test_rows_with_recurrent_states_are_not_sliced() -> None:
+    one = np.ones(1, np.int32)
+    plain = rows_batch(np.array([0, 4]), np.array([0]), np.array([[1]]), 4)
+    batch = replace(plain, states=StateIndex(one, 0 * one, 0 * one, 4 * one))
+    with pytest.raises(InvalidInputError, match="recurrent states cannot be sliced"):
+        token_slices(batch, [2])
