@@ -93,10 +93,14 @@ def sizes_of(
 ) -> EngineConfig:
     """An engine for batches of so many rows: pages for `prompt` and `new_tokens` tokens a row, and for a long one.
 
+    Prompts are read in as few rounds as go, beside rows that decode too: else the first rows of a large batch end before
+    the last ones have begun.
+
     >>> [sizes_of(5, [8, 16], 512, 256, long).num_pages for long in (None, 65_536)]
     [785, 4849]
     """
     short, longest = prompt + new_tokens + 16, max(prompt, long or 0) + new_tokens + 16
     rows = max(batches)
     pages = (rows - 1) * -(-short // page_size) + -(-longest // page_size) + 1
-    return EngineConfig(drafts, longest, rows, max(8192, rows * (drafts + 1)), page_size, pages)
+    tokens = max(8192, rows * (drafts + 1))
+    return EngineConfig(drafts, longest, rows, tokens, page_size, pages, max_num_prefill_tokens=tokens)
