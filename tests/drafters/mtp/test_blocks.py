@@ -17,6 +17,7 @@ from drafters.mtp.checkpoint import deepseek_tensors, describe_mtp, has_mtp, loa
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, block_config, mtp_target
+from drafters.mtp.stack import MtpStack
 from drafters.oracle import oracle_drafts
 
 ROWS, EPS = 23, 1e-5
@@ -232,6 +233,14 @@ def test_two_modules_are_a_stack(tiny_case: Callable[..., Any], tmp_path: Path) 
         assert torch.equal(state["norm.weight"], case.tensors[f"mtp.layers.{2 * k + 1}.final_layernorm.weight"])
     fields = {field.name: field.value for field in describe_mtp(tmp_path, target).fields}
     assert (fields["num_modules"], fields["blocks"]) == (2, "full_attention, moe")
+
+
+def test_modules_that_take_turns_have_one_attention_layer_each(case: Any) -> None:
+    target = mtp_target(case.model)
+    one, two = (MtpHead(MtpSpec(mixers=("full_attention",) * n), target) for n in (1, 2))
+    assert len(MtpStack([one, one]).attention_specs) == 2
+    with pytest.raises(HeadLoadError, match=r"2 multi-token-prediction modules with \[1, 2\] attention layers each"):
+        MtpStack([one, two])
 
 
 @pytest.mark.parametrize(("name", "kinds"), [("nemotron_h", ("up", "down")), ("qwen3_5_moe", ("gate_up", "down"))])

@@ -1,4 +1,4 @@
-"""A module of several blocks in rounds from graphs on a recurrent target: drafts are those of eager rounds.
+"""A module of several blocks in rounds on a recurrent target: from graphs as eagerly, compiled, and two in turn.
 
 The graphs are those of tests/specdec/execution/test_graphs.py: launches that run again on the same buffers.
 """
@@ -21,9 +21,12 @@ from attention.recurrence.registry import REFERENCE
 from drafters.loops.chain.passes import MtpPasses
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.spec import mtp_target
+from drafters.mtp.stack import MtpStack
 from specdec.execution.graphs import GraphExecutor
+from specdec.model import SpeculativeModel
 from specdec.ops.experts import using_capturable_experts
 from specdec.requests.sampling import SamplingParams
+from tests.drafters.loops.modules.test_engine import greedy_by_hand, make, rounds  # noqa: F401
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
 PROMPTS = random_prompts((5, 33, 1, 17))
@@ -77,3 +80,15 @@ def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], 
             for ours, plain in zip(step(x, ids, ids + 4), passes.step(x, ids, ids + 4), strict=True):
                 torch.testing.assert_close(ours, plain, rtol=1e-4, atol=1e-4)
     assert len(traced) == 1
+
+
+@torch.inference_mode()
+def test_two_modules_of_two_blocks_in_turn(make: Callable[..., SpeculativeModel]) -> None:  # noqa: F811
+    """Tokens are the target's, drafts those of modules that recompute everything."""
+    wrapped = make("nemotron_h", 2, num_speculative_tokens=3, max_num_batched_tokens=16)
+    assert isinstance(wrapped.head, MtpStack) and len(wrapped.runners[1].layers) == 2
+    completions = wrapped.generate(PROMPTS, GREEDY)
+    assert [c.token_ids for c in completions] == [greedy_by_hand(wrapped.hf_model, p, 16) for p in PROMPTS]
+    compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
+    assert len(compared) > 20 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]
+    assert max(r.accepted for c in completions for r in c.stats.rounds) >= 2 and free_everywhere(wrapped)
