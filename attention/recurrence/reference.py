@@ -186,11 +186,12 @@ def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: State
     out = like.new_zeros(like.shape)
     before = state[slots]
     before[rows.fresh] = 0
-    y, after = scan(rows.committed, before)
-    rows.committed.scatter(y, out)
-    state[slots] = after
+    for span in rows.committed:
+        y, before[span.members] = scan(span, before[span.members])
+        span.scatter(y, out)
+    state[slots] = before
     if rows.drafts.length:
-        y, _ = scan(rows.drafts, after)
+        y, _ = scan(rows.drafts, before[rows.drafts.members])
         rows.drafts.scatter(y, out)
     return out
 

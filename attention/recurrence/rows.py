@@ -7,6 +7,9 @@ from functools import cached_property
 
 import torch
 
+_SHORT = 16
+"""Inputs of a row that decodes, or of a short chunk."""
+
 
 @dataclass(frozen=True)
 class StateRows:
@@ -28,15 +31,19 @@ class StateRows:
     max_replay: int
 
     @cached_property
-    def committed(self) -> Padded:
-        """What goes into the stored states: replayed inputs, then committed tokens."""
-        return padded(self, self.replay, self.num_new)
+    def committed(self) -> tuple[Padded, ...]:
+        """What goes into the stored states: replayed inputs, then committed tokens. Short rows apart from long ones, so
+        that those that decode are not padded to a prompt's length."""
+        long = self.replay + self.num_new > _SHORT
+        groups = (members.nonzero()[:, 0] for members in (~long, long))
+        return tuple(padded(self, members, self.replay, self.num_new) for members in groups if len(members))
 
     @cached_property
     def drafts(self) -> Padded:
-        """What comes after it."""
-        lens = self.query_start_loc[1:] - self.query_start_loc[:-1]
-        return padded(self, torch.zeros_like(self.replay), lens - self.num_new, self.num_new)
+        """What comes after it, of the rows that have any."""
+        counts = self.query_start_loc[1:] - self.query_start_loc[:-1] - self.num_new
+        members = (counts > 0).nonzero()[:, 0]
+        return padded(self, members, torch.zeros_like(counts), counts, self.num_new)
 
     @cached_property
     def fresh(self) -> torch.Tensor:
@@ -46,16 +53,16 @@ class StateRows:
 
 @dataclass(frozen=True)
 class Padded:
-    """Inputs of every row side by side, [B, L]: for each, where it is and where it comes from. All int64.
+    """Inputs of some rows side by side, [B', L]: for each, where it is and where it comes from. All int64.
 
     Attributes:
-        rows, length: B and L.
+        members: [B'] which rows. length: L.
         token_row, token_column: [n] places of the inputs that are tokens of the launch; tokens: [n] which.
         ring_row, ring_column: [m] places of those that are in the ring; ring_slot: [m] its slot;
         ring_position, token_position: the positions of both.
     """
 
-    rows: int
+    members: torch.Tensor
     length: int
     token_row: torch.Tensor
     token_column: torch.Tensor
@@ -68,8 +75,8 @@ class Padded:
     ring_position: torch.Tensor
 
     def gathered(self, x: torch.Tensor, ring: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, …] of the launch and ring [slots, R, …] -> [B, L, …] float32, zeros where a row has no more."""
-        out = x.new_zeros((self.rows, self.length, *x.shape[1:]), dtype=torch.float32)
+        """x [T, …] of the launch and ring [slots, R, …] -> [B', L, …] float32, zeros where a row has no more."""
+        out = x.new_zeros((len(self.members), self.length, *x.shape[1:]), dtype=torch.float32)
         out[self.token_row, self.token_column] = x[self.tokens].float()
         if ring is not None and len(self.ring_row):
             kept = ring[self.ring_slot, self.ring_position % ring.shape[1]]
@@ -77,7 +84,7 @@ class Padded:
         return out
 
     def scatter(self, values: torch.Tensor, out: torch.Tensor) -> None:
-        """values [B, L, …] of the launch's tokens into out [T, …]."""
+        """values [B', L, …] of the launch's tokens into out [T, …]."""
         out[self.tokens] = values[self.token_row, self.token_column].to(out.dtype)
 
     def keep(self, x: torch.Tensor, ring: torch.Tensor) -> None:
@@ -85,31 +92,39 @@ class Padded:
         ring[self.token_slot, self.token_position % ring.shape[1]] = x[self.tokens].to(ring.dtype)
 
 
-def padded(rows: StateRows, replay: torch.Tensor, count: torch.Tensor, first: torch.Tensor | None = None) -> Padded:
-    """Of each row, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from its `first` [B] on.
+def padded(
+    rows: StateRows,
+    members: torch.Tensor,
+    replay: torch.Tensor,
+    count: torch.Tensor,
+    first: torch.Tensor | None = None,
+) -> Padded:
+    """Of these rows, `replay` [B] inputs before `start` from the ring, then `count` [B] tokens from its `first` [B] on.
 
     Reads lengths on the host: on a GPU this waits for the device, which an oracle may.
     """
-    lens = (replay + count).long()
+    replay, count = replay[members].long(), count[members].long()
+    start, slots = rows.start[members].long(), rows.slots[members].long()
+    begin = rows.query_start_loc[members].long()
+    lens = replay + count
     most = int(lens.max()) if len(lens) else 0
-    first = torch.zeros_like(replay) if first is None else first
+    offset = -replay if first is None else first[members].long() - replay
     columns = torch.arange(most, device=replay.device)
     inside = columns < lens[:, None]
     is_ring = columns < replay[:, None]
     token_row, token_column = (inside & ~is_ring).nonzero(as_tuple=True)
-    offsets = token_column - replay.long()[token_row] + first.long()[token_row]
+    offsets = token_column + offset[token_row]
     ring_row, ring_column = (inside & is_ring).nonzero(as_tuple=True)
-    before = (rows.start - replay).long()
     return Padded(
-        rows=len(lens),
+        members=members,
         length=most,
         token_row=token_row,
         token_column=token_column,
-        tokens=rows.query_start_loc.long()[token_row] + offsets,
-        token_position=rows.start.long()[token_row] + offsets,
-        token_slot=rows.slots.long()[token_row],
+        tokens=begin[token_row] + offsets,
+        token_position=start[token_row] + offsets,
+        token_slot=slots[token_row],
         ring_row=ring_row,
         ring_column=ring_column,
-        ring_slot=rows.slots.long()[ring_row],
-        ring_position=before[ring_row] + ring_column,
+        ring_slot=slots[ring_row],
+        ring_position=(start - replay)[ring_row] + ring_column,
     )
