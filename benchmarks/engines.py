@@ -93,8 +93,8 @@ def sizes_of(
 ) -> EngineConfig:
     """An engine for batches of so many rows: pages for `prompt` and `new_tokens` tokens a row, and for a long one.
 
-    Prompts are read in as few rounds as go, beside rows that decode too: else the first rows of a large batch end before
-    the last ones have begun.
+    Prompts are read in as few rounds as go, beside rows that decode too: else the first rows of a large batch end
+    before the last ones have begun.
 
     >>> [sizes_of(5, [8, 16], 512, 256, long).num_pages for long in (None, 65_536)]
     [785, 4849]
