@@ -6,6 +6,9 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 JOBS ?= $(shell nproc)
 
+# Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
+test test-quick: export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-quick sweep lint clean
 
 demo: $(RUN)

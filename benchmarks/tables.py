@@ -24,7 +24,8 @@ _INTRODUCTION = """# Benchmarks
 Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; edit neither the page nor a number. Every
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
-bench_backends (every attention backend on every batch of the test suite),
+bench_backends (every attention backend on every batch of the test suite), bench_recurrence (kernels of recurrences),
+bench_cascade (rows that share their first pages, flat and in two levels),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
 (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
@@ -134,6 +135,17 @@ def backends(lines: list[Line]) -> list[list[str]]:
         times = [_number(line.get(name), ".1f") for name in ("plan_us", "run_us", "total_us")]
         ratio = f"refused: {line['refused']}".replace("|", "/") if "refused" in line else f"{line['ratio']:.2f}"
         table.append([*size, line["backend"], *times, f"{line['floor_us']:.1f}", ratio])
+    return table
+
+
+def recurrences(lines: list[Line]) -> list[list[str]]:
+    """Kernels of recurrences on rounds and prompts, or by tiling."""
+    table = [["kernel", "", "rows", "tokens a row", "replayed", "µs a layer", "floor µs", "ratio"]]
+    for line in lines:
+        what = line.get("kind") or f"tiling {line['tiling']}"
+        sizes = [str(line[name]) for name in ("rows", "tokens", "replay")]
+        times = [f"{line[name]:.1f}" for name in ("run_us", "floor_us")]
+        table.append([line["kernel"], what, *sizes, *times, f"{line['ratio']:.2f}"])
     return table
 
 
@@ -301,6 +313,8 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "attention": kernels,
     "backends": backends,
     "decode_kernels": decode_kernels,
+    "recurrence": recurrences,
+    "recurrence_tilings": recurrences,
     "check_pair": pairs,
     "check_half": halves,
     "draft_sampling": draft_samplings,

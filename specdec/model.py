@@ -35,7 +35,7 @@ from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
-from specdec.loading.prefixes import choose_prefix_caching
+from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
@@ -86,7 +86,7 @@ class SpeculativeModel:
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
-        prefix_caching: "on", or "off: " and the reason.
+        prefix_caching: "on", or "off: " and the reason. cascade_attention: likewise.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
             call on another one.
@@ -105,6 +105,7 @@ class SpeculativeModel:
         generation_config: Use = "model",
         checkpoint: Checkpoint | None = None,
         prefix_caching: str | None = None,
+        cascade: str = "off",
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -115,7 +116,7 @@ class SpeculativeModel:
             layout: order inside a page of the target's cache and the head's.
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`. prefix_caching: see the attribute; default by
-                `config`.
+                `config`. cascade: see the attribute `cascade_attention`; what `choose_cascade` gave.
 
         Raises:
             InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -134,6 +135,7 @@ class SpeculativeModel:
         self.config = config
         self.generation_config_use = generation_config
         self.backend_name = backend.name
+        self.cascade_attention = cascade
         self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
@@ -195,6 +197,7 @@ class SpeculativeModel:
         kv_cache_layout: str = "auto",
         hybrid_kv_cache: bool = True,
         enable_prefix_caching: bool | Literal["auto"] = "auto",
+        cascade_attention: bool = False,
         gpu_memory_utilization: float = 0.9,
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
@@ -246,6 +249,13 @@ class SpeculativeModel:
                 "auto": wherever it can be done (`describe` says where not); True: else that is an error. In float32 and
                 with "batch_invariant" no token changes; otherwise a prompt is then read in other pieces, which round
                 differently, as they do beside other requests. SamplingParams.cache_prefix is the switch of one request.
+            cascade_attention: pages that requests of a batch share (prefix caching) are attended once for all of them
+                in every round where that takes less time: with short queries on "flashinfer", full attention, a cache
+                of the model's dtype; else True is an error. Give True for many requests at once with one
+                long common prompt: on an H200, with 2,048 shared and 256 own tokens, attention is 1.6 to 1.9 times
+                faster for 32 rows and 1.7 to 3.2 times for 128; for 8 rows only prefixes of about 8,192 tokens pay (1.4
+                times). Where nothing is shared it takes 10 % longer in the median of the measured shapes, at most 21 %.
+                In half precision sums are rounded in another order, as beside other requests.
             gpu_memory_utilization: share of the GPU's memory that model, cache and graphs may take together.
             cuda_graphs: compile the model and decode from CUDA graphs: many times faster for small batches, after a
                 longer start (about a minute the first time). "auto": on a GPU, unless the model cannot be compiled or
@@ -337,6 +347,7 @@ class SpeculativeModel:
             loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
         )
         config = replace(config, enable_prefix_caching=prefix_caching == "on")
+        cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
         windowed = sizes.of_pools(config.windowed, page_size)
         check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)
         if isinstance(draft, (str, Path)):
@@ -354,6 +365,7 @@ class SpeculativeModel:
                 generation_config=options.generation_config,
                 checkpoint=checkpoint,
                 prefix_caching=prefix_caching,
+                cascade=cascade,
             )
 
     def close(self) -> None:

@@ -232,6 +232,12 @@ class LoadOptions:
             "Requests begin with KV pages that earlier ones with the same first tokens left; auto: where possible.",
         ),
     )
+    cascade_attention: bool = field(
+        default=False,
+        metadata=_about(
+            Flag(), "Attend KV pages that requests share once for all: for many rows with one long common prompt."
+        ),
+    )
     gpu_memory_utilization: float = field(
         default=0.9,
         metadata=_about(Share(), "Share of the GPU's memory that model, cache and graphs may take together."),

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import importlib.util
 import inspect
 import os
 import sys
 from collections.abc import Iterator
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +18,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -23,24 +27,25 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
 torch.set_num_threads(1)
+gc.disable()  # while tests are imported and collected: next to nothing of that is garbage
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))
 
 
-def _load_fakes() -> None:
-    """Make `import fakes` work; tests/ itself stays off sys.path, where tests/attention would shadow `attention`."""
-    spec = importlib.util.spec_from_file_location("fakes", Path(__file__).with_name("fakes.py"))
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["fakes"] = module
-    spec.loader.exec_module(module)
+class FakesFinder(MetaPathFinder):
+    """Finds `fakes`; tests/ itself stays off sys.path, where tests/attention would shadow `attention`.
+
+    It is imported by the first who needs it: xdist's controller, which runs no test, never imports transformers, and
+    its workers start that many seconds earlier.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname != "fakes":
+            return None
+        return importlib.util.spec_from_file_location(fullname, Path(__file__).with_name("fakes.py"))
 
 
-_load_fakes()
-
-from fakes import attention_form, experts_form  # noqa: E402 - after _load_fakes
-
-import specdec.model  # noqa: E402 - after the path is set
+sys.meta_path.append(FakesFinder())
 
 
 def _list_builtins_once() -> None:
@@ -61,11 +66,32 @@ def _list_builtins_once() -> None:
     interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
 
 
-if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
-    _list_builtins_once()
+@pytest.fixture(scope="session", autouse=True)
+def builtins_once() -> None:
+    if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
+        _list_builtins_once()
 
-twin_test = specdec.model.twin_test
+
 _right_twins: dict[Any, Any] = {}
+_right_targets: dict[Any, float] = {}
+
+
+def _form(probed: Any) -> tuple[Any, ...]:
+    """What a model is, but for its weights."""
+    from fakes import attention_form, experts_form
+
+    model = probed.model
+    layers = tuple(call.attention_spec for call in probed.calls)
+    forms = attention_form(model), experts_form(model)
+    return type(model), model.dtype, model.config.to_json_string(use_diff=False), *forms, layers
+
+
+def _weights(model: torch.nn.Module) -> bytes:
+    digest = hashlib.blake2b()
+    for name, tensor in model.state_dict().items():
+        digest.update(name.encode())
+        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.digest()
 
 
 def _twin_test_once(probed: Any, max_model_len: int) -> Any:
@@ -73,32 +99,68 @@ def _twin_test_once(probed: Any, max_model_len: int) -> Any:
 
     A twin is made of these and a fixed seed, not of the model's weights: its answer is always the same.
     """
-    config = probed.model.config
-    key = (
-        type(probed.model),
-        config.to_json_string(use_diff=False),
-        attention_form(probed.model),
-        experts_form(probed.model),
-        frozenset(call.attention_spec for call in probed.calls),
-        max_model_len,
-    )
+    from specdec.target.twin import twin_test
+
+    key = *_form(probed), max_model_len
     if key not in _right_twins:
         _right_twins[key] = twin_test(probed, max_model_len)
     return _right_twins[key]
 
 
+def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any) -> float:
+    """`check_target`, run once for the same weights over the same caches and kernels: most of what loading costs.
+
+    A wrong target is never remembered; nor is one that a warning is due for.
+    """
+    from specdec.target.selftest import check_target
+
+    caches = tuple((runner.group, runner.routes) for runner in target.runner.runners)
+    if report.unbuilt is not None or probed.model.device.type != "cpu":
+        return check_target(target, probed, max_model_len, report)
+    states = None if target.states is None else (target.states.group, target.states.functions)
+    key = *_form(probed), _weights(probed.model), caches, states, max_model_len
+    if key not in _right_targets:
+        _right_targets[key] = check_target(target, probed, max_model_len, report)
+    return _right_targets[key]
+
+
 @pytest.fixture(scope="session", autouse=True)
-def right_twins_once() -> Iterator[None]:
-    """Hundreds of tests load the same few tiny models: see `_twin_test_once`."""
-    with patch.object(specdec.model, "twin_test", _twin_test_once):
+def right_targets_once() -> Iterator[None]:
+    """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
+    import specdec.model
+
+    with patch.multiple(specdec.model, twin_test=_twin_test_once, check_target=_check_target_once):
         yield
 
 
 @pytest.fixture(scope="module")
-def every_twin(right_twins_once: None) -> Iterator[None]:
-    """For tests of what loading does: every model's twin is built and read, as it is for a user."""
-    with patch.object(specdec.model, "twin_test", twin_test):
+def every_self_test(right_targets_once: None) -> Iterator[None]:
+    """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
+    import specdec.model
+    from specdec.target.selftest import check_target
+    from specdec.target.twin import twin_test
+
+    with patch.multiple(specdec.model, twin_test=twin_test, check_target=check_target):
         yield
+
+
+@pytest.fixture
+def unchecked() -> Iterator[None]:
+    """Without the validators, which look at every page: for tests that run thousands of rounds.
+
+    (Setting SPECDEC_CHECK does nothing once `attention` is imported: it is read there.)
+    """
+    from attention.checking import check_mode
+
+    with check_mode(False):
+        yield
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test-quick` tries a quarter of the examples of every property: see `fakes.examples`."""
+    if config.getoption("markexpr") == "not slow":
+        settings.register_profile("quick", max_examples=settings.default.max_examples // 4)
+        settings.load_profile("quick")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -115,6 +177,7 @@ def pytest_collection_finish() -> None:
 
     Each of the many collections that tests ask for, and that `close` makes, then walks over the tests' own objects.
     """
+    gc.enable()
     gc.collect()
     gc.freeze()
 

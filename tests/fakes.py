@@ -14,6 +14,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from hypothesis import settings
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
@@ -47,6 +48,14 @@ TINY: dict[str, Any] = {
     "pad_token_id": None,
 }
 """The sizes of a tiny model, as most configurations name them."""
+
+
+def examples(whole: int) -> int:
+    """`max_examples` of a property that the whole suite tries on `whole` examples: fewer by the profile that is loaded.
+
+    `make test-quick` has a quarter of them (tests/conftest.py).
+    """
+    return max(whole * settings.default.max_examples // 100, 1)
 
 
 class LetterTokenizer:

@@ -43,9 +43,10 @@ def backward(package: str, tree: ast.AST) -> set[str]:
     return imported_names(tree) & set(ORDER[ORDER.index(package) + 1 :])
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: p.relative_to(ROOT).as_posix())
-def test_no_file_imports_a_later_package(path: Path) -> None:
-    assert not backward(path.relative_to(ROOT).parts[0], ast.parse(path.read_text("utf-8")))
+def test_no_file_imports_a_later_package() -> None:
+    names = [path.relative_to(ROOT) for path in FILES]
+    found = {name.as_posix(): backward(name.parts[0], ast.parse((ROOT / name).read_text("utf-8"))) for name in names}
+    assert len(found) > 250 and {name: later for name, later in found.items() if later} == {}
 
 
 @pytest.mark.parametrize(

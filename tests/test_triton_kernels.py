@@ -7,6 +7,7 @@ rounds (so float16 here); tests/gpu runs the compiled kernels.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,10 +17,15 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
+from attention.backends.flashinfer.backend import whole_batch
+from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, packed_scratch
 from attention.backends.invariant import InvariantBackend
+from attention.batch.host import rows_batch, slots_of
+from attention.batch.metadata import single_batch_arena, stage
+from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV, allocate
 from attention.checking import check_mode
+from attention.kernels.cascade import PrefixTiling, SharedKeys, launch_prefix, prefix_tiling, sum_shapes
 from attention.kernels.packed import Scratch, Tiling, launch_packed
 from attention.kernels.write import write_kv
 from attention.kernels.write_latent import write_latent
@@ -72,12 +78,13 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
 
 @pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    ("heads", "dim", "page_size", "query_len"), [((8, 2), 128, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
+    ("heads", "dim", "page_size", "query_len"),
+    [((8, 2), 128, 16, 6), pytest.param((4, 2), 64, 1, 1, marks=pytest.mark.slow), ((6, 2), 64, 32, 5)],
 )
 @pytest.mark.parametrize(
     "tiles",
     [
-        Tiling(64, 2, 3, 1, 1 << 20),
+        pytest.param(Tiling(64, 2, 3, 1, 1 << 20), marks=pytest.mark.slow),
         Tiling(32, 2, 5, 64, 40),
         pytest.param(Tiling(128, 4, 3, 8, 128), marks=pytest.mark.slow),
     ],
@@ -117,6 +124,76 @@ def test_packed_attention(
         assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
 
 
+@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("heads", "dim", "page_size", "query_len"), [((8, 2), 64, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
+)
+@pytest.mark.parametrize(("parts", "size"), [pytest.param(1, 128, marks=pytest.mark.slow), (3, 64)])
+def test_packed_attention_after_a_shared_prefix(
+    heads: tuple[int, int],
+    dim: int,
+    page_size: int,
+    query_len: int,
+    layout: KVLayout,
+    parts: int,
+    size: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same launch for any prefix: rows that share it or do not, prefixes at the edges of tiles and parts, none.
+
+    A row's own keys are in several parts, of which the first alone begins with the prefix. size: of the prefix's tiles.
+    """
+    monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
+    key, rows = AttentionSpec(*heads, dim, dim, dim**-0.5), 9
+    scratch = Scratch.on(CPU, query_len * heads[0] // heads[1], dim)
+    pages = torch.zeros(rows, dtype=torch.int32)
+    tiling = prefix_tiling(rows * query_len * heads[0] // heads[1], heads[1], 4, 0)
+    tiling = PrefixTiling(replace(tiling.tile, queries=size, keys=size), parts, least_keys=64)
+    sums, stats = sum_shapes(key, rows * query_len, tiling)
+    shared = SharedKeys(pages, torch.empty(sums), torch.empty(stats), tiling)
+    query = torch.randn(rows * query_len, heads[0] + 1, dim, dtype=torch.float16)[:, :-1]
+    for prefix, members in ((0, ()), (64, range(rows)), (224, (0, 8)), (32, range(3, rows))):
+        count = prefix // page_size
+        members = np.array(members, np.int64)
+        lengths = query_len + np.arange(rows) % 3 * 40
+        lengths[members] += prefix
+        table, layer = _rows_over(lengths, members, count, key, page_size, layout)
+        batch = rows_batch(np.arange(rows + 1) * query_len, lengths - query_len, table, page_size)
+        found = shared_prefix(table, batch.num_computed_tokens, page_size)
+        by_row = np.zeros(rows, np.int32) if found is None else found.pages_by_row(rows)
+        assert by_row.max() == count and (by_row > 0).sum() == len(members)
+        pages.copy_(torch.from_numpy(by_row))
+        for x in (shared.sums, shared.stats, scratch.sums, scratch.stats):
+            x.fill_(torch.nan)
+        indptr, indices, last = (
+            torch.from_numpy(x) for x in (batch.page_indptr, batch.page_indices, batch.last_page_len)
+        )
+        out = torch.zeros(rows * query_len, heads[0], dim, dtype=torch.float16)
+        launch_prefix(query, layer, key, indptr, indices, shared, query_len)
+        launch_packed(query, layer, key, indptr, indices, last, out, scratch, query_len, shared)
+        assert not scratch.arrived.any()
+        alone = np.repeat(by_row == 0, query_len)
+        assert shared.sums[:, alone].isnan().all() and not shared.sums[0, ~alone].isnan().any()
+        keys, values = by_slot(layer.keys, layout), by_slot(layer.values, layout)
+        for row, length in enumerate(lengths):
+            slots = torch.from_numpy(slots_of(table, np.full(length, row), np.arange(length), page_size))
+            tokens = slice(row * query_len, (row + 1) * query_len)
+            expected = attended(query[tokens], keys[slots], values[slots], key.scale)
+            assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm(), (prefix, row)
+
+
+def _rows_over(
+    lengths: np.ndarray, members: np.ndarray, count: int, key: AttentionSpec, page_size: int, layout: KVLayout
+) -> tuple[np.ndarray, LayerKV]:
+    """Block table of rows of these lengths, the first `count` pages of `members` being the same; and a cache."""
+    width = int((-(-lengths // page_size)).max())
+    own = np.random.default_rng(2).permutation(np.arange(1, count + len(lengths) * width + 1)).astype(np.int32)
+    table = own[count:].reshape(len(lengths), width).copy()
+    table[members, :count] = own[:count]
+    table[np.arange(width) >= -(-lengths // page_size)[:, None]] = 0
+    return table, cache(key, len(own) + 1, page_size, layout)
+
+
 def test_packed_kernel_follows_its_part() -> None:
     """`PackedKernel` launches over the device arrays of the last plan."""
     from attention.backends.flashinfer.wrapper import Part
@@ -134,6 +211,45 @@ def test_packed_kernel_follows_its_part() -> None:
         expected = attended(query, layer.keys[page, :length], layer.values[page, :length], key.scale)
         assert (outs[-1] - expected).norm() <= 2e-3 * expected.norm()
     assert kernel.generation == 2 and kernel.keeps(host)
+
+
+def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
+    from attention.backends.cascade_cost import CascadeCost
+    from attention.backends.flashinfer.sharing import SharedRows
+
+    monkeypatch.setattr(CascadeCost, "pays", lambda *_: True)
+    rows, query_len, size, key = 4, 2, 16, AttentionSpec(4, 2, 64, 64, 0.125)
+    kernels = PackedKernels(CPU, cascades=True)
+    kernel = kernels.fixed(key, torch.float16, rows, query_len)
+    layer, shared = cache(key, 40, size, "NHD"), kernel.sharing
+    assert isinstance(shared, SharedRows) and kernels.fixed(key, torch.float16, 3, query_len).sharing is None
+    own = np.arange(8, 8 + 4 * rows, dtype=np.int32).reshape(rows, 4)
+    with_two, with_three = own.copy(), own.copy()
+    with_two[:, :2] = [1, 2]
+    with_three[1:, :3] = [5, 4, 3]
+    copies, found = [], []
+    for table in (own, with_two, with_two, with_three, own):
+        batch = rows_batch(np.arange(rows + 1) * query_len, np.array([50, 49, 48, 51]), table, size)
+        metadata = stage(batch, *single_batch_arena(rows, rows * query_len, 4, CPU))
+        query = torch.randn(rows * query_len, 4, 64, dtype=torch.float16)
+        once = kernels.of_batch(key, torch.float16, batch, rows, query_len)
+        assert once.sharing is not None and once.sharing.launches == (table is not own)
+        for each in (kernel, once):
+            each.plan(whole_batch(metadata))
+            each.share(batch)
+            out = torch.zeros_like(query)
+            shared.shared.sums.fill_(torch.nan)
+            each.run(query, layer, out, None)
+            for row, length in enumerate(batch.seq_lens):
+                slots = torch.from_numpy(slots_of(table, np.full(length, row), np.arange(length), size))
+                tokens = slice(row * query_len, (row + 1) * query_len)
+                keys, values = (by_slot(pages, "NHD")[slots] for pages in (layer.keys, layer.values))
+                expected = attended(query[tokens], keys, values, key.scale)
+                assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
+        copies.append(shared.num_copies)
+        found.append(shared.shared.pages.tolist())
+    assert found == [[0] * 4, [2] * 4, [2] * 4, [0, 3, 3, 3], [0] * 4] and copies == [0, 1, 1, 2, 3]
 
 
 @pytest.mark.slow

@@ -92,6 +92,14 @@ class PrefersLayout(Protocol):
         """What `kv_cache_layout="auto"` is then."""
 
 
+@runtime_checkable
+class CascadeBackend(Protocol):
+    """A backend that can attend pages that several rows share once for all of them, where that pays."""
+
+    def cascade(self) -> None:
+        """Builders made from now on do."""
+
+
 class FixedMetadataBuilder(AttentionMetadataBuilder, Protocol):
     """Plans batches of one shape into the same buffers every time, for launches that a CUDA graph holds."""
 

@@ -5,6 +5,9 @@ key once. Where that would leave multiprocessors idle, or one long row would kee
 are split among several programs (split-KV): each leaves its part of the sum in float32, and the last one of a row adds
 the parts up. Nothing is planned: every program finds its row and its part from the pages of all rows.
 
+Where rows share their leading pages, these may have been attended before (`attention.kernels.cascade`): then a row's
+keys are those after them, and its first part begins with the sums that are there already.
+
 Letters in the kernel: M query rows of the tile (TILE_QUERIES: tokens times the query heads of one KV head), N keys of a
 tile (TILE_KEYS), D head dimension (DIM).
 """
@@ -21,6 +24,7 @@ import triton.language as tl
 
 from attention.cache.kv_cache import LayerKV
 from attention.checking import checking, require
+from attention.kernels.cascade import SharedKeys, prefix_share
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.tiles import attend_tile, key_places, row_keys
 from attention.spec import AttentionSpec
@@ -101,10 +105,17 @@ def _width(queries: int) -> int:
 
 @triton.jit
 def _place_of(  # type: ignore[no-untyped-def]
-    page_indptr_ptr, rows, program, wanted, LEAST_PAGES: tl.constexpr, ROWS: tl.constexpr
+    page_indptr_ptr,
+    shared_ptr,
+    rows,
+    program,
+    wanted,
+    LEAST_PAGES: tl.constexpr,
+    ROWS: tl.constexpr,
+    CASCADE: tl.constexpr,
 ):
-    """page_indptr [B+1] -> the row of a program, its number of parts, which of them is the program's, and how many
-    parts the rows before have that are in several parts; B for a program too many.
+    """page_indptr [B+1], shared [B] -> the row of a program, its number of parts, which of them is the program's, and
+    how many parts the rows before have that are in several parts; B for a program too many.
 
     A row has one part for every share of all pages, rounded; a share is what each of `wanted` programs would have. So
     there are at most B + wanted parts, and at most 2 · wanted in rows that have several.
@@ -112,6 +123,8 @@ def _place_of(  # type: ignore[no-untyped-def]
     index = tl.arange(0, ROWS)  # [ROWS]
     first = tl.load(page_indptr_ptr + index, mask=index < rows, other=0)  # [ROWS]
     pages = tl.load(page_indptr_ptr + index + 1, mask=index < rows, other=0) - first  # [ROWS]
+    if CASCADE:
+        pages -= tl.load(shared_ptr + index, mask=index < rows, other=0)
     share = tl.maximum(tl.cdiv(tl.sum(pages, 0), wanted), LEAST_PAGES)
     parts = tl.where(index < rows, tl.maximum((2 * pages + share) // (2 * share), 1), 0)  # [ROWS]
     row = tl.sum((tl.cumsum(parts, 0) <= program).to(tl.int32), 0)
@@ -119,6 +132,14 @@ def _place_of(  # type: ignore[no-untyped-def]
     part = program - tl.sum(tl.where(before, parts, 0), 0)
     row = tl.where(row < ROWS, row, rows)
     return row, tl.sum(tl.where(own, parts, 0), 0), part, tl.sum(tl.where(before & (parts > 1), parts, 0), 0)
+
+
+@triton.jit
+def _added(m, l, acc, m_of, l_of, sums):  # type: ignore[no-untyped-def]  # noqa: E741
+    """Two parts of a sum as one: maxima and sums of weights [M], weighted sums of values [M, D]."""
+    m_new = tl.maximum(m, m_of)
+    kept, added = tl.exp2(m - m_new), tl.exp2(m_of - m_new)  # [M]; 0 for keys that no query sees
+    return m_new, l * kept + l_of * added, acc * kept[:, None] + sums * added[:, None]
 
 
 @triton.jit(do_not_specialize=["rows", "wanted"])
@@ -130,6 +151,9 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     page_indices_ptr,  # [sum of the rows' pages] int32
     page_indptr_ptr,  # [B+1] int32
     last_page_len_ptr,  # [B] int32
+    shared_ptr,  # [B] int32, see `attention.kernels.cascade.SharedKeys`, as the next two
+    prefix_sums_ptr,
+    prefix_stats_ptr,
     sums_ptr,  # [places, M, D] float32: parts of the weighted sum of values
     stats_ptr,  # [places, 2, M] float32: their maxima and sums of weights
     arrived_ptr,  # [places] int32: parts that are done, at the first one's place; zeros between launches
@@ -151,12 +175,18 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     LEAST_PAGES: tl.constexpr,
     ROWS: tl.constexpr,
     STAGES: tl.constexpr,
+    CASCADE: tl.constexpr,
+    PREFIX_PARTS: tl.constexpr,
+    PREFIX_TILE: tl.constexpr,
+    PREFIX_LEAST: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     wait_for_predecessor(DEPENDENT)
     GROUP: tl.constexpr = QUERY_HEADS // KV_HEADS
     kv_head = tl.program_id(0)
-    row, parts, part, places = _place_of(page_indptr_ptr, rows, tl.program_id(1), wanted, LEAST_PAGES, ROWS)
+    row, parts, part, places = _place_of(
+        page_indptr_ptr, shared_ptr, rows, tl.program_id(1), wanted, LEAST_PAGES, ROWS, CASCADE
+    )
     if row >= rows:
         return
     packed, column, key_at = tl.arange(0, TILE_QUERIES), tl.arange(0, DIM), tl.arange(0, TILE_KEYS)
@@ -165,6 +195,12 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     place = row.to(tl.int64) * query_len + token  # [M] row of query and out
     to = out_ptr + (place * QUERY_HEADS + head)[:, None] * DIM + column[None, :]  # [M, D]
     first_page, length = row_keys(page_indptr_ptr, last_page_len_ptr, row, PAGE_SIZE)
+    before = 0  # keys that were attended before
+    if CASCADE:
+        shared = tl.load(shared_ptr + row)
+        first_page += shared
+        before = shared * PAGE_SIZE
+        length -= before
     share = tl.cdiv(tl.cdiv(length, parts), TILE_KEYS) * TILE_KEYS
     begin, parts = part * share, tl.cdiv(length, share)  # in whole tiles there may be fewer parts
     if part >= parts:
@@ -175,6 +211,19 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
     m = tl.full((TILE_QUERIES,), -1e30, tl.float32)  # [M] running maximum; finite, so that m - m_new is never NaN
     l = tl.zeros((TILE_QUERIES,), tl.float32)  # noqa: E741  # [M] running sum of weights
     acc = tl.zeros((TILE_QUERIES, DIM), tl.float32)  # [M, D] running weighted sum of values
+    if CASCADE:  # noqa: SIM102  # one is known to the compiler
+        if (part == 0) & (before > 0):
+            share_before = prefix_share(before, PREFIX_PARTS, PREFIX_TILE, PREFIX_LEAST)
+            left_keys = tl.where(token < query_len, before, 0)  # [M]
+            for other in tl.static_range(PREFIX_PARTS):  # unrolled, so that one load does not wait for the other
+                left_at = (other * rows * query_len + place) * QUERY_HEADS + head  # [M] int64
+                stats = prefix_stats_ptr + left_at * 2  # [M]
+                is_left = left_keys > other * share_before  # [M]
+                m_of = tl.load(stats, mask=is_left, other=-1e30, cache_modifier=".cg")  # [M]
+                l_of = tl.load(stats + 1, mask=is_left, other=0.0, cache_modifier=".cg")  # [M]
+                left = prefix_sums_ptr + left_at[:, None] * DIM + column[None, :]  # [M, D]
+                sums = tl.load(left, mask=is_left[:, None], other=0.0, cache_modifier=".cg")  # [M, D]
+                m, l, acc = _added(m, l, acc, m_of, l_of, sums)  # noqa: E741
     for start in tl.range(begin, tl.minimum(begin + share, length), TILE_KEYS, num_stages=STAGES):
         position = start + key_at  # [N]
         inside = position < length  # [N]
@@ -205,11 +254,7 @@ def _packed_kernel(  # type: ignore[no-untyped-def]
                 m_of = tl.load(stats_at + other_place * 2 * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 l_of = tl.load(stats_at + (other_place * 2 + 1) * TILE_QUERIES, cache_modifier=".cg")  # [M]
                 sums = tl.load(sums_at + other_place * TILE_QUERIES * DIM, cache_modifier=".cg")  # [M, D]
-                m_new = tl.maximum(m, m_of)
-                kept, added = tl.exp2(m - m_new), tl.exp2(m_of - m_new)  # [M]; 0 for keys that no query sees
-                l = l * kept + l_of * added  # noqa: E741
-                acc = acc * kept[:, None] + sums * added[:, None]
-                m = m_new
+                m, l, acc = _added(m, l, acc, m_of, l_of, sums)  # noqa: E741
             tl.store(arrived_ptr + first_place, 0)
     if arrived == parts - 1:
         tl.store(to, (acc / l[:, None]).to(out_ptr.dtype.element_ty), mask=own)
@@ -225,6 +270,7 @@ def launch_packed(
     out: torch.Tensor,
     scratch: Scratch,
     query_len: int,
+    shared: SharedKeys | None = None,
 ) -> None:
     """Attend, causally, B rows with `query_len` tokens each.
 
@@ -232,6 +278,7 @@ def launch_packed(
         query: [B·query_len, Hq, D], the last dimension contiguous, and out: the same, contiguous; anything may follow.
         page_indptr: [B+1] int32; page_indices: int32, the pages of all rows; last_page_len: [B] int32.
         scratch: for as many queries a row.
+        shared: pages that `attention.kernels.cascade.launch_prefix` has attended just before; None without them.
     """
     rows = len(last_page_len)
     pages, (slot, head) = layer.keys, layer.slot_and_head
@@ -252,6 +299,9 @@ def launch_packed(
         page_indices,
         page_indptr,
         last_page_len,
+        page_indptr if shared is None else shared.pages,
+        scratch.sums if shared is None else shared.sums,
+        scratch.stats if shared is None else shared.stats,
         scratch.sums,
         scratch.stats,
         scratch.arrived,
@@ -273,6 +323,10 @@ def launch_packed(
         LEAST_PAGES=max(1, tiles.least_keys // pages.shape[slot]),
         ROWS=max(_FEWEST_ROWS, triton.next_power_of_2(rows)),
         STAGES=tiles.stages,
+        CASCADE=shared is not None,
+        PREFIX_PARTS=1 if shared is None else shared.tiling.parts,
+        PREFIX_TILE=1 if shared is None else shared.tiling.tile.keys,
+        PREFIX_LEAST=1 if shared is None else shared.tiling.least_keys,
         num_warps=tiles.warps,
         **dependent_launch(query.device),
     )

@@ -32,5 +32,15 @@ REFERENCE = Recurrences("torch")
 
 
 def recurrences_of(device: torch.device) -> Recurrences:
-    """The fastest ones for a device."""
-    return REFERENCE
+    """The fastest ones for a device: kernels of ours on CUDA, elsewhere the reference."""
+    return _kernels() if device.type == "cuda" else REFERENCE
+
+
+def _kernels() -> Recurrences:
+    """Imported where they are wanted: Triton needs not be installed on a CPU."""
+    from attention.kernels.conv import short_conv
+    from attention.kernels.delta import gated_delta
+    from attention.kernels.scan import selective_scan
+    from attention.kernels.ssd import ssd_scan
+
+    return Recurrences("triton", short_conv, gated_delta, ssd_scan, selective_scan, capturable=True)

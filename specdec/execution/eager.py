@@ -40,7 +40,7 @@ class EagerExecutor:
         """Everything of a round in one host-to-device copy; sampling parameters where a sampled row is decided."""
         if sampling is not None and not sampling.decided.arrays.any_sampled:
             sampling = None
-        return Round(target, self._transfer.send(draft, target, sampling), None, sampling is not None)
+        return Round(target, self._transfer.send(draft, target, sampling), None)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """See `Executor.draft`."""

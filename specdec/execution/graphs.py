@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -49,6 +48,7 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
+from specdec.execution.fixed import FixedRound, FixedRounds
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
@@ -125,6 +125,7 @@ class GraphExecutor:
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
         self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
+        self._rounds = FixedRounds(config, self._fixed, self._num_modules, device)
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -232,18 +233,16 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._transfer.transfers + self._sent
+        return self._transfer.transfers + self._rounds.transfers + self._sent
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
-        rows = self._bucket_of(target)
-        if sampling is not None:
-            self._sampling.send(sampling)
-            self._sent += 1
-        if rows is not None:
-            self._send_verification(rows, target)
-            return Round(target, None, rows, sampling is not None)
-        return Round(target, self._transfer.send(target), None, sampling is not None)
+        fixed = self._rounds.choose(target)
+        if fixed is None:
+            return Round(target, self._transfer.send(target), None, sampling)
+        self._send_verification(fixed)
+        following = self._rounds.send_following(fixed)
+        return Round(target, None, fixed.bucket, sampling, following)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""
@@ -254,8 +253,12 @@ class GraphExecutor:
             return self._verify_ragged(round_, draft)
         bucket = self._buckets[round_.bucket]
         bucket.verify.replay()
-        if round_.sampled:
+        if round_.sampling is not None:
+            self._send_sampling(round_.sampling)
             bucket.decide.replay()
+        if round_.following is not None:
+            rest = bucket.result.tokens[round_.num_rows :]
+            rest[: len(round_.following)].copy_(round_.following)
         read = self.reads.start(bucket.result.rows(round_.num_rows), bucket.num_drafts[: round_.num_rows])
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
@@ -270,7 +273,7 @@ class GraphExecutor:
         assert round_.sent is not None
         device = round_.sent.verification
         logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
-        result = self._decide_ragged(logits, device, draft, round_.sampled)
+        result = self._decide_ragged(logits, device, draft, round_.sampling)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
         if self._prefill is None:
@@ -284,12 +287,14 @@ class GraphExecutor:
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _decide_ragged(
-        self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sampled: bool
+        self, logits: torch.Tensor, device: DeviceRound, draft: Draft | None, sent: SamplingRound | None
     ) -> PackedResult:
         greedy = greedy_ids(logits)
         result = judge_from_loop(greedy, device, draft)
         rows = result.num_rows
-        if sampled and rows:
+        if sent is not None:
+            self._send_sampling(sent)
+        if sent is not None and rows:
             sampling, proposal = self._sampling.device.first(rows), None
             if self._drawn is not None:
                 sources = torch.arange(rows, device=logits.device)
@@ -298,6 +303,11 @@ class GraphExecutor:
                 proposal = self._drawn.proposal(sources)
             decide_sampled(logits, greedy, device.logit_index, device.num_drafts, sampling, result, proposal)
         return result
+
+    def _send_sampling(self, sampling: SamplingRound) -> None:
+        """While the device verifies: it takes the host as long as all else between a read and the next launch."""
+        self._sampling.send(sampling)
+        self._sent += 1
 
     def launch_next(
         self, round_: Round, target: TargetArrays, sampling: SamplingRound | None
@@ -323,7 +333,7 @@ class GraphExecutor:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""
         assert self._loop is not None
         target = round_.target
-        bucket = round_.bucket or self._fitting(len(target.start))
+        bucket = self._rounds.fitting(len(target.start))
         graphs = self._buckets[bucket].draft
         assert graphs is not None
         rows = rows_after(target, accepted_by_row(target, num_accepted))
@@ -338,28 +348,15 @@ class GraphExecutor:
                     step.choose.replay()
         return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
 
-    def _send_verification(self, rows: int, target: TargetArrays) -> None:
+    def _send_verification(self, round_: FixedRound) -> None:
         """Send and plan a verification and the draft prefill after it."""
-        bucket = self._buckets[rows]
-        batch, passes, _ = self._fixed[rows].send(target)
+        bucket = self._buckets[round_.bucket]
+        batch, passes, _ = self._fixed[round_.bucket].send(round_.target, round_.num_own)
         self._sent += 1
         bucket.planner.replan(batch)
         if bucket.draft is not None:
             for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
                 planner.replan(own)
-
-    def _bucket_of(self, target: TargetArrays) -> int | None:
-        """The smallest bucket that holds a round of verifications only; None for any other round.
-
-        Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
-        """
-        if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
-            return None
-        return self._fitting(len(target.start))
-
-    def _fitting(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows."""
-        return self._sizes[bisect_left(self._sizes, rows)]
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""

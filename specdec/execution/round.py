@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
+from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import SentRound
 from specdec.rounds.verification import TargetArrays
 
@@ -16,13 +19,21 @@ class Round:
         target: its host arrays.
         sent: the round in its own shape on the device; None where all of it runs from graphs.
         bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
-        sampled: whether any row is sampled: those are decided again after a graph has decided all rows greedily.
+        sampling: of a round from graphs with sampled rows: sent once its verification is launched, which does not need
+            it; then the sampled rows are decided again, after the graph has decided all rows greedily.
+        following: of rounds in virtual rows, see `specdec.rounds.virtual_rows.VirtualRows`, on the device.
     """
 
     target: TargetArrays
     sent: SentRound | None
     bucket: int | None
-    sampled: bool
+    sampling: SamplingRound | None = None
+    following: torch.Tensor | None = None
+
+    @property
+    def sampled(self) -> bool:
+        """Whether any row of a round from graphs is sampled."""
+        return self.sampling is not None
 
     @property
     def num_rows(self) -> int:

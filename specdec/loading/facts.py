@@ -32,6 +32,7 @@ class Loaded(Protocol):
     generation_config_use: Any
     graphs: str
     prefix_caching: str
+    cascade_attention: str
 
     @property
     def builds(self) -> Any: ...
@@ -77,6 +78,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "prefix_caching": model.prefix_caching,
+        "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
         "twin": str(model.twin),
         "head": None if head is None else type(head).__name__,

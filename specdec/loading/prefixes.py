@@ -1,10 +1,11 @@
-"""Whether a model's requests can share what they begin with, and what is said where they cannot."""
+"""Whether a model's requests can share what they begin with and attend it once, and what is said where they cannot."""
 
 from __future__ import annotations
 
 import warnings
 from typing import Any, Literal
 
+from attention.backends.base import AttentionBackend, CascadeBackend
 from drafters.loops.base import DraftLoop, SharesPages
 from specdec.errors import InvalidInputError, SpecdecWarning
 
@@ -42,3 +43,28 @@ def choose_prefix_caching(
     if reason and asked is True:
         raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give {instead}")
     return f"off: {reason}" if reason else "on"
+
+
+def choose_cascade(backend: AttentionBackend, prefix_caching: str, asked: bool) -> str:
+    """ "on", and the backend does so from now on; or "off: " and the reason. Which layers it does so for is its route.
+
+    Args:
+        prefix_caching: what `choose_prefix_caching` gave.
+
+    Raises:
+        InvalidInputError: asked for where it cannot be done.
+    """
+    if not asked:
+        return "off: cascade_attention=False"
+    if not isinstance(backend, CascadeBackend):
+        raise InvalidInputError(
+            f"cascade_attention=True: backend {backend.name!r} attends every row by itself; give backend='flashinfer' "
+            "(a GPU with FlashInfer), or False"
+        )
+    if prefix_caching != "on":
+        raise InvalidInputError(
+            f"cascade_attention=True: requests share no pages, because prefix caching is {prefix_caching}; give False, "
+            "or have prefixes cached"
+        )
+    backend.cascade()
+    return "on"

@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.filters_kernel import LOG2E, launch_filters, load_logits, load_stats, probability
+from specdec.ops.filters_kernel import launch_filters
+from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
 _PART = 2048
 _WARPS = 4

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Collection, Iterable
+from functools import cache
 from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
@@ -123,9 +124,10 @@ def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
     return _set_fields(config, refused_fields())
 
 
-def refused_fields() -> set[str]:
+@cache
+def refused_fields() -> frozenset[str]:
     """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
-    fields = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
     idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _SAME_TOKENS | _LOSSLESS
     return fields - idle - {"eos_token_id", "num_return_sequences"}
 

@@ -44,10 +44,15 @@ def rounded(size: LoopSize) -> LoopSize:
 
 
 def static_shape(config: EngineConfig, rows: int) -> StaticShape:
-    """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths."""
+    """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths.
+
+    Rows that share pages list them each, so that there may be more on the lists than in the pool.
+    """
     query_len = config.num_speculative_tokens + 1
-    padding = rows * (1 - (-query_len // config.page_size))  # of the null page, after every row
-    entries = min(rows * most_pages(config), config.num_head_pages + padding)
+    entries = rows * most_pages(config)
+    if not config.enable_prefix_caching:
+        padding = rows * (1 - (-query_len // config.page_size))  # of the null page, after every row
+        entries = min(entries, config.num_head_pages + padding)
     return StaticShape(rows, query_len, config.page_size, entries)
 
 

@@ -29,19 +29,38 @@ def part_in_training(model: nn.Module) -> str | None:
     return next((name or type(m).__name__ for name, m in named), None)
 
 
-_Kind = tuple[torch.dtype, torch.device] | None
-_Snapshot = tuple[nn.Module, bool, tuple[nn.Module | None, ...], tuple[int, ...], tuple[_Kind, ...]]
-"""A module, its mode, its children, and the identities and kinds of its own parameters."""
+@dataclass(frozen=True)
+class _Snapshot:
+    """What is quick to compare of a model: of every module its mode and children, of all parameters in order identity,
+    dtype, device and, where graphs hold them, address; None or 0 where a module has no parameter of that name.
 
+    A call compares some thousand things, so they are collected by kind, not by module.
+    """
 
-def _kind(parameter: torch.Tensor | None) -> _Kind:
-    return None if parameter is None else (parameter.dtype, parameter.device)
+    modules: tuple[nn.Module, ...]
+    training: list[bool]
+    children: list[tuple[nn.Module | None, ...]]
+    parameters: list[int]
+    kinds: list[tuple[torch.dtype, torch.device] | None]
+    addresses: list[int] | None
 
+    @classmethod
+    def of(cls, modules: tuple[nn.Module, ...], captured: bool) -> _Snapshot:
+        """These modules as they are now; `captured`: whether graphs hold their parameters."""
+        owned = [p for m in modules for p in m._parameters.values()]
+        return cls(
+            modules,
+            [m.training for m in modules],
+            [tuple(m._modules.values()) for m in modules],
+            list(map(id, owned)),
+            [None if p is None else (p.dtype, p.device) for p in owned],
+            [0 if p is None else p.data_ptr() for p in owned] if captured else None,
+        )
 
-def _snapshot(module: nn.Module) -> _Snapshot:
-    owned = tuple(module._parameters.values())
-    children = tuple(module._modules.values())
-    return module, module.training, children, tuple(map(id, owned)), tuple(map(_kind, owned))
+    @property
+    def is_right(self) -> bool:
+        """Whether all is as it was."""
+        return _Snapshot.of(self.modules, self.addresses is not None) == self
 
 
 @dataclass(frozen=True)
@@ -52,7 +71,7 @@ class LiveModel:
         model: the user's.
         parts: of every module what must stay; kinds: dtypes and devices of its parameters; vocabulary: rows of its
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
-        snapshots: of every module, to see quickly that nothing has changed; () where graphs hold the weights.
+        snapshot: to see quickly that nothing has changed.
     """
 
     model: PreTrainedModel
@@ -60,14 +79,14 @@ class LiveModel:
     kinds: frozenset[tuple[torch.dtype, torch.device]]
     vocabulary: tuple[int, ...]
     addresses: tuple[int, ...]
-    snapshots: tuple[_Snapshot, ...]
+    snapshot: _Snapshot
 
     @classmethod
     def of(cls, model: PreTrainedModel, captured: bool) -> LiveModel:
         """The model as it is now; `captured`: whether graphs hold its weights."""
         addresses = _addresses(model) if captured else ()
-        snapshots = () if captured else tuple(map(_snapshot, model.modules()))
-        return cls(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshots)
+        snapshot = _Snapshot.of(tuple(model.modules()), captured)
+        return cls(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot)
 
     def check(self) -> None:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.
@@ -75,7 +94,7 @@ class LiveModel:
         Raises:
             ModelChangedError: what has changed, and what to do.
         """
-        if self.snapshots and self._untouched():
+        if self.snapshot.is_right and _vocabulary(self.model) == self.vocabulary:
             return
         self._check_mode()
         kinds = _kinds(self.model)
@@ -99,16 +118,6 @@ class LiveModel:
                 "the model's weights lie in other memory than when its graphs were captured (was it moved, or loaded "
                 f"with assign=True?){_AGAIN}; new values in place are fine"
             )
-
-    def _untouched(self) -> bool:
-        """Whether every module has the mode, children and parameters that it had, and these their dtype and device."""
-        for module, training, children, parameters, kinds in self.snapshots:
-            if module.training is not training or tuple(module._modules.values()) != children:
-                return False
-            owned = tuple(module._parameters.values())
-            if tuple(map(id, owned)) != parameters or tuple(map(_kind, owned)) != kinds:
-                return False
-        return _vocabulary(self.model) == self.vocabulary
 
     def _check_mode(self) -> None:
         part = part_in_training(self.model)

@@ -32,6 +32,7 @@ def test_all_drafts_or_none_are_accepted_where_the_probability_says_so() -> None
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
 def test_the_default_keeps_both_promises_of_the_simulation() -> None:
     """A p99 of at most three times the median, and within 4 % of the throughput of larger chunks."""
     unlimited, default = (full_queue(RoundTime(), most, repeats=4) for most in (2048, MAX_NUM_PREFILL_TOKENS))
@@ -42,6 +43,7 @@ def test_the_default_keeps_both_promises_of_the_simulation() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
 def test_the_full_queue_gives_what_was_measured() -> None:
     """6,511 tokens a second on an H200 (2026-11-22); only the times of single rounds went in."""
     assert full_queue(RoundTime(), 512, repeats=2)["output_tokens_per_s"] == pytest.approx(6511, rel=0.03)
@@ -49,6 +51,7 @@ def test_the_full_queue_gives_what_was_measured() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unchecked")
 def test_the_command() -> None:
     done = CliRunner().invoke(main, ["--prefill-tokens", "256"], catch_exceptions=False)
     assert done.exit_code == 0 and done.output.splitlines()[1].split("|")[0].strip() == "256"

@@ -68,8 +68,14 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
         return wrapped, [r for p, c, own in every for r in oracle_rounds(target, head, p, c, drawn_as(own))]
 
 
-@pytest.mark.parametrize("name", [n if n == "eagle3" else pytest.param(n, marks=pytest.mark.slow) for n in HEADS])
-@pytest.mark.parametrize("options", [TIGHT, pytest.param({"max_num_batched_tokens": 20}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("eagle3", TIGHT),
+        *(pytest.param(name, TIGHT, marks=pytest.mark.slow) for name in HEADS[1:]),
+        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.slow) for name in ("eagle3", "mimo")),
+    ],
+)
 def test_drawn_drafts_are_the_oracles(
     name: str,
     options: dict[str, int],
@@ -117,6 +123,7 @@ def wrong_of(make: Callable[[str], Pair], execution: dict[str, Any]) -> list[int
     return [i for i, (ours, oracle) in enumerate(compared) if ours != oracle]
 
 
+@pytest.mark.slow
 def test_uniforms_of_the_next_position_are_seen(
     execution: dict[str, Any],
     make: Callable[[str], Pair],  # noqa: F811
@@ -133,6 +140,7 @@ def one_further(sampling: SamplingRound, plain: Callable[[SamplingRound], Any]) 
     return plain(replace(sampling, first=sampling.first + 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["graphs"], indirect=True)
 def test_another_distribution_of_the_head_is_seen(
     execution: dict[str, Any],

@@ -25,13 +25,14 @@ Run = Callable[..., tuple[int, str]]
 
 
 @pytest.fixture
-def specdec_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def specdec_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], unchecked: None
+) -> Run:
     """Run the `specdec` script of this tree in an empty folder: arguments -> (exit code, what it printed)."""
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, _, name = scripts["specdec"].partition(":")
     main = getattr(importlib.import_module(module), name)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
     monkeypatch.setenv("COLUMNS", "200")
 
     def run(*arguments: str) -> tuple[int, str]:

@@ -63,7 +63,7 @@ def right(model: PreTrainedModel) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["torch", pytest.param("flex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
 def test_tokens_are_the_models_own(kind: str, drafts: int, backend: str) -> None:

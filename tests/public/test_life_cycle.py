@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from specdec import CacheTooSmallError, ClosedModelError, SamplingParams, SpecdecError, SpeculativeModel
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 PROMPTS = random_prompts((5, 33, 17))
 SHORT = SamplingParams(max_new_tokens=12)

@@ -18,7 +18,7 @@ from transformers import (
 from specdec import SamplingParams
 from specdec.errors import InvalidInputError
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 NEW = 12
 PROMPTS = random_prompts([5, 37, 90])

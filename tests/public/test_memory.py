@@ -12,7 +12,7 @@ from fakes import LetterTokenizer, table_head, tiny_llama
 
 from specdec import SamplingParams, SpeculativeModel
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 
 class Traffic:

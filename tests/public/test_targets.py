@@ -24,7 +24,7 @@ from transformers import (
 from specdec import SamplingParams
 from specdec.errors import SpecdecWarning, UnsupportedModelError
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 WINDOW = 32
 NEW = 8

@@ -68,8 +68,15 @@ def freed_pages(wrapped: Any) -> int:
     return found
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_oss", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("kind", "ahead"),
+    [
+        ("gemma3_text", True),
+        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
+        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
+        pytest.param("gemma2", False, marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool) -> None:
     model = mixed(kind)
     wrapped = wrap(model, table_head(model), **SIZES)
@@ -88,8 +95,10 @@ def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool)
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.parametrize("page_size", [1, 3, 16])
-@pytest.mark.parametrize("layout", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
+@pytest.mark.parametrize(
+    ("page_size", "layout"),
+    [(3, "HND"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1, "NHD"), (16, "NHD"), (16, "HND")))],
+)
 def test_other_pages_and_preemption(page_size: int, layout: str) -> None:
     """A cache in which two rows of three must wait, in every order of a page."""
     model = mixed()
@@ -112,6 +121,7 @@ def test_rows_are_preempted_for_pages_of_the_windowed_group(monkeypatch: pytest.
     assert wrapped.engine_stats.preemptions > 0 == whole.engine_stats.preemptions and free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_without_a_head() -> None:
     model = mixed()
     sizes = SIZES | {"num_speculative_tokens": 0}
@@ -119,7 +129,7 @@ def test_without_a_head() -> None:
     assert lived(whole.generate(PROMPTS, params())) == lived(wrapped.generate(PROMPTS, params()))
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
+@pytest.mark.parametrize("tokens", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_freeing_too_early_changes_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: by one token, and by the tokens that were launched instead of those that were committed."""
     plain = WindowedTables.free_behind

@@ -32,7 +32,7 @@ def page_shapes(wrapped: SpeculativeModel) -> list[tuple[int, ...]]:
     return [tuple(runner.layers[0].keys.shape[1:]) for runner in wrapped.runners]
 
 
-@pytest.mark.parametrize("layout", ["auto", "NHD", "HND"])
+@pytest.mark.parametrize("layout", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
 @pytest.mark.parametrize("page_size", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_and_drafts_are_the_oracles(layout: str, page_size: int) -> None:
     """Prompts in chunks of at most 24 tokens, four requests on three rows. D is 16, with 2 KV heads."""
@@ -58,7 +58,9 @@ def in_chunks(**options: Any) -> SpeculativeModel:
     return wrap(llama4(wrapper=False, chunk=8), num_speculative_tokens=0, **options)
 
 
-@pytest.mark.parametrize("build", [fp8, mla, in_chunks])
+@pytest.mark.parametrize(
+    "build", [pytest.param(fp8, marks=pytest.mark.slow), mla, pytest.param(in_chunks, marks=pytest.mark.slow)]
+)
 def test_other_caches_and_variants_answer_alike_in_both(build: Callable[..., SpeculativeModel]) -> None:
     """8 bits, MLA (one head for all) and local attention."""
     plain, by_head = (build(kv_cache_layout=layout) for layout in ("NHD", "HND"))

@@ -274,6 +274,7 @@ def head_families(source: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_specdec_tells_no_head_families_apart() -> None:
     files = sorted((ROOT / "specdec").rglob("*.py"))
     assert len(files) > 50

@@ -14,7 +14,6 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -28,7 +27,7 @@ from attention.backends.flashinfer.mla import (
     building_latent,
     run_mla,
 )
-from attention.backends.flashinfer.packed import MOST_QUERIES, PackedKernel, is_packed, packed_scratch
+from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, is_packed
 from attention.backends.flashinfer.support import check_supported
 from attention.backends.flashinfer.trtllm import (
     WORKSPACE_BYTES,
@@ -60,9 +59,6 @@ from attention.cache.kv_cache import CacheGroup, KVLayout, LayerKV
 from attention.checking import checking, require
 from attention.errors import UnsupportedAttentionError
 from attention.spec import AttentionSpec
-
-if TYPE_CHECKING:
-    from attention.kernels.packed import Scratch
 
 _SHORT_QUERY = 16
 """Rows with at most this many query tokens are planned apart from prompt chunks: the kernel has one tile size per plan,
@@ -120,9 +116,12 @@ class FlashInferBuilder:
         group: CacheGroup,
         key: AttentionSpec,
         dtype: torch.dtype,
-        packed: Callable[[], PackedKernel],
+        packed: Callable[[HostBatch, int, int], PackedKernel],
     ) -> None:
-        """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it."""
+        """Begins to build FlashInfer's kernels for `key`, all at once; the first batch that needs one waits for it.
+
+        packed: (batch, n, query_len) -> a packed kernel for its first n rows, of query_len tokens each.
+        """
         self._packs = partial(is_packed, group, key, dtype)
         self._packed = packed
         self._rings: dict[Route, _Ring] = {
@@ -139,15 +138,15 @@ class FlashInferBuilder:
         """Plan one batch from its host arrays. Never waits for the device."""
         planned = []
         for part in split_batch(metadata):
-            kernel = self._kernel(part)
+            kernel = self._kernel(part, metadata.host)
             kernel.plan(part)
             planned.append((kernel, kernel.generation, part.start))
         return FlashInferPlan(tuple(planned))
 
-    def _kernel(self, part: Part) -> Kernel | PackedKernel:
+    def _kernel(self, part: Part, host: HostBatch) -> Kernel | PackedKernel:
         query_len = part.query_len
         if query_len is not None and self._packs(query_len):
-            return self._packed()
+            return self._packed(host, len(part.seq_lens), query_len)
         return self._rings[self._route(part)].next()
 
     def _route(self, part: Part) -> Route:
@@ -203,6 +202,7 @@ class FixedBuilder:
         """Plan one batch from its host arrays."""
         self._part = part = whole_batch(metadata)
         self._kernel.plan(part)
+        self._kernel.share(metadata.host)
         return FlashInferPlan(((self._kernel, self._kernel.generation, part.start),))
 
     def replan(self, host: HostBatch) -> None:
@@ -210,6 +210,7 @@ class FixedBuilder:
         assert self._part is not None
         if not self._kernel.keeps(host):
             self._kernel.plan(self._part.at(host))
+        self._kernel.share(host)
 
 
 def whole_batch(metadata: CommonAttentionMetadata) -> Part:
@@ -273,8 +274,12 @@ class FlashInferBackend:
 
     def __init__(self, device: torch.device) -> None:
         self._workspace = torch.empty(LEAST_BYTES, dtype=torch.uint8, device=device)
-        self._scratch: Scratch | None = None
+        self._packed = PackedKernels(device)
         self._zeroed: torch.Tensor | None = None
+
+    def cascade(self) -> None:
+        """See `attention.backends.base.CascadeBackend`."""
+        self._packed = PackedKernels(self._workspace.device, cascades=True)
 
     @property
     def preferred_layout(self) -> KVLayout:
@@ -292,10 +297,15 @@ class FlashInferBackend:
             return MlaBuilder(MlaKernel(self._workspace, group, key, dtype))
         if not has_flashinfer_heads(key):
             return InvariantBuilder()
-        return FlashInferBuilder(self._workspace_for(key), group, key, dtype, partial(self._packed, key))
+        packed = partial(self._packed.of_batch, key, dtype)
+        return FlashInferBuilder(self._workspace_for(key), group, key, dtype, packed)
 
     def route(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         """See `attention.backends.base.AttentionBackend.route`."""
+        served = has_flashinfer_heads(key) and not serves(group, key, dtype, self._workspace.device)
+        return self._kernels(group, key, dtype) + self._packed.sharing_in_words(group, key, dtype, served)
+
+    def _kernels(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
         if key.value_in_key:
             return f"FlashInfer MLA, {dtype_name(dtype)}"
         if not has_flashinfer_heads(key):
@@ -304,9 +314,8 @@ class FlashInferBackend:
             return f"FlashInfer trtllm-gen, {dtype_name(dtype)}, head dim {key.head_dim_k}, {group.layout} pages"
         served = routes(key, dtype, group.format.dtype_for(dtype), self._workspace.device)
         chunks = f"; fa3 for prompt chunks of {FA3_QUERY} tokens or more" if "fa3" in served else ""
-        packs = is_packed(group, key, dtype, 1) and key.chunk_size is None
-        packed = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)" if packs else ""
-        return f"FlashInfer {kernel_name(group.format.dtype_for(dtype), key, dtype, 'fa2')}{chunks}{packed}"
+        kernel = kernel_name(group.format.dtype_for(dtype), key, dtype, "fa2")
+        return f"FlashInfer {kernel}{chunks}{self._packed.in_words(group, key, dtype)}"
 
     def fixed_builder(
         self,
@@ -329,7 +338,7 @@ class FlashInferBackend:
         shape = FixedShape(rows, query_len, tokens)
         geometry = (group.page_size, group.layout, group.format, key, dtype, shape)
         if tokens is None and is_packed(group, key, dtype, query_len):
-            return FixedBuilder(self._packed(key), geometry)
+            return FixedBuilder(self._packed.fixed(key, dtype, rows, query_len), geometry)
         if isinstance(beside, (FixedBuilder, FixedMlaBuilder)) and beside.geometry == geometry:
             return beside.sharing()
         if key.value_in_key:
@@ -345,11 +354,6 @@ class FlashInferBackend:
         if self._zeroed is None:
             self._zeroed = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         return TrtllmKernel(self._zeroed, group, key)
-
-    def _packed(self, key: AttentionSpec) -> PackedKernel:
-        if self._scratch is None:
-            self._scratch = packed_scratch(self._workspace.device)
-        return PackedKernel(key, self._scratch)
 
     def _workspace_for(self, key: AttentionSpec, shape: FixedShape | None = None) -> torch.Tensor:
         """The shared float workspace, or a larger one from now on; wrappers made before keep theirs."""

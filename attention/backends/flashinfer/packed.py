@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.backends.flashinfer.sharing import LEAST_ROWS, BatchShared, SharedRows, Sharing
 from attention.backends.flashinfer.wrapper import Part
+from attention.backends.two_levels import cascade_limit
+from attention.batch.host import HostBatch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.spec import AttentionSpec
 
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 MOST_QUERIES = 32
 """Query heads of a KV head times tokens of a row: beyond it FlashInfer's tile of 64 is well used."""
 HEAD_DIMS = (64, 128)
+PACKED_IN_WORDS = f"; verifications packed (up to {MOST_QUERIES} queries a KV head)"
 
 
 def is_packed(group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, query_len: int) -> bool:
@@ -40,10 +44,12 @@ def packed_scratch(device: torch.device) -> Scratch:
 
 class PackedKernel:
     """What `Kernel` is for such rows, but with nothing to plan: it finds pages and lengths where those of the last
-    planned batch lay."""
+    planned batch lay. Pages that rows share are attended once, where that pays; see `sharing`."""
 
-    def __init__(self, key: AttentionSpec, scratch: Scratch) -> None:
+    def __init__(self, key: AttentionSpec, scratch: Scratch, sharing: SharedRows | BatchShared | None = None) -> None:
+        """sharing: of the batches that it serves; None where no pages are looked for."""
         self.generation = 0
+        self.sharing = sharing
         self._scratch = scratch
         self._key = key
         self._part: Part | None = None
@@ -53,16 +59,74 @@ class PackedKernel:
         self._part = part
         self.generation += 1
 
+    def share(self, batch: HostBatch) -> None:
+        """Find the pages that rows of the planned batch, `batch`, share; for a kernel of a fixed shape."""
+        if isinstance(self.sharing, SharedRows):
+            self.sharing.update(batch)
+
     def keeps(self, host: object) -> bool:
         """See `Kernel.keeps`: any lengths will do."""
         return True
 
     def run(self, query: torch.Tensor, layer_kv: LayerKV, out: torch.Tensor, sinks: torch.Tensor | None) -> None:
         """See `Kernel.run`; there are no sinks."""
+        from attention.kernels.cascade import launch_prefix
         from attention.kernels.packed import launch_packed
 
         assert self._part is not None and sinks is None
         part = self._part
         places = (part.device_page_indptr, part.device_page_indices, part.device_last_page_len)
         query_len = (part.stop - part.start) // len(part.device_last_page_len)
-        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len)
+        shared = None if self.sharing is None else self.sharing.shared
+        if shared is not None and self.sharing is not None and self.sharing.launches:
+            launch_prefix(query, layer_kv, self._key, *places[:2], shared, query_len)
+        launch_packed(query, layer_kv, self._key, *places, out, self._scratch, query_len, shared)
+
+
+class PackedKernels:
+    """The packed kernels of a device: what they share, and whether they look for pages that rows share."""
+
+    def __init__(self, device: torch.device, cascades: bool = False) -> None:
+        """cascades: look for them, and attend them once where that pays."""
+        self._device = device
+        self._scratch: Scratch | None = None
+        self.sharing = Sharing(device) if cascades else None
+
+    def fixed(self, key: AttentionSpec, dtype: torch.dtype, rows: int, query_len: int) -> PackedKernel:
+        """For batches of this shape."""
+        scratch, shape = self._made(), (rows, query_len)
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self.sharing.fixed(key, dtype, shape, scratch))
+
+    def of_batch(
+        self, key: AttentionSpec, dtype: torch.dtype, batch: HostBatch, rows: int, query_len: int
+    ) -> PackedKernel:
+        """For the first rows of a batch, `query_len` tokens each."""
+        scratch, shape = self._made(), (rows, query_len)
+        if self.sharing is None or cascade_limit(key, eight_bits=False):
+            return PackedKernel(key, scratch)
+        return PackedKernel(key, scratch, self.sharing.of_batch(key, dtype, shape, scratch, batch))
+
+    def in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> str:
+        """What they serve, after the name of another kernel; "" for nothing."""
+        return PACKED_IN_WORDS if is_packed(group, key, dtype, 1) and key.chunk_size is None else ""
+
+    def sharing_in_words(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype, served: bool) -> str:
+        """Where shared pages are attended once, or why never; "" where nobody looks for them.
+
+        served: some rows are packed, if their heads are.
+        """
+        if self.sharing is None:
+            return ""
+        limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
+        if not limit and not (served and is_packed(group, key, dtype, 1)):
+            limit = f"rows with head dim {key.head_dim_k} are not packed here"
+        if limit:
+            return f"; no cascade: {limit}"
+        return f"; cascade over shared pages from {LEAST_ROWS} rows on, where it pays"
+
+    def _made(self) -> Scratch:
+        if self._scratch is None:
+            self._scratch = packed_scratch(self._device)
+        return self._scratch

@@ -216,6 +216,9 @@ class Kernel:
         self._planned = self._decisive(part.query_start_loc, part.page_indptr)
         self.generation += 1
 
+    def share(self, batch: HostBatch) -> None:
+        """Every row is attended by itself here, whatever pages rows of the planned batch share."""
+
     def keeps(self, host: HostBatch) -> bool:
         """Whether the last plan serves this batch as it does the one that it was made for.
 

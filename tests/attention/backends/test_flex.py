@@ -32,6 +32,7 @@ def attended(rig: Rig, backend: FlexBackend) -> float:
     return rig.errors(rig.attended(rig.runner(backend)))[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 def test_all_batches_of_a_tile_size_share_one_compilation(layout: Any) -> None:
     """Traced by torch's compiler, and run operator by operator: sizes are variables from the first call on."""
@@ -151,7 +152,7 @@ def test_what_it_is() -> None:
     assert FlexBackend(CUDA).route(GROUP, KEY, HALF) == "torch FlexAttention, compiled, cache bfloat16"
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rounds_give_the_models_own_tokens(drafts: int) -> None:
     prompts = random_prompts((5, 33, 1))
     with backend_of_ours(FlexBackend(CPU)):

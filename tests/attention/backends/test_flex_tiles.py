@@ -32,7 +32,7 @@ def _first(counts: np.ndarray, pages: np.ndarray) -> list[list[int]]:
 
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize(("page_size", "groups"), [(1, 3), (8, 4), (16, 1)])
-@pytest.mark.parametrize("window", [None, 1, 9, 40])
+@pytest.mark.parametrize("window", [None, 1, 9, pytest.param(40, marks=pytest.mark.slow)])
 def test_every_visible_key_is_listed_once(name: str, page_size: int, window: int | None, groups: int) -> None:
     host = BATCHES[name].host(page_size)
     tile = tile_size(int(host.query_lens.max()) * groups)

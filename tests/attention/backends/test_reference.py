@@ -9,6 +9,7 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,7 +101,7 @@ def agree(ours: list[torch.Tensor], right: list[torch.Tensor]) -> bool:
     return all(torch.allclose(a.double(), b, atol=1e-6, rtol=1e-6) for a, b in zip(ours, right, strict=True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     page_size=st.sampled_from([1, 3, 4, 16]),
     cuts=st.lists(st.lists(st.integers(0, 9), min_size=2, max_size=3), min_size=1, max_size=4),

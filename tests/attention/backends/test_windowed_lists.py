@@ -64,6 +64,7 @@ def test_lists_near_the_window_give_the_bits_of_whole_rows(kind: str) -> None:
     assert torch.equal(out, attended(kind, False)[0])
 
 
+@pytest.mark.slow
 def test_a_list_that_begins_within_a_tile_changes_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     right, _ = attended("window", False)
     monkeypatch.setattr(windowed_module, "TILE_KEYS", PAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fakes import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -79,7 +80,7 @@ class PagesMachine(RuleBasedStateMachine):
         assert self.tables.allocator.num_free == NUM_PAGES - 1 - sum(used)
 
 
-PagesMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+PagesMachine.TestCase.settings = settings(max_examples=examples(40), stateful_step_count=25, deadline=None)
 TestPages = PagesMachine.TestCase
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fakes import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -119,9 +120,9 @@ class ModulesMachine(PrefixMachine):
 
 
 TestPages = PrefixMachine.TestCase
-TestPages.settings = settings(max_examples=200, stateful_step_count=30, deadline=None)
+TestPages.settings = settings(max_examples=examples(200), stateful_step_count=30, deadline=None)
 TestModules = ModulesMachine.TestCase
-TestModules.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+TestModules.settings = settings(max_examples=examples(150), stateful_step_count=30, deadline=None)
 
 
 def filled(*prompts: list[int], pages: int = PAGES, leave: bool = True) -> tuple[PrefixCache, BlockTables]:

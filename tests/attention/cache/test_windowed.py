@@ -5,6 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from fakes import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
@@ -72,7 +73,7 @@ class WindowedMachine(RuleBasedStateMachine):
         assert self.tables.num_used == self.owned() == NUM_PAGES - 1 - self.tables.allocator.num_free
 
 
-WindowedMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+WindowedMachine.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=30, deadline=None)
 TestWindowedTables = WindowedMachine.TestCase
 
 

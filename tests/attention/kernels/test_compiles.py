@@ -17,22 +17,45 @@ import sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.kernels import invariant, write
+from attention.kernels import cascade, invariant, packed, write
 
 POINTERS = {"slot_ptr": "*i64", **dict.fromkeys(("query_start_ptr", "page_indices_ptr", "page_indptr_ptr",
-            "last_page_len_ptr"), "*i32")}
-FLOATS = ("scale", "softcap", "value_scale", "key_inverse", "value_inverse", "limit")
+            "last_page_len_ptr", "shared_ptr", "arrived_ptr"), "*i32"),
+            **dict.fromkeys(("sums_ptr", "stats_ptr", "prefix_sums_ptr", "prefix_stats_ptr"), "*fp32")}
+FLOATS = ("scale", "scale_log2", "softcap", "value_scale", "key_inverse", "value_inverse", "limit")
 
-def compiled(kernel, constants, cache):
+shared_bytes = []
+
+def compiled(kernel, constants, cache, aligned=(), warps=4):
     kinds = {"keys_ptr": cache, "values_ptr": cache} | POINTERS
     signature = {}
     for name in kernel.arg_names:
         other = "*bf16" if name.endswith("_ptr") else "fp32" if name in FLOATS else "i32"
         signature[name] = "constexpr" if name in constants else kinds.get(name, other)
     places = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=places)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(kernel.arg_names)
+                  if aligned and (name.endswith("_ptr") or name in aligned)}  # as the launches of whole caches are
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    shared_bytes.append(made.metadata.shared)
+    return made.asm["ptx"]
 
+if sys.argv[1:] == ["packed"]:
+    heads = {"QUERY_HEADS": 32, "KV_HEADS": 8, "DIM": 128, "PAGE_SIZE": 16, "ROWS": 32, "DEPENDENT": True}
+    strides = ("query_token", "query_head", "page_stride", "slot_stride", "head_stride")
+    for tokens in (1, 6):
+        prefix = cascade.prefix_tiling(32 * tokens * 4, 8, 132, 232448)
+        tile = prefix.tile
+        tiles = {"TILE_QUERIES": tile.queries, "TILE_KEYS": tile.keys, "STAGES": tile.stages}
+        least = {"LEAST_KEYS": prefix.least_keys}
+        before = compiled(cascade._prefix_kernel, heads | tiles | least, "*bf16", strides, tile.warps)
+        assert shared_bytes[-1] <= tile.shared_bytes < shared_bytes[-1] + 32768, (tile, shared_bytes)
+    tiles = {"TILE_QUERIES": 32, "TILE_KEYS": 64, "STAGES": 5, "LEAST_PAGES": 16}
+    parts = {"PREFIX_PARTS": prefix.parts, "PREFIX_TILE": tile.keys, "PREFIX_LEAST": prefix.least_keys}
+    rest = [compiled(packed._packed_kernel, heads | tiles | parts | {"CASCADE": on}, "*bf16", strides)
+            for on in (True, False)]
+    print(*("griddepcontrol" in each for each in (before, *rest)), "wgmma" in before, len(rest[0]) > len(rest[1]))
+    sys.exit()
 dim_k, dim_v, cache = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 eight_bits = cache == "*fp8e4nv"
 wide = [max(16, triton.next_power_of_2(d)) for d in (dim_k, dim_v)]
@@ -47,11 +70,23 @@ print("griddepcontrol" in attend, "griddepcontrol" in stored)
 """
 
 
+def said(*arguments: object) -> list[str]:
+    """What compiling prints, word by word."""
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("dims", [(80, 80, "*fp8e4nv"), (192, 128, "*bf16"), (128, 128, "*bf16")])
 def test_attention_and_cache_write(dims: tuple[int, int, str]) -> None:
-    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, *map(str, dims)]
-    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.split() == ["True", "True"]
+    assert said(*dims) == ["True", "True"]
+
+
+@pytest.mark.slow
+def test_packed_attention_and_shared_prefix() -> None:
+    """Dependent launches all three; tiles of 64 and 128 queries for which their entries name
+    shared memory enough, on Hopper's own tensor core instruction; flat has no merge."""
+    assert said("packed") == ["True"] * 5

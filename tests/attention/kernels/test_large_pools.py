@@ -121,6 +121,7 @@ def in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.kernels.packed.tiling", lambda *_: Tiling(32, 2, 5, 64, 40))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("kernel", ["packed", "invariant"])
 def test_attention(kernel: str, layout: KVLayout, in_parts: None) -> None:
@@ -135,6 +136,7 @@ def places_in_32_bits(  # type: ignore[no-untyped-def]
     return page * page_stride + (position % PAGE_SIZE) * slot_stride
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:overflow")
 @pytest.mark.parametrize("kernel", ["packed", "invariant"])
 def test_offsets_of_32_bits_would_be_noticed(kernel: str, in_parts: None, monkeypatch: pytest.MonkeyPatch) -> None:

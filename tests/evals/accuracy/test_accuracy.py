@@ -34,7 +34,10 @@ from specdec.acceptance.accept import VerificationResult
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names, builtin_path
 
-pytestmark = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target")
+pytestmark = [
+    pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in target"),
+    pytest.mark.usefixtures("unchecked"),
+]
 K = 3
 
 
@@ -49,11 +52,6 @@ def model() -> Any:
     return specdec.SpeculativeModel.from_pretrained(
         target, head, num_speculative_tokens=K, tokenizer=tokenizer, **sizes
     )
-
-
-@pytest.fixture(autouse=True)
-def without_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
 
 
 def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:

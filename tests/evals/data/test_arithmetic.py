@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,7 +41,7 @@ def complaint(problem: Problem) -> str | None:
     return None if value == problem.result else f"the last calculation gives {value}"
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(seed=st.integers(0, 2**32), split=st.sampled_from(["train", "heldout"]))
 def test_every_answer_is_worked_correctly(seed: int, split: str) -> None:
     for problem in problems(split, 20, seed):

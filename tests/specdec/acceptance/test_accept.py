@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -87,7 +88,7 @@ def slow_greedy(drafts: list[int], target: list[int]) -> tuple[int, int]:
     return n, target[n]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.lists(st.tuples(st.lists(st.integers(0, 2), max_size=5), st.integers(0, 999)), min_size=1, max_size=5))
 def test_greedy_acceptance_is_the_longest_common_prefix(rows: list[tuple[list[int], int]]) -> None:
     width = max(len(d) for d, _ in rows)

@@ -38,6 +38,7 @@ def run(arguments: list[str], **options: Any) -> Result:
     return CliRunner().invoke(generate, [*arguments, *CPU], **options)
 
 
+@pytest.mark.slow
 def test_generate_prints_the_answer_and_nothing_else(expected: Any) -> None:
     result = run([QUESTION, "--stats"])
     assert result.exit_code == 0

@@ -84,6 +84,7 @@ def run(model: Layers, tokens: int = 5, backend: Any = compile_regions) -> None:
             assert torch.allclose(model.seen, kept, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [5, 9])
 def test_layers_that_are_alike_are_compiled_once(compiled: list[GraphModule], layers: int) -> None:
     """Four forms: the first and the last region have no layer on one side, and one layer keeps its states."""
@@ -91,11 +92,13 @@ def test_layers_that_are_alike_are_compiled_once(compiled: list[GraphModule], la
     assert len(compiled) == 4
 
 
+@pytest.mark.slow
 def test_another_constant_is_another_form(compiled: list[GraphModule]) -> None:
     run(Layers((1.0, 1.0, 1.0, 0.5, 1.0, 0.5, 1.0)))
     assert len(compiled) == 5
 
 
+@pytest.mark.slow
 def test_another_layout_is_another_form(compiled: list[GraphModule]) -> None:
     run(Layers((1.0,) * 7, transposed=4))
     assert len(compiled) == 5
@@ -106,12 +109,14 @@ def test_few_attentions_are_compiled_as_one(compiled: list[GraphModule]) -> None
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_regions_that_pass_on_other_things_are_compiled_as_one(compiled: list[GraphModule]) -> None:
     """The compiler takes tensors and sizes; an autocast around all layers is neither."""
     run(Shaped((1.0,) * 5))
     assert len(compiled) == 1
 
 
+@pytest.mark.slow
 def test_a_constant_amid_a_region_is_one_of_its_inputs(compiled: list[GraphModule]) -> None:
     def with_constant(module: GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         """The factor of the result as a constant of the graph, in the middle of its last region."""

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes import engine_of, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import engine_of, examples, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,7 +123,7 @@ REQUESTS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(REQUESTS, st.integers(16, 40), st.integers(1, 50), st.integers(17, 60))
 def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
     asked: list[Asked], budget: int, most_prefill: int, num_pages: int
@@ -158,7 +158,9 @@ def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
 
-@pytest.mark.parametrize("most_prefill", [1, 7, 512])
+@pytest.mark.parametrize(
+    "most_prefill", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(512, marks=pytest.mark.slow)]
+)
 def test_no_token_depends_on_it(most_prefill: int) -> None:
     """In float32: greedy, and sampled with a seed, tokens and drafts of every round."""
     model = tiny_llama()

@@ -54,16 +54,19 @@ def found_by(completions: list[Any]) -> list[tuple[int, int]]:
     return [(c.stats.prefix_hit_tokens, c.stats.cached_tokens) for c in completions]
 
 
-@pytest.mark.parametrize("kind", ["table", "eagle3"])
+SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {"max_num_seqs": 9, "max_num_batched_tokens": 60},
-        {"max_num_batched_tokens": 18},
-        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}, marks=pytest.mark.slow),
+        pytest.param("table", {"max_num_seqs": 9, "max_num_batched_tokens": 60}, id="all at once"),
+        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks"),
+        pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
+        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.slow),
+        pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.slow),
+        pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
-    ids=["all at once", "chunks", "pages of one token", "short of pages"],
 )
 def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict[str, int]) -> None:
     head = head_of(kind)
@@ -122,6 +125,20 @@ def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
     assert wrapped.engine_stats.prefix_query_tokens == 2 * len(PROMPTS[0])
     with pytest.raises(InvalidInputError, match="cache_prefix"):
         SamplingParams(cache_prefix="no")  # type: ignore[arg-type]
+
+
+def test_rows_from_graphs_may_list_more_pages_than_there_are(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
+    """Eight rows of 26 pages each, 25 of them the same, in a pool of 70."""
+    common = random_prompts((100,), seed=5)[0]
+    prompts = [common + own for own in random_prompts([3] * 8, seed=6)]
+    sizes: dict[str, Any] = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "kv_cache_tokens": 280}
+    graphed = with_graphs(head_of("table"), num_speculative_tokens=3, enable_prefix_caching=True, **sizes)
+    graphed.generate(prompts[:1], PARAMS)
+    completions = graphed.generate(prompts, PARAMS)
+    assert [c.token_ids for c in completions] == [hf_greedy(p, NEW) for p in prompts]
+    assert min(c.stats.cached_tokens for c in completions) == 96
+    assert all(wrong_rounds(graphed.head, c) == [] for c in completions)
+    assert free_everywhere(graphed)
 
 
 def test_pages_of_an_aborted_request_are_found() -> None:
@@ -209,6 +226,7 @@ def _as_if_nothing_followed(self: Any, tokens: Any, num_pages: int) -> list[byte
     return [b"-"] * num_pages
 
 
+@pytest.mark.slow
 def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     monkeypatch.setattr(PrefixCache, "_following", _as_if_nothing_followed)
@@ -225,9 +243,8 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
 @pytest.mark.slow
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
 @pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
-def test_prompts_of_five_shots_share_them(target: str, draft: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_prompts_of_five_shots_share_them(target: str, draft: str, unchecked: None) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA. Nothing that is found is given up because of the head."""
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}
     with SpeculativeModel.from_pretrained(target, draft, **sizes) as model:
         prompts = [model.tokenizer.encode(text) for text in five_shots(6, None)]

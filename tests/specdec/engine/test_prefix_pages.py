@@ -299,6 +299,7 @@ def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(withdrawn) > 100
 
 
+@pytest.mark.slow
 def test_pages_of_the_head_are_never_short() -> None:
     """Every page of the head in use stands for one of the target's: its pool needs no eviction of its own."""
     for modules in (1, 3):

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from fakes import backend_of_ours, random_prompts, scheduler_of, table_head, tiny_llama, wrap
+from fakes import backend_of_ours, examples, random_prompts, scheduler_of, table_head, tiny_llama, wrap
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -88,7 +88,7 @@ class Watching(TorchBackend):
 
 
 @pytest.mark.slow
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=6),
     new=st.lists(st.integers(1, 20), min_size=6, max_size=6),

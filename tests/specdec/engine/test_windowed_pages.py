@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -133,7 +134,7 @@ WORKLOAD = {
 }
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 @given(**WORKLOAD)
 def test_every_key_that_a_query_sees_is_its_rows_own(
     prompts: list[int], new: list[int], num_pages: int, windowed_pages: int, seed: int

@@ -34,7 +34,7 @@ from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
     with_graphs,
 )
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 PROMPTS = random_prompts((5, 60, 1, 50, 9))
 """Two are longer than a round's 24 tokens: parts of them are read in rounds without logits indices."""
@@ -67,7 +67,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("drafts", [0, 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_all_rounds_run_the_model_of_the_graphs(
     drafts: int,
     graphs_on_cpu: list[Replayed],  # noqa: F811

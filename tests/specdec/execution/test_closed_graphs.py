@@ -90,6 +90,7 @@ def test_values_that_were_written_meanwhile_stay(graphs_on_cpu: list[Replayed]) 
     assert all(a is b for a, b in zip(target.parameters(), held, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["assigned", pytest.param("copied", marks=pytest.mark.slow)])
 def test_projections_that_were_moved_are_fused_anew(graphs_on_cpu: list[Replayed], how: str) -> None:  # noqa: F811
     """ModelChangedError tells the user to wrap the model again; compiled code must not read the old fused tensor."""

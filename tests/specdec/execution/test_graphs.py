@@ -197,8 +197,7 @@ def with_graphs(head: Any, target: Any = None, backend: Any = None, **options: A
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drawn", ["probabilistic", "greedy"])
-@pytest.mark.parametrize("planted", [False, True])
+@pytest.mark.parametrize(("drawn", "planted"), [("probabilistic", False), ("probabilistic", True), ("greedy", True)])
 def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
     graphs_on_cpu: list[Replayed], drawn: str, planted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,16 +221,16 @@ def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
         assert all(same)
 
 
-@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {},
-        {"kv_cache_layout": "HND"},
-        pytest.param({"kv_cache_layout": "HND", "kv_cache_tokens": 88}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 88}, marks=pytest.mark.slow),
-        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
-        pytest.param({"max_model_len": 70}, marks=pytest.mark.slow),
+        ("table", {}),
+        pytest.param("table", {"kv_cache_layout": "HND"}, marks=pytest.mark.slow),
+        pytest.param("table", {"kv_cache_tokens": 88}, marks=pytest.mark.slow),
+        pytest.param("table", {"page_size": 1}, marks=pytest.mark.slow),
+        pytest.param("table", {"max_model_len": 70}, marks=pytest.mark.slow),
+        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        pytest.param("eagle3", {"kv_cache_layout": "HND", "kv_cache_tokens": 88}, marks=pytest.mark.slow),
     ],
 )
 def test_tokens_and_drafts_are_those_of_the_eager_path(

@@ -50,6 +50,7 @@ def test_tokens_and_drafts_are_those_of_one_group_run_eagerly(
     assert len(launched) > 20 and most > 10
 
 
+@pytest.mark.slow
 def test_without_drafts_rounds_are_launched_before_the_read(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     model, sizes = mixed(), SIZES | {"num_speculative_tokens": 0}
     asked = SamplingParams(max_new_tokens=40)

@@ -178,6 +178,7 @@ def chunks_a_page_late(batch: HostBatch, chunk_size: int, each: int) -> HostBatc
 PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks begin a page late": chunks_a_page_late}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.slow)],
@@ -216,6 +217,7 @@ class WrittenOnce(dict[Any, torch.Tensor]):
         self.setdefault(key, value)
 
 
+@pytest.mark.slow
 def test_factors_of_the_capture_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -24,7 +24,7 @@ from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, gra
 
 PROMPTS = random_prompts([17, 3, 33, 9, 21])
 NEW = 24
-SIZES: dict[str, Any] = {"max_num_batched_tokens": 32, "max_model_len": 128}
+SIZES: dict[str, Any] = {"max_num_batched_tokens": 48, "max_model_len": 128}
 
 
 @pytest.fixture
@@ -34,8 +34,8 @@ def capturable(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "recurrences_of", lambda device: replace(REFERENCE, capturable=True))
 
 
-def with_graphs(name: str, drafts: int, **options: Any) -> Any:
-    head = RecallHead([greedy_text(name, prompt, NEW) for prompt in PROMPTS], 0.7) if drafts else None
+def with_graphs(name: str, drafts: int, prompts: list[list[int]] = PROMPTS, **options: Any) -> Any:
+    head = RecallHead([greedy_text(name, prompt, NEW) for prompt in prompts], 0.7) if drafts else None
     with backend_of_ours(FixedPlaceBackend(torch.device("cpu"))):
         wrapped = wrap(
             tiny_hybrid(name), head, cuda_graphs=True, num_speculative_tokens=drafts or None, **SIZES | options
@@ -66,6 +66,18 @@ def test_tokens_are_transformers_own(
     assert len(fixed) - captured > 15, "verifications of a fixed shape"
     assert (len(ahead) > 20) == (drafts > 0), "launched before the commit"
     assert wrapped.graphs == "on"
+
+
+def test_a_short_prompt_is_not_read_in_virtual_rows(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    capturable: None,
+) -> None:
+    """They are computed side by side, and would share a state."""
+    prompts = random_prompts([6, 9, 5, 11])
+    wrapped = with_graphs("qwen3_next", 3, prompts, max_num_seqs=12)
+    completions = wrapped.generate(prompts, SamplingParams(NEW))
+    right = [greedy_text("qwen3_next", prompt, NEW) for prompt in prompts]
+    assert [p + list(c.token_ids) for p, c in zip(prompts, completions, strict=True)] == right
 
 
 class Compiled:

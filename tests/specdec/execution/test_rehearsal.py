@@ -70,7 +70,7 @@ except KeyboardInterrupt:
 noted()
 print(json.dumps(found))
 """
-FILTERS = ["_sums_kernel"] * 2 + ["_list_kernel", "_settle_kernel"]
+FILTERS = ["_sums_kernel"] * 2 + ["_list_kernel", "settle_kernel"]
 DECIDED = [*FILTERS, "_accept_kernel", "_resample_kernel"]
 GREEDY = ["_parts_kernel", "_best_kernel"]
 

@@ -100,7 +100,10 @@ def joining(wrapped: Any) -> Found:
 
 
 @pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in ("chunks", "preempted") else pytest.param(name, marks=pytest.mark.slow) for name in BATCHES],
+)
 def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str) -> None:
     wrapped = loaded(execution, drawn, **BATCHES[name])
     together = wrapped.generate(PROMPTS, PARAMS)
@@ -116,6 +119,7 @@ def test_joining_as_alone(execution: dict[str, Any], drawn: str) -> None:
     assert joining(loaded(execution, drawn, **BATCHES["chunks"])) == rounds_alone(drawn)
 
 
+@pytest.mark.slow
 def test_alone_from_graphs_as_eagerly(execution: dict[str, Any]) -> None:
     wrapped = loaded(execution, DRAWN[0], max_num_seqs=1)
     alone = [of(wrapped.generate([p], own)[0]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
@@ -139,6 +143,7 @@ def test_uniforms_of_a_row_are_seen(execution: dict[str, Any], monkeypatch: pyte
     assert differ(joining(loaded(execution, DRAWN[0], **BATCHES["chunks"]))) == SAMPLED
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("execution", ["graphs"], indirect=True)
 def test_positions_off_by_one_ahead_of_the_read_are_seen(
     execution: dict[str, Any], monkeypatch: pytest.MonkeyPatch

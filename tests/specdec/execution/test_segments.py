@@ -86,7 +86,7 @@ def written(tokens: int, key: Any, value: Any, keys: Any, values: Any, slots: An
 
 def packed(_: int, query: Any, keys: Any, values: Any, out: Any, *arrays: Any, **__: Any) -> None:
     """What the packed kernel does, NHD."""
-    pages, starts, last, *_sums, _scale, query_len = arrays[:8]
+    pages, starts, last, *_scratch, query_len = arrays[:11]
     for row in range(len(last)):
         own = slice(row * query_len, (row + 1) * query_len)
         attended(query, (keys, values), out, own, pages[starts[row] : starts[row + 1]], int(last[row]))

@@ -18,6 +18,8 @@ from benchmarks.workload import Arrival, Load
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.ragged import RaggedPrefill
 from specdec.execution.readback import HostReads
+from specdec.requests.sampling import SamplingParams
+from specdec.rounds.static import FixedSampling, FixedTarget
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401
 
@@ -67,7 +69,10 @@ def transfers_a_round(
     return float(sent / ROUNDS)
 
 
-@pytest.mark.parametrize(("rows", "prompts", "copies"), [(0, 0, 3.0), (1, 1, 4.0), (1, 0, 4.0)])
+@pytest.mark.parametrize(
+    ("rows", "prompts", "copies"),
+    [(0, 0, 3.0), pytest.param(1, 1, 4.0, marks=pytest.mark.slow), pytest.param(1, 0, 4.0, marks=pytest.mark.slow)],
+)
 def test_mixed_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +84,10 @@ def test_mixed_rounds(
     assert transfers_a_round(monkeypatch, mixed_rounds, rows, prompts) == copies
 
 
-@pytest.mark.parametrize(("rows", "copies"), [(0, 2.0), (0.5, 3.0), (1, 3.0)])
+@pytest.mark.parametrize(
+    ("rows", "copies"),
+    [(0, 2.0), pytest.param(0.5, 3.0, marks=pytest.mark.slow), pytest.param(1, 3.0, marks=pytest.mark.slow)],
+)
 def test_rounds_in_which_every_row_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -87,6 +95,39 @@ def test_rounds_in_which_every_row_verifies(
     copies: float,
 ) -> None:
     assert transfers_a_round(monkeypatch, full_rounds, rows) == copies
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_sampling_is_laid_out_while_the_device_verifies(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    planted: bool,
+) -> None:
+    """Between a verification's arrays and the launch of its graph the device may wait. Planted: it is sent there."""
+    graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=4, max_num_batched_tokens=24)
+    order: list[str] = []
+    for owner, name in ((FixedTarget, "send"), (Replayed, "replay"), (FixedSampling, "send")):
+        plain, tag = getattr(owner, name), f"{owner.__name__}.{name}"
+
+        def noted(*args: Any, plain: Any = plain, tag: str = tag) -> Any:
+            order.append(tag)
+            return plain(*args)
+
+        monkeypatch.setattr(owner, name, noted)
+    if planted:
+        send = GraphExecutor.send
+
+        def early(self: GraphExecutor, draft: Any, target: Any, sampling: Any) -> Any:
+            if sampling is not None:
+                self._send_sampling(sampling)
+            return send(self, draft, target, sampling)
+
+        monkeypatch.setattr(GraphExecutor, "send", early)
+    params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=1)
+    graphed.generate([[1, 2, 3]], params)
+    sent = [i for i, tag in enumerate(order) if tag == "FixedSampling.send"]
+    late = [order[i - 2 : i] == ["FixedTarget.send", "Replayed.replay"] for i in sent]
+    assert len(late) > 4 and all(late) == (not planted)
 
 
 def test_a_copy_more_is_seen(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cache.kv_cache import KVFormat
 from attention.cache.pages import BlockTables
+from attention.checking import check_mode
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.scheduler import Scheduler, windowed_tables
 from specdec.loading.groups import Division, Rows, TokenBytes, divided, token_bytes
@@ -91,8 +92,9 @@ def most_decoding(num_pages: int, windowed: tuple[WindowedPool, ...]) -> int:
 @pytest.mark.slow
 def test_a_scheduler_holds_as_many_rows_as_the_sizes_say() -> None:
     division = divided(20 * GIB, 32 * LONG, GEMMA, gemma_rows())
-    assert most_decoding(20 * GIB // GEMMA.all // 16 + 1, ()) == 1
-    assert most_decoding(division.tokens // 16 + 1, division.pools(GEMMA, 16)) == 7
+    with check_mode(False):  # the validators look at every page of pools of thousands
+        assert most_decoding(20 * GIB // GEMMA.all // 16 + 1, ()) == 1
+        assert most_decoding(division.tokens // 16 + 1, division.pools(GEMMA, 16)) == 7
 
 
 def test_scarce_memory_is_shared_with_short_requests() -> None:

@@ -13,7 +13,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from fakes import Operators, table_head, tiny_llama
+from fakes import Operators, examples, table_head, tiny_llama
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -97,7 +97,9 @@ def rounds(draw: Any) -> Verified:
 
 @given(rounds())
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=examples(60),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_kernels_place_and_accept_as_torch_does(by_kernels: None, case: Verified) -> None:
     """Rows of any number of drafts, in any order, beside rows without."""

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from fakes import examples
 
 if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -94,7 +95,7 @@ def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return logits.to(dtype)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k if k == "banned" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_filters(kind: str) -> None:
     """Every kind of logits meets every third row of parameters, the plain ones all of them."""
     every = [*EDGES, *FOUR, *EXTREME]
@@ -119,7 +120,7 @@ def test_the_lowest_indices_of_equal_logits_go_first(top_p: float, kept: int) ->
     assert target_probs(logits, sampling)[0].nonzero()[:, 0].tolist() == ties[-kept:].tolist()
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(12), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.lists(st.sampled_from([-3.0, -1.0, 0.0, 1.0, 2.5]), min_size=1, max_size=12),
     st.sampled_from([0.3, 1.0, 4.0]),

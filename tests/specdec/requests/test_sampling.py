@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import (
@@ -48,7 +49,7 @@ sampled = st.builds(
 )
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 @given(st.lists(sampled, min_size=1, max_size=4), st.integers(0, 10_000))
 def test_filters_equal_transformers_warpers(params: list[SamplingParams], seed: int) -> None:
     """Row by row with different parameters in one batch, V = 11."""

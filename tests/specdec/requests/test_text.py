@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from fakes import EOS, LetterTokenizer
+from fakes import EOS, LetterTokenizer, examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
@@ -147,9 +147,9 @@ def requests(draw: st.DrawFn, name: str, most: int) -> tuple[list[int], list[str
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-@pytest.mark.parametrize(("most", "examples"), [pytest.param(12, 150, marks=pytest.mark.slow), (90, 40)])
-def test_every_stream_is_what_the_definition_says(name: str, most: int, examples: int) -> None:
-    @settings(max_examples=examples, deadline=None)
+@pytest.mark.parametrize(("most", "whole"), [pytest.param(12, 150, marks=pytest.mark.slow), (90, 40)])
+def test_every_stream_is_what_the_definition_says(name: str, most: int, whole: int) -> None:
+    @settings(max_examples=examples(whole), deadline=None)
     @given(requests(name, most))
     def run(request: tuple[list[int], list[str], list[int]]) -> None:
         check(name, *request)
@@ -159,7 +159,7 @@ def test_every_stream_is_what_the_definition_says(name: str, most: int, examples
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_text_of_a_request_without_stops_is_the_tokenizers(name: str) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=examples(60), deadline=None)
     @given(requests(name, 200))
     def run(request: tuple[list[int], list[str], list[int]]) -> None:
         ids, _, cuts = request

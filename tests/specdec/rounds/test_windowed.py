@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -160,7 +161,7 @@ def test_a_ragged_round_sends_its_groups_in_the_one_transfer() -> None:
     assert staging_bytes(None, config(16)) > staging_bytes(None, config(16, ()))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=examples(50))
 @given(st.lists(st.integers(1, 13), min_size=1, max_size=ROWS), st.integers(0, 380), st.sampled_from([1, 3, 16]))
 def test_the_arena_has_room_for_every_round(lens: list[int], start: int, page_size: int) -> None:
     """Chunks of prompts, as long as they may be together."""

@@ -23,7 +23,7 @@ from specdec.target.probing import probe_target
 from specdec.target.rereading import dummy_ids, scrambled_table
 from specdec.target.target import AuxStateRecorder
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 MIXED = ["sliding_attention", "full_attention"] * 2
 MOE = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -157,6 +157,7 @@ def test_aux_hidden_states_are_those_of_the_model(aux_layers: tuple[int, ...]) -
         assert not torch.allclose(residual[4], states[4], atol=1e-2), "transformers' last state is after the norm"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("aux_layers", [(2,), (3, 1, FINAL_NORM)])
 def test_a_compiled_forward_has_its_aux_hidden_states_copied_in_one_launch(aux_layers: tuple[int, ...]) -> None:
     """One token more than counts, as a batch of one has; all in their places, nothing after the last row."""

@@ -17,7 +17,7 @@ from specdec.target.probing import probe_target
 from specdec.target.shrinking import Threshold
 from specdec.target.twin import TwinReport, twin_test
 
-pytestmark = pytest.mark.usefixtures("every_twin")
+pytestmark = pytest.mark.usefixtures("every_self_test")
 
 FULL_SIZE = ["deepseek_v3", "gemma3", "gpt_oss", "qwen3_moe", "gemma4", "phi4_multimodal"]
 

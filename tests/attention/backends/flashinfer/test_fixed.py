@@ -66,7 +66,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Planned:
     built = SimpleNamespace(wait=lambda: None)
     monkeypatch.setattr("attention.backends.flashinfer.wrapper.building", lambda *_: built)
     monkeypatch.setattr("attention.backends.flashinfer.backend.building", lambda *_: built)
-    monkeypatch.setattr("attention.backends.flashinfer.backend.packed_scratch", lambda *_: None)
+    monkeypatch.setattr("attention.backends.flashinfer.packed.packed_scratch", lambda *_: None)
     monkeypatch.setitem(sys.modules, "flashinfer", SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
     return noted
 

@@ -9,7 +9,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from fakes import flashinfer_chunk_size, split_as_by_flashinfer
+from fakes import examples, flashinfer_chunk_size, split_as_by_flashinfer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -102,7 +102,7 @@ def check_plan(rows: list[tuple[int, int]], heads: int, sms: int) -> SplitKV:
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ROWS, HEADS, SMS)
 def test_every_pair_reads_every_key_once(rows: list[tuple[int, int]], heads: int, sms: int) -> None:
     check_plan(rows, heads, sms)
@@ -119,7 +119,7 @@ def test_a_row_of_65_536_keys_beside_short_ones(query_len: int, heads: int) -> N
 
 
 @pytest.mark.slow
-@settings(max_examples=60)
+@settings(max_examples=examples(60))
 @given(ROWS, st.integers(1, 12), HEADS, SMS)
 def test_a_split_that_stays_is_that_of_the_new_lengths(
     rows: list[tuple[int, int]], more: int, heads: int, sms: int

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ import attention.batch.transforms.cascade
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import CascadeCost, SharedPrefix, cascade, shared_prefix
+from attention.batch.transforms.cascade import SharedPrefix, cascade, shared_prefix
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
@@ -68,7 +69,7 @@ def attended(batch: HostBatch, cascades: bool, dtype: torch.dtype, spec: Attenti
     return runner.attend(runner.plan(metadata), 0, *states)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(batches())
 def test_two_levels_are_flat_attention(batch: HostBatch) -> None:
     """Short and long rows, with and without the prefix, in float32."""
@@ -76,7 +77,7 @@ def test_two_levels_are_flat_attention(batch: HostBatch) -> None:
     assert (ours - flat).abs().max() <= 1e-5
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(batches())
 def test_a_prefix_is_seen_by_all_of_its_rows(batch: HostBatch) -> None:
     prefix = shared_prefix(batch.block_table, batch.num_computed_tokens, batch.page_size)
@@ -153,12 +154,3 @@ def test_there_is_none_over_an_8_bit_cache() -> None:
     group = CacheGroup("g", (SPEC,), 4, 4, "NHD", KVFormat(FP8))
     with pytest.raises(UnsupportedAttentionError, match="8-bit"):
         TorchBackend(CPU, cascades=True).builder(group, SPEC, torch.bfloat16)
-
-
-def test_the_cost_rule() -> None:
-    """More rows, more shared keys and fewer tokens speak for two levels; a single row never."""
-    cost = CascadeCost(32, 8, 128, 2)
-    assert not any(cost.pays(1, q, keys, 64) for q in (1, 6) for keys in (512, 8192))
-    assert all(cost.pays(rows, q, keys, 256) for rows in (32, 128) for q in (1, 6) for keys in (2048, 8192))
-    assert not cost.pays(2, 1, 512, 64), "less than a launch"
-    assert not cost.pays(32, 1, 512, 65536), "next to nothing of what is read"

@@ -19,6 +19,8 @@ from specdec.requests.sampling import SamplingParams
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 2))
 GREEDY = SamplingParams(max_new_tokens=20, return_drafts=True)
+SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}
+SHORT_CHUNKS = {"max_num_batched_tokens": 12, "max_num_seqs": 2}
 
 
 @pytest.fixture
@@ -62,19 +64,13 @@ def rounds(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "modules", "drafts"),
+    ("name", "modules", "drafts", "options"),
     [
-        ("deepseek_v3", 2, 2),
-        pytest.param("deepseek_v3", 2, 5, marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", 3, 4, marks=pytest.mark.slow),
-        pytest.param("mimo", 2, 3, marks=pytest.mark.slow),
-    ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
-        pytest.param({"max_num_batched_tokens": 12, "max_num_seqs": 2}, marks=pytest.mark.slow),
+        ("deepseek_v3", 2, 2, SHORT_OF_PAGES),
+        ("deepseek_v3", 2, 5, SHORT_CHUNKS),
+        ("deepseek_v3", 3, 4, SHORT_OF_PAGES),
+        ("deepseek_v3", 3, 4, SHORT_CHUNKS),
+        ("mimo", 2, 3, SHORT_CHUNKS),
     ],
 )
 @torch.inference_mode()
@@ -99,17 +95,16 @@ def test_tokens_and_drafts(
 SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5, 1, 9, 2, 7), seed=3), [])]
 
 
-@pytest.mark.parametrize("modules", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "options",
+    ("modules", "options"),
     [
-        {},
-        pytest.param(
-            {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}, marks=pytest.mark.slow
-        ),
-        pytest.param({"page_size": 1}, marks=pytest.mark.slow),
+        (2, {}),
+        (3, {}),
+        (3, {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}),
+        (3, {"page_size": 1}),
     ],
-    ids=["whole", "chunks shorter than the modules are many", "pages shorter than the modules are many"],
+    ids=["two", "three", "chunks shorter than the modules are many", "pages shorter than the modules are many"],
 )
 @torch.inference_mode()
 def test_drafts_on_pages_of_other_requests(
@@ -131,7 +126,6 @@ def test_drafts_on_pages_of_other_requests(
     assert wrapped.engine_stats.cached_tokens > 100
     if options:
         return
-    monkeypatch.setenv("SPECDEC_CHECK", "0")
     plain = DraftInput
     monkeypatch.setattr(
         "specdec.rounds.drafting.DraftInput",

@@ -1,0 +1,181 @@
+"""Mamba1's selective scan, token by token, for rows of any length in one launch: accepted drafts replayed, new tokens
+absorbed, drafts verified.
+
+A program holds the states of BLOCK channels of one row in registers, reads and stores them once.
+
+Letters in the kernel: C channels (BLOCK), N states of a channel (WIDTH, a power of two).
+
+Source: Gu, Dao, "Mamba", arXiv 2312.00752, algorithm 2. Imported on CUDA only.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
+from attention.kernels.ssd_tokens import SsdRing
+
+_BLOCK, _WARPS = 32, 4
+"""Channels of a program: 8,192 channels are 256 programs a row, each thread has four states."""
+
+
+@triton.jit
+def _taken_in(S, x, dt, A, B):  # type: ignore[no-untyped-def]
+    """The state S [C, N] after a token: x and dt [C, 1], A [C, N], B [1, N], all float32."""
+    return S * tl.exp(dt * A) + (dt * x) * B
+
+
+@triton.jit(do_not_specialize=["total_tokens"])
+def _scan_kernel(  # type: ignore[no-untyped-def]
+    x_ptr,  # [T, C]
+    dt_ptr,  # [T, C] float32
+    A_ptr,  # [C, N] contiguous float32
+    B_ptr,  # [T, N]
+    C_ptr,  # [T, N]
+    D_ptr,  # [C], or any pointer
+    out_ptr,  # [T, C] contiguous
+    state_ptr,  # [slots, C, N] float32
+    ring_x_ptr,  # [slots, R, C]
+    ring_B_ptr,  # [slots, R, N]
+    ring_dt_ptr,  # [slots, R, C] float32
+    query_start_loc_ptr,
+    slots_ptr,
+    start_ptr,
+    replay_ptr,
+    num_new_ptr,
+    total_tokens,  # T
+    x_token,
+    dt_token,
+    B_token,
+    C_token,
+    state_slot,
+    ring_x_slot,
+    ring_B_slot,
+    ring_dt_slot,
+    RING_SIZE: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    STATES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HAS_D: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    block, row = tl.program_id(0), tl.program_id(1)
+    channel, n = block * BLOCK + tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]  # [C, 1], [1, N]
+    in_c, in_n = channel < CHANNELS, n < STATES
+    if row == tl.num_programs(1) - 1:  # tokens of no row
+        zeros = tl.zeros((BLOCK, 1), out_ptr.dtype.element_ty)
+        end = tl.load(query_start_loc_ptr + row)
+        padding_at = out_ptr + end.to(tl.int64) * CHANNELS + channel
+        for _ in range(total_tokens - end):
+            tl.store(padding_at, zeros, mask=in_c)
+            padding_at += CHANNELS
+        return
+    first, tokens = row_tokens(query_start_loc_ptr, row)
+    if tokens == 0:
+        return
+    slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
+    state_at = state_ptr + slot * state_slot + channel * STATES + n  # [C, N]
+    S = tl.load(state_at, mask=(n < tl.where(start > replay, STATES, 0)) & in_c, other=0.0)  # [C, N]
+    A = tl.load(A_ptr + channel * STATES + n, mask=in_c & in_n, other=0.0)  # [C, N]
+    ring_x_at, ring_dt_at = ring_x_ptr + slot * ring_x_slot + channel, ring_dt_ptr + slot * ring_dt_slot + channel
+    ring_B_at = ring_B_ptr + slot * ring_B_slot + n  # [1, N]
+    for i in range(replay):
+        place = (start - replay + i) % RING_SIZE
+        x = tl.load(ring_x_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
+        dt = tl.load(ring_dt_at + place * CHANNELS, mask=in_c, other=0.0)  # [C, 1]
+        B = tl.load(ring_B_at + place * STATES, mask=in_n, other=0.0)  # [1, N]
+        S = _taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
+    x_at, dt_at = x_ptr + first * x_token + channel, dt_ptr + first * dt_token + channel  # [C, 1]
+    B_at, C_at = B_ptr + first * B_token + n, C_ptr + first * C_token + n  # [1, N]
+    out_at = out_ptr + first * CHANNELS + channel  # [C, 1]
+    # The next token's inputs are on their way while this one's are used: a prompt is one long loop.
+    next_x, next_dt = tl.load(x_at, mask=in_c, other=0.0), tl.load(dt_at, mask=in_c, other=0.0)
+    next_B, next_C = tl.load(B_at, mask=in_n, other=0.0), tl.load(C_at, mask=in_n, other=0.0)
+    for token in range(tokens):
+        x, dt, B, C = next_x, next_dt, next_B, next_C
+        x_at, dt_at, B_at, C_at = x_at + x_token, dt_at + dt_token, B_at + B_token, C_at + C_token
+        more = token + 1 < tokens
+        next_in_c, next_in_n = channel < tl.where(more, CHANNELS, 0), n < tl.where(more, STATES, 0)
+        next_x, next_dt = tl.load(x_at, mask=next_in_c, other=0.0), tl.load(dt_at, mask=next_in_c, other=0.0)
+        next_B, next_C = tl.load(B_at, mask=next_in_n, other=0.0), tl.load(C_at, mask=next_in_n, other=0.0)
+        S = _taken_in(S, x.to(tl.float32), dt, A, B.to(tl.float32))
+        y = tl.sum(S * C.to(tl.float32), 1, keep_dims=True)  # [C, 1]
+        if HAS_D:
+            y += tl.load(D_ptr + channel, mask=in_c, other=0.0).to(tl.float32) * x.to(tl.float32)
+        tl.store(out_at, y.to(out_ptr.dtype.element_ty), mask=in_c)
+        out_at += CHANNELS
+        if token == num_new - 1:
+            tl.store(state_at, S, mask=in_c & in_n)
+        if token >= num_new:
+            ring_place = (start + token) % RING_SIZE
+            tl.store(ring_x_at + ring_place * CHANNELS, x, mask=in_c)
+            tl.store(ring_dt_at + ring_place * CHANNELS, dt, mask=in_c)
+            tl.store(ring_B_at + ring_place * STATES, B, mask=n < tl.where(block == 0, STATES, 0))
+
+
+def selective_scan(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor | None,
+    state: torch.Tensor,
+    ring: SsdRing,
+    rows: Rows,
+) -> torch.Tensor:
+    """The outputs of Mamba1's scan, [T, C] in x's dtype; `state` and `ring` are written.
+
+    Per token and channel: S = S exp(dt A) + dt x B; y = S · C + D x.
+
+    Args:
+        x: [T, C]; dt: float32 [T, C], after softplus; A: float32 [C, N], negative; B, C: [T, N]; D: [C] or None.
+        state: float32 [slots, C, N]; ring: of the same slots.
+        rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
+    """
+    (tokens, channels), states = x.shape, A.shape[1]
+    parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
+    check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
+    x, dt, B, C = (inner_rows(each) for each in (x, dt, B, C))
+    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    _scan_kernel[(triton.cdiv(channels, _BLOCK), len(rows.slots) + 1)](
+        x,
+        dt,
+        inner_rows(A, 2),
+        B,
+        C,
+        x if D is None else D,
+        out,
+        state,
+        ring.x,
+        ring.B,
+        ring.dt,
+        rows.query_start_loc,
+        rows.slots,
+        rows.start,
+        rows.replay,
+        rows.num_new,
+        tokens,
+        x.stride(0),
+        dt.stride(0),
+        B.stride(0),
+        C.stride(0),
+        state.stride(0),
+        ring.x.stride(0),
+        ring.B.stride(0),
+        ring.dt.stride(0),
+        RING_SIZE=ring.x.shape[1],
+        CHANNELS=channels,
+        STATES=states,
+        WIDTH=triton.next_power_of_2(states),
+        BLOCK=_BLOCK,
+        HAS_D=D is not None,
+        num_warps=_WARPS,
+        **dependent_launch(x.device),
+    )
+    return out

@@ -1,0 +1,301 @@
+"""The kernels of recurrences on a GPU: rounds and prompts, and the bytes that nobody can avoid.
+
+    python -m benchmarks.bench_recurrence --out benchmarks/results/recurrence.jsonl
+    python -m benchmarks.bench_recurrence --part tilings --out /tmp/tilings.jsonl
+    TRITON_INTERPRET=1 python -m benchmarks.bench_recurrence --small --out /tmp/smoke.jsonl    # its times say nothing
+
+Part `kernels`: at the shapes of Qwen3.5-9B (16 key and 32 value heads of 128, a convolution of 8,192 channels) and
+Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows with K + 1 tokens that replay K, and
+prompts of 512 and 2,048 tokens. run_us is the device's median time of one layer, replayed from a CUDA graph over layers
+that the L2 cache does not hold. floor_us is the bytes of one layer over the copy rate of the same run: the states read
+and written, tokens read and outputs written, the ring's entries read and written; of prompts their operations over the
+matmul rate where that is longer. ratio is run over floor.
+
+Part `tilings`: rounds of the gated delta rule and of Mamba2's scan by every tiling, to choose from.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from attention.spec import AttentionSpec
+from benchmarks.bench_backends import Place, Rates, device_us, measured_rates
+from benchmarks.document import provenance
+
+ROWS, DRAFTS, PROMPTS = (1, 8, 32, 128), (0, 1, 3), ((1, 512), (1, 2048), (8, 512))
+_CACHES_BYTES, _LEAST_LAUNCHES, _MOST_LAYERS = 256 << 20, 16, 64
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one layer of each kind, and a name."""
+
+    name: str
+    delta: tuple[int, int, int, int]
+    """Heads of keys, heads of values, their widths."""
+    ssd: tuple[int, int, int, int]
+    """Heads, their width, groups, states."""
+    conv: tuple[int, int]
+    """Channels, taps."""
+
+
+FULL = Shape("qwen3.5-9b, nemotron-h-8b", (16, 32, 128, 128), (128, 64, 8, 128), (8192, 4))
+SMALL = Shape("small", (1, 2, 16, 16), (2, 16, 1, 16), (32, 4))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a launch: see `attention.kernels.recurrent.Rows`."""
+
+    query_start_loc: torch.Tensor
+    slots: torch.Tensor
+    start: torch.Tensor
+    replay: torch.Tensor
+    num_new: torch.Tensor
+    max_query_len: int
+    max_replay: int
+
+
+@dataclass(frozen=True)
+class Ring:
+    """The ring of either kind: what a kernel does not have is None."""
+
+    k: Any = None
+    v: Any = None
+    g: Any = None
+    beta: Any = None
+    x: Any = None
+    B: Any = None
+    dt: Any = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Those that there are."""
+        return [x for x in vars(self).values() if x is not None]
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is launched: rows of `tokens`, of which `new` are committed, after `replay` accepted drafts."""
+
+    rows: int
+    tokens: int
+    new: int
+    replay: int
+    ring_size: int
+
+    @classmethod
+    def of_round(cls, rows: int, drafts: int) -> Work:
+        """A verification in which every draft of the last one was accepted."""
+        return cls(rows, drafts + 1, 1, drafts, 2 * drafts + 1)
+
+    @classmethod
+    def of_prompts(cls, rows: int, tokens: int) -> Work:
+        """Prompts from their first token on, of an engine with K=3."""
+        return cls(rows, tokens, tokens, 0, 7)
+
+    def on(self, device: torch.device) -> Rows:
+        """The rows on a device; a round's begin at position 100."""
+        start = 100 if self.replay or self.new < self.tokens or self.tokens == 1 else 0
+        full = [torch.full((self.rows,), x, dtype=torch.int32, device=device) for x in (start, self.replay, self.new)]
+        loc = torch.arange(0, (self.rows + 1) * self.tokens, self.tokens, dtype=torch.int32, device=device)
+        slots = torch.arange(1, self.rows + 1, dtype=torch.int32, device=device)
+        return Rows(loc, slots, *full, self.tokens, self.replay)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer's tensors, by what a launch does with them."""
+
+    inputs: tuple[torch.Tensor, ...]
+    state: torch.Tensor | None
+    ring: Ring
+    extra: tuple[torch.Tensor, ...] = ()
+
+    def moved(self, work: Work) -> int:
+        """Bytes of one launch: tokens in and out (the last of `inputs` has the outputs' shape), the state, the ring."""
+        tokens = [*self.inputs, self.inputs[-1]]
+        total = sum(x.numel() * x.element_size() for x in tokens)
+        if self.state is not None:
+            fresh = work.replay == 0 and work.new == work.tokens and work.tokens > 1
+            total += (1 if fresh else 2) * self.state[1:].numel() * 4
+            entries = work.replay + work.tokens - work.new
+        else:
+            entries = min(self.ring.x.shape[1], work.tokens) + self.extra[0].shape[1] - 1
+        return total + sum(x[1:, 0].numel() * x.element_size() * entries for x in self.ring.tensors)
+
+
+def delta_layer(shape: Shape, work: Work, place: Place) -> Layer:
+    """Tensors of a layer of the gated delta rule, q, k and v slices of one convolution's result."""
+    key_heads, heads, dim_k, dim_v = shape.delta
+    tokens, slots = work.rows * work.tokens, work.rows + 1
+    new = _maker(place)
+    widths = [key_heads * dim_k, key_heads * dim_k, heads * dim_v]
+    q, k, v = new(tokens, sum(widths)).split(widths, 1)
+    gates = -torch.rand(tokens, heads, device=place.device), new(tokens, heads).sigmoid()
+    ring = Ring(
+        k=new(slots, work.ring_size, key_heads, dim_k),
+        v=new(slots, work.ring_size, heads, dim_v),
+        g=-torch.rand(slots, work.ring_size, heads, device=place.device),
+        beta=torch.rand(slots, work.ring_size, heads, device=place.device),
+    )
+    inputs = (q.unflatten(1, (-1, dim_k)), k.unflatten(1, (-1, dim_k)), *gates, v.unflatten(1, (-1, dim_v)))
+    return Layer(inputs, torch.randn(slots, heads, dim_v, dim_k, device=place.device), ring)
+
+
+def ssd_layer(shape: Shape, work: Work, place: Place) -> Layer:
+    """Tensors of a layer of Mamba2's scan, x, B and C slices of one convolution's result."""
+    heads, dim, groups, states = shape.ssd
+    tokens, slots = work.rows * work.tokens, work.rows + 1
+    new = _maker(place)
+    widths = [heads * dim, groups * states, groups * states]
+    x, b, c = new(tokens, sum(widths)).split(widths, 1)
+    dt, head = torch.rand(tokens, heads, device=place.device), torch.rand(heads, device=place.device)
+    ring = Ring(
+        x=new(slots, work.ring_size, heads, dim),
+        B=new(slots, work.ring_size, groups, states),
+        dt=torch.rand(slots, work.ring_size, heads, device=place.device),
+    )
+    inputs = (dt, b.unflatten(1, (-1, states)), c.unflatten(1, (-1, states)), x.unflatten(1, (-1, dim)))
+    return Layer(inputs, torch.randn(slots, heads, dim, states, device=place.device), ring, (-head, head))
+
+
+def conv_layer(shape: Shape, work: Work, place: Place) -> Layer:
+    """Tensors of a short convolution; its ring has room for (R - 1) / 2 drafts."""
+    channels, taps = shape.conv
+    new = _maker(place)
+    ring = Ring(x=new(work.rows + 1, taps + work.ring_size // 2, channels))
+    return Layer((new(work.rows * work.tokens, channels),), None, ring, (new(channels, taps),))
+
+
+def _maker(place: Place) -> Callable[..., torch.Tensor]:
+    return lambda *size: torch.randn(*size, device=place.device).to(place.dtype)
+
+
+def operations(kernel: str, shape: Shape, tokens: int) -> float:
+    """Of the matmuls of a prompt in chunks of 64; 0 for the convolution."""
+    chunk = 64
+    if kernel == "delta":
+        _, heads, dim_k, dim_v = shape.delta
+        scores, solved, passed = 2 * chunk * dim_k, chunk * (dim_k + dim_v), 3 * dim_k * dim_v + chunk * dim_v
+        return 2.0 * tokens * heads * (scores + solved + passed)
+    if kernel == "ssd":
+        heads, dim, _, states = shape.ssd
+        return 2.0 * tokens * heads * (chunk * states + chunk * dim + 2 * dim * states)
+    return 0.0
+
+
+def launch_of(kernel: str, layer: Layer, rows: Rows, tiling: Any = None) -> Callable[[], object]:
+    """What launches one layer of a kernel."""
+    from attention.kernels.conv import short_conv
+    from attention.kernels.delta import gated_delta
+    from attention.kernels.delta_tokens import launch_delta
+    from attention.kernels.ssd import ssd_scan
+    from attention.kernels.ssd_tokens import launch_ssd
+
+    if kernel == "conv":
+        return lambda: short_conv(*layer.inputs, *layer.extra, None, True, layer.ring.x, rows)
+    if kernel == "delta":
+        q, k, g, beta, v = layer.inputs
+        given = (q, k, v, g, beta, q.shape[2] ** -0.5, True, layer.state, layer.ring, rows)
+        if tiling is None:
+            return lambda: gated_delta(*given)
+        return lambda: launch_delta(*given, torch.empty(v.shape, dtype=v.dtype, device=v.device), 16, tiling)
+    dt, b, c, x = layer.inputs
+    a, d = layer.extra
+    scan = (x, dt, a, b, c, d, layer.state, layer.ring, rows)
+    if tiling is None:
+        return lambda: ssd_scan(*scan)
+    return lambda: launch_ssd(*scan, torch.empty(x.shape, dtype=x.dtype, device=x.device), 16, tiling)
+
+
+LAYERS = {"delta": delta_layer, "conv": conv_layer, "ssd": ssd_layer}
+
+
+def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, tiling: Any = None) -> dict[str, Any]:
+    """One line: a kernel on one launch's work."""
+    first = LAYERS[kernel](shape, work, place)
+    moved, count = first.moved(work), 1
+    if place.on_gpu:
+        count = max(1, min(_MOST_LAYERS, -(-_CACHES_BYTES // moved)))
+    layers = [first, *(LAYERS[kernel](shape, work, place) for _ in range(count - 1))]
+    rows = work.on(place.device)
+    launches = [launch_of(kernel, layer, rows, tiling) for layer in layers]
+    turns = max(_LEAST_LAUNCHES, count) if place.on_gpu else 1
+
+    def launch() -> None:
+        for run in itertools.islice(itertools.cycle(launches), turns):
+            run()
+
+    run_us = device_us(launch, place, graph=True) / turns
+    ops = operations(kernel, shape, work.rows * work.tokens) if work.tokens == work.new else 0.0
+    floor_us = max(moved / rates.copy, ops / rates.matmul) * 1e6
+    sizes = {"rows": work.rows, "tokens": work.tokens, "replay": work.replay, "bytes": moved}
+    times = {"run_us": round(run_us, 2), "floor_us": round(floor_us, 2), "ratio": round(run_us / floor_us, 2)}
+    return {"kernel": kernel, **sizes, **times}
+
+
+def kernel_lines(
+    shape: Shape, place: Place, rates: Rates, works: Sequence[tuple[str, Work]]
+) -> Iterator[dict[str, Any]]:
+    """One line for every kernel and launch."""
+    for kernel, (kind, work) in itertools.product(LAYERS, works):
+        yield {"kind": kind} | measure(kernel, shape, work, place, rates)
+
+
+def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """One line for every tiling of a round with three drafts."""
+    from attention.kernels.delta_tokens import DeltaTiling
+    from attention.kernels.ssd_tokens import SsdTiling
+
+    tilings = [
+        *((block, 32, 8, registers) for block in (32, 64, 128) for registers in (64, 80, 128, None)),
+        *((block, 16, 8, None) for block in (64, 128)),
+        *((block, 32, 4, None) for block in (16, 32)),
+        *((block, 16, 1, None) for block in (8, 16)),
+    ]
+    kinds: tuple[tuple[str, Any], ...] = (("delta", DeltaTiling), ("ssd", SsdTiling))
+    for (kernel, kind), rows, sizes in itertools.product(kinds, all_rows, tilings):
+        if kernel == "ssd" and sizes[0] > shape.ssd[1]:
+            continue
+        yield {"tiling": sizes} | measure(kernel, shape, Work.of_round(rows, 3), place, rates, kind(*sizes))
+
+
+@click.command(help=__doc__)
+@click.option("--part", type=click.Choice(["kernels", "tilings"]), default="kernels", show_default=True)
+@click.option("--small", is_flag=True, help="Tiny layers in float32, in Triton's interpreter where there is no GPU.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")
+def main(part: str, small: bool, out: Path) -> None:
+    """Measure and write as measured."""
+    torch.manual_seed(0)
+    has_gpu = torch.cuda.is_available()
+    if not has_gpu and (not small or part == "tilings" or os.environ.get("TRITON_INTERPRET") != "1"):
+        raise click.UsageError("no GPU is here; TRITON_INTERPRET=1 and --small run part `kernels` on a CPU")
+    device, shape = torch.device("cuda" if has_gpu else "cpu"), SMALL if small else FULL
+    place = Place(device, torch.float32 if small else torch.bfloat16, AttentionSpec(1, 1, 64, 64, 1.0))
+    rates = measured_rates(place)
+    rounds = [(n, k) for n in (ROWS if not small else (2,)) for k in (DRAFTS if not small else (1,))]
+    works = [("round", Work.of_round(*each)) for each in rounds]
+    works += [("prompt", Work.of_prompts(*each)) for each in (PROMPTS if not small else ((1, 20),))]
+    found = kernel_lines(shape, place, rates, works) if part == "kernels" else tiling_lines(shape, place, rates, ROWS)
+    common = {"benchmark": "recurrence" if part == "kernels" else "recurrence_tilings", "shape": shape.name}
+    common |= {"dtype": str(place.dtype).removeprefix("torch."), "copy_tb_s": rates.copy / 1e12}
+    common |= {"matmul_tflops": rates.matmul / 1e12, **provenance()}
+    with torch.inference_mode(), out.open("w", encoding="utf-8") as file:
+        for line in found:
+            file.write(json.dumps(common | line) + "\n")
+            file.flush()
+            click.echo(" ".join(f"{name}={value}" for name, value in line.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,86 @@
+"""Triton compiles the kernels of recurrences for sm_90 without a GPU, and holds a state where it was loaded."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import json, re, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attention.kernels import conv, delta_chunks, delta_tokens, scan, ssd_chunks, ssd_tokens
+
+INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_ptr", "num_new_ptr"), "*i32")
+FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
+                       "u_ptr", "p_ptr"), "*fp32")
+
+def compiled(kernel, constants, warps=8, stages=1):
+    signature, aligned = {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        other = "*bf16" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
+        signature[name] = "constexpr" if name in constants else (INT | FLOAT).get(name, other)
+        if name not in constants and name.endswith(("_ptr", "_token", "_head", "_slot", "_group")):
+            aligned[(i,)] = [["tt.divisibility", 16]]
+    places = {(i,): constants[name] for i, name in enumerate(kernel.arg_names) if name in constants}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=aligned)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps, "num_stages": stages})
+    moved = re.findall(r"= ttg.convert_layout.*: tensor<([0-9x]+)x[a-z]", made.asm["ttgir"])
+    return {"dependent": "griddepcontrol" in made.asm["ptx"], "shared": made.metadata.shared,
+            "largest": max([eval(size.replace("x", "*")) for size in moved], default=0)}
+
+common = {"RING_SIZE": 7, "DEPENDENT": True}
+delta = common | {"HEADS": 32, "KEY_HEADS": 16, "RING_HEADS": 16, "DIM_K": 128, "DIM_V": 128, "WIDTH_K": 128}
+delta["NORMALIZE"] = True
+ssd = common | {"HEADS": 128, "GROUPS": 8, "DIM_P": 64, "STATES": 128, "WIDTH": 128, "HAS_D": True}
+chunk = {"CHUNK": 64, "PRECISION": "tf32"}
+what, found = sys.argv[1], {}
+if what == "tokens":
+    for units in (32, 1024):
+        tiles = delta_tokens.delta_tiling(units, 128, 128)
+        sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block_dv}
+        for vector in (False, True):
+            own = delta | sizes | {"VECTOR_GATE": vector}
+            found[f"delta {units} {vector}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
+        tiles = ssd_tokens.ssd_tiling(units, 64, 128)
+        own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block_p}
+        found[f"ssd {units}"] = compiled(ssd_tokens._ssd_kernel, own, tiles.warps)
+if what == "scans":
+    sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
+    found["scan"] = compiled(scan._scan_kernel, common | sizes, scan._WARPS)
+    for one, (tokens, channels) in ((True, conv._SHORT), (False, conv._LONG)):
+        sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
+        sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
+        found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
+    found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
+if what == "delta chunks":
+    own = delta | chunk | {"VECTOR_GATE": False}
+    found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
+    found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
+print(json.dumps(found))
+"""
+HOPPER_SHARED = 227 << 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["tokens", "scans", "delta chunks"])
+def test_for_hopper(what: str) -> None:
+    """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`)."""
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-c", COMPILE, what]
+    done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    for name, facts in json.loads(done.stdout.splitlines()[-1]).items():
+        assert facts["dependent"], name
+        assert facts["shared"] <= HOPPER_SHARED, name
+        if what == "tokens":
+            assert facts["largest"] <= 256, name

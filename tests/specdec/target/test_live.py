@@ -1,0 +1,81 @@
+"""That a wrapped model is unchanged is seen quickly, in graphs as well; whatever has changed is found and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import count_calls, tiny_llama
+from torch import nn
+
+from specdec.errors import ModelChangedError
+from specdec.target.live import LiveModel, _Snapshot
+
+
+def move(model: Any) -> None:
+    weight = model.model.layers[2].mlp.up_proj.weight
+    weight.data = weight.data.clone()
+
+
+def recast(model: Any) -> None:
+    weight = model.model.layers[1].input_layernorm.weight
+    weight.data = weight.data.view(torch.bfloat16)[::2]  # in the same memory
+
+
+def adapt(model: Any) -> None:
+    model.model.layers[0].self_attn.q_proj.add_module("adapter", nn.Identity().eval())
+
+
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "moved": (move, "other memory"),
+    "recast": (recast, "bfloat16 on cpu"),
+    "trained": (lambda model: model.model.layers[3].train(), "training mode"),
+    "adapted": (adapt, "added, removed or replaced"),
+    "resized": (lambda model: model.resize_token_embeddings(99, mean_resizing=False), r"have \(99, 99\) now"),
+}
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_every_change_is_named(change: str, captured: bool) -> None:
+    model = tiny_llama()
+    live = LiveModel.of(model, captured)
+    live.check()
+    alter, message = CHANGES[change]
+    alter(model)
+    if change == "moved" and not captured:
+        live.check()
+        return
+    with pytest.raises(ModelChangedError, match=message):
+        live.check()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_of_a_model_with_new_values_only_the_snapshot_is_read(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    live = LiveModel.of(model, captured)
+    model.load_state_dict(tiny_llama(seed=3).state_dict())
+    slowly = count_calls(monkeypatch, LiveModel, "_check_mode")
+    live.check()
+    assert not slowly
+    live.model.model.layers[0].mlp.up_proj = nn.Linear(
+        *model.model.layers[0].mlp.up_proj.weight.shape[::-1], bias=False
+    )
+    if captured:
+        with pytest.raises(ModelChangedError, match="other memory"):
+            live.check()
+    else:
+        live.check()
+    assert slowly, "another linear layer of the same size is found by its identity, and allowed where no graph holds it"
+
+
+def test_a_snapshot_without_addresses_would_miss_weights_that_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted."""
+    plain = _Snapshot.of
+    monkeypatch.setattr(_Snapshot, "of", lambda modules, captured: plain(modules, False))
+    model = tiny_llama()
+    live = LiveModel.of(model, captured=True)
+    move(model)
+    live.check()
