@@ -1,6 +1,7 @@
 """Time of a round at a published shape with random weights, through the public engine.
 
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
+    python -m benchmarks.bench_round --shape qwen3.5-9b --drafts 0,1,3 --rows 1,8,32 --out round-hybrid.jsonl
 
 Acceptance is synthetic: 0.8 a position, conditional, drawn per row, and so is the token after it. The real acceptance
 and resampling kernels run; their result is replaced on the device afterwards (`benchmarks.synthetic`). A step is the
@@ -32,26 +33,23 @@ import click
 import numpy as np
 import torch
 
-from attention.backends.base import GraphBackend
-from attention.batch.host import HostBatch
-from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup
-from attention.spec import AttentionSpec
 from benchmarks.document import provenance
+from benchmarks.engines import engine, sizes_of
 from benchmarks.gaps import replay_gaps
 from benchmarks.hold import wait_for
+from benchmarks.kinds import Kind, kinds_of
 from benchmarks.shapes import SHAPES, Pair, random_pair
-from benchmarks.synthetic import SAMPLED, DrawnAcceptance, Tokenizer, decide, sharpen
+from benchmarks.synthetic import DrawnAcceptance, decide, sharpen
 from benchmarks.trace import traced
 from specdec.acceptance.packed import Outcome
-from specdec.config import EngineConfig
-from specdec.loading.backends import make_backend
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
-from specdec.target.probing import probe_target
 
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
-_BACKENDS = ("flashinfer", "batch_invariant")
+_BACKENDS = {"cuda": ("flashinfer", "batch_invariant", "torch"), "cpu": ("torch",)}
+"""By device; the first is the default."""
+_TRACED = {"cuda": "1,32", "cpu": ""}
+"""Batch sizes that are traced by default."""
 
 
 @dataclass
@@ -71,95 +69,6 @@ class Moments:
         return outcome
 
 
-@dataclass(frozen=True)
-class Kind:
-    """Which rows of a batch are sampled: all but greedy_share of them, spread evenly, or none."""
-
-    sampled: bool = False
-    greedy_share: float = 0.0
-
-    def params(self, rows: int, new_tokens: int) -> list[SamplingParams]:
-        """Of each row."""
-        kinds = [SAMPLED if drawn else {} for drawn in self.sampled_rows(rows)]
-        return [SamplingParams(max_new_tokens=new_tokens, ignore_eos=True, **kind) for kind in kinds]  # type: ignore[arg-type]
-
-    @property
-    def facts(self) -> dict[str, Any]:
-        """For a line of results; empty for a greedy batch."""
-        return {"sampled": True, "greedy_share": self.greedy_share} if self.sampled else {}
-
-    def sampled_rows(self, rows: int) -> list[bool]:
-        """Of each row, whether it is sampled.
-
-        >>> Kind(True, 0.5).sampled_rows(5)
-        [True, False, True, False, True]
-        """
-        greedy = np.floor(np.arange(rows + 1) * self.greedy_share) if self.sampled else np.arange(rows + 1)
-        return (np.diff(greedy) == 0).tolist()
-
-
-class DevicePlanned:
-    """A builder that reads the lengths back from the device before it plans, as engines that plan from there must."""
-
-    def __init__(self, builder: Any) -> None:
-        self._builder = builder
-        self._lengths: tuple[torch.Tensor, ...] = ()
-
-    def build(self, metadata: CommonAttentionMetadata) -> Any:
-        """Read qo_indptr, page_indptr and last_page_len back, then plan."""
-        self._lengths = (metadata.query_start_loc, metadata.page_indptr, metadata.last_page_len)
-        self._read_back()
-        return self._builder.build(metadata)
-
-    def replan(self, host: HostBatch) -> None:
-        """As `build`, for the same device arrays."""
-        self._read_back()
-        self._builder.replan(host)
-
-    def _read_back(self) -> None:
-        for tensor in self._lengths:
-            tensor.cpu()
-
-
-class DevicePlannedBackend:
-    """FlashInfer with every plan made from device tensors: the other configuration of the ablation."""
-
-    name = "flashinfer, planned from device tensors"
-
-    def __init__(self, backend: GraphBackend) -> None:
-        self.run = backend.run
-        self.batch_invariant = backend.batch_invariant
-        self.route = backend.route
-        self._backend = backend
-
-    def builder(self, group: CacheGroup, key: AttentionSpec, dtype: torch.dtype) -> DevicePlanned:
-        """See GraphBackend."""
-        return DevicePlanned(self._backend.builder(group, key, dtype))
-
-    def fixed_builder(
-        self,
-        group: CacheGroup,
-        key: AttentionSpec,
-        dtype: torch.dtype,
-        rows: int,
-        query_len: int,
-        beside: object = None,
-        tokens: int | None = None,
-    ) -> DevicePlanned:
-        """See GraphBackend; nothing is shared: every plan reads its own lengths back."""
-        return DevicePlanned(self._backend.fixed_builder(group, key, dtype, rows, query_len, tokens=tokens))
-
-
-def engine(pair: Pair, config: EngineConfig, name: str, plan_from: str) -> SpeculativeModel:
-    """The public model over a pair."""
-    device = pair.target.device
-    backend: Any = make_backend(name, device)
-    if plan_from == "device":
-        backend = DevicePlannedBackend(backend)
-    head = pair.head if config.num_speculative_tokens else None
-    return SpeculativeModel(probe_target(pair.target), Tokenizer(), head, backend, config, True)
-
-
 def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = None) -> list[list[int]]:
     """Random prompts with lengths from `lengths[0]` to `lengths[1]`; the first has `long` tokens where that is given.
 
@@ -171,24 +80,6 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = 
     if long is not None:
         sizes[0] = long
     return [rng.integers(0, vocab, n).tolist() for n in sizes]
-
-
-def sizes_of(
-    drafts: int, batches: list[int], prompt: int, new_tokens: int, long: int | None, page_size: int = 16
-) -> EngineConfig:
-    """An engine for batches of so many rows: pages for `prompt` and `new_tokens` tokens a row, and for a long one.
-
-    Prompts are read in as few rounds as go, beside rows that decode too: else the first rows of a large batch end
-    before the last ones have begun.
-
-    >>> [sizes_of(5, [8, 16], 512, 256, long).num_pages for long in (None, 65_536)]
-    [785, 4849]
-    """
-    short, longest = prompt + new_tokens + 16, max(prompt, long or 0) + new_tokens + 16
-    rows = max(batches)
-    pages = (rows - 1) * -(-short // page_size) + -(-longest // page_size) + 1
-    tokens = max(8192, rows * (drafts + 1))
-    return EngineConfig(drafts, longest, rows, tokens, page_size, pages, max_num_prefill_tokens=tokens)
 
 
 def measure(
@@ -220,35 +111,20 @@ def measure(
     return result, sequences
 
 
-def floor(pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int) -> dict[str, Any]:
-    """The least time of a round, and the experts that it counts. Of uneven rows the mean counts, since bytes add up."""
+def floor(
+    pair: Pair, sequences: list[list[int]], drafts: int, new_tokens: int, accepted: float = 0.0
+) -> dict[str, Any]:
+    """The least time of a round, and the experts that it counts. Of uneven rows the mean counts, since bytes add up.
+
+    accepted: drafts of a row and round that were accepted, on average.
+    """
     rows = len(sequences)
     context = sum(map(len, sequences)) / rows - new_tokens / 2
     experts = pair.experts(sequences, drafts, new_tokens)
-    found: dict[str, Any] = {"floor_ms": pair.floor_ms(rows, drafts, context, experts)}
+    found: dict[str, Any] = {"floor_ms": pair.floor_ms(rows, drafts, context, experts, accepted)}
     if experts[0].layers:
         found["experts_a_layer"] = experts[0].distinct / experts[0].layers
     return found
-
-
-def kinds_of(sampled: bool, greedy_shares: str) -> list[Kind]:
-    """The batches to measure: greedy ones, or one of every share, where all greedy rows are a greedy batch.
-
-    Raises:
-        click.BadParameter: a share that is no number from 0 to 1.
-
-    >>> kinds_of(True, "1,0.5")
-    [Kind(sampled=False, greedy_share=0.0), Kind(sampled=True, greedy_share=0.5)]
-    """
-    if not sampled:
-        return [Kind()]
-    try:
-        shares = [float(share) for share in greedy_shares.split(",")]
-    except ValueError:
-        shares = [-1.0]
-    if not all(0 <= share <= 1 for share in shares):
-        raise click.BadParameter(f"--greedy-share takes numbers from 0 to 1 with commas between; given {greedy_shares}")
-    return [Kind() if share == 1 else Kind(True, share) for share in shares]
 
 
 @contextmanager
@@ -297,26 +173,106 @@ def measured(
     new_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """All numbers of a batch that need no trace."""
+    """All numbers of a batch that need no trace; the host's share of a round only where rounds run from graphs."""
     drafts, params = model.num_speculative_tokens, kind.params(len(ids), new_tokens)
     model.generate(ids, kind.params(len(ids), min(new_tokens, 48)))  # warm-up
     result, sequences = measure(model, read, ids, params, repeats)
-    result |= floor(pair, sequences, drafts, new_tokens)
+    result |= floor(pair, sequences, drafts, new_tokens, result["tokens_a_round"] / len(ids) - 1)
     result["over_floor"] = result["step_ms_median"] / result["floor_ms"]
-    with full_rounds(model, read, ids, params) as go_on:
-        result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
-    step, least, exposed = result["step_ms_median"], result["floor_ms"], result["by_events"]["exposed_host_share"]
     drawn = f", {kind.greedy_share:.0%} greedy" if kind.sampled else ""
+    step, least, host = result["step_ms_median"], result["floor_ms"], f"graphs {model.graphs}"
+    if model.graphs == "on":
+        with full_rounds(model, read, ids, params) as go_on:
+            result["by_events"] = replay_gaps(lambda: go_on(_GAP_ROUNDS))
+        host = f"host exposed {result['by_events']['exposed_host_share']:.1%}"
     click.echo(
         f"K={drafts} rows={len(ids)}{drawn}: {step:.2f} ms, floor {least:.2f}, {result['tokens_per_s']:.0f} tokens/s, "
-        f"host exposed {exposed:.1%}"
+        f"{host}"
     )
     return result
 
 
+@dataclass(frozen=True)
+class Run:
+    """What the engines of one run share, whatever their K.
+
+    Attributes:
+        batches: rows of the batches; kinds: each batch is measured with all of them. lengths: the shortest prompt and
+            the longest; long: length of the first prompt, where it differs. acceptance: the synthetic one. traced: rows
+            of the batches that are traced. facts: what all lines have in common.
+    """
+
+    pair: Pair
+    batches: list[int]
+    lengths: tuple[int, int]
+    long: int | None
+    new_tokens: int
+    kinds: list[Kind]
+    backend: str
+    plan_from: str
+    acceptance: float
+    repeats: int
+    traced: list[int]
+    facts: dict[str, Any]
+
+    @contextmanager
+    def engine(self, drafts: int) -> Iterator[tuple[SpeculativeModel, Moments]]:
+        """An engine with K=`drafts` whose verification results are drawn, and the moments of its reads."""
+        vocab, read = self.pair.target.config.vocab_size, Moments()
+        config = sizes_of(drafts, self.batches, self.lengths[1], self.new_tokens, self.long)
+        with engine(self.pair, config, self.backend, self.plan_from) as model:
+            decide(model, DrawnAcceptance(self.acceptance, vocab, np.random.default_rng(0), model.device))
+            model.executor.reads.after_read = read.note
+            yield model, read
+
+    def prompts(self, rows: int) -> list[list[int]]:
+        """Of a batch of so many rows."""
+        return prompts(rows, self.lengths, self.pair.target.config.vocab_size, self.long)
+
+    def measure(self, model: SpeculativeModel, read: Moments, start_s: float) -> Iterator[dict[str, Any]]:
+        """One line for every batch and kind."""
+        graphs = vars(model.executor.report) if model.graphs == "on" else model.graphs  # type: ignore[attr-defined]
+        facts = self.facts | {"drafts": model.num_speculative_tokens, "graphs": graphs, "start_s": start_s}
+        for rows, kind in product(self.batches, self.kinds):
+            ids = self.prompts(rows)
+            found = measured(model, read, self.pair, ids, kind, self.new_tokens, self.repeats)
+            yield facts | {"rows": rows} | kind.facts | found
+
+    def trace(self, model: SpeculativeModel, read: Moments, lines: list[dict[str, Any]]) -> None:
+        """Add a trace to those of the lines that are the model's, and are to be traced."""
+        for line in lines:
+            if line["drafts"] == model.num_speculative_tokens and line["rows"] in self.traced:
+                ids = self.prompts(line["rows"])
+                with full_rounds(model, read, ids, Kind.of(line).params(len(ids), self.new_tokens)) as go_on:
+                    line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
+
+    def measure_all(self, drafts: list[int], lines: list[dict[str, Any]], hold: Path | None, started: float) -> None:
+        """Append a line for every K and batch.
+
+        Traces come last, with new engines but for the last K: once CUPTI has been on, a process launches every graph
+        slowly.
+
+        Args:
+            hold: see `benchmarks.hold`; started: `time.perf_counter` when the first engine's start began.
+        """
+        for k in drafts:
+            with self.engine(k) as (model, read):
+                start_s = time.perf_counter() - started
+                if hold is not None and not lines:
+                    wait_for(hold)
+                for line in self.measure(model, read, start_s):
+                    lines.append(line)
+                if k == drafts[-1]:
+                    self.trace(model, read, lines)
+            started = time.perf_counter()
+        for k in drafts[:-1] if self.traced else ():
+            with self.engine(k) as (model, read):
+                self.trace(model, read, lines)
+
+
 @click.command(help=__doc__)
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
-@click.option("--drafts", type=int, default=5, show_default=True, help="K; 0 is no speculation.")
+@click.option("--drafts", default="5", show_default=True, help="K, one or several: 0,1,3; 0 is no speculation.")
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
 @click.option("--long", "long_prompt", type=click.IntRange(1), help="Prompt of the first row; default as the others.")
@@ -328,14 +284,15 @@ def measured(
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
-@click.option("--backend", type=click.Choice(_BACKENDS), default="flashinfer", show_default=True)
+@click.option("--device", type=click.Choice(list(_BACKENDS)), default="cuda", show_default=True)
+@click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
-@click.option("--trace", default="1,32", show_default=True, help="Batch sizes that are also traced with CUPTI.")
+@click.option("--trace", help="Batch sizes that are also traced with CUPTI.  [default: 1,32, on the CPU none]")
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(
     shape: str,
-    drafts: int,
+    drafts: str,
     rows: str,
     prompt: tuple[int, int],
     long_prompt: int | None,
@@ -345,49 +302,44 @@ def main(
     sampled: bool,
     greedy_share: str,
     entropy: float | None,
-    backend: str,
+    device: str,
+    backend: str | None,
     plan_from: str,
-    trace: str,
+    trace: str | None,
     hold: Path | None,
     out: Path,
 ) -> None:
-    """Measure every batch size and append one JSON line each."""
-    started = time.perf_counter()
-    batches, kinds = [int(r) for r in rows.split(",")], kinds_of(sampled, greedy_share)
-    pair = random_pair(shape, torch.bfloat16, torch.device("cuda"))
+    """Measure every K and batch size and append one JSON line each."""
+    started, kinds = time.perf_counter(), kinds_of(sampled, greedy_share)
+    backend, trace = backend or _BACKENDS[device][0], _TRACED[device] if trace is None else trace
+    if backend not in _BACKENDS[device]:
+        raise click.UsageError(f"--backend {backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[device])}")
+    if trace and device == "cpu":
+        raise click.UsageError(f"--trace {trace} needs a GPU (CUPTI); on the CPU leave it out")
+    pair = random_pair(shape, torch.bfloat16, torch.device(device))
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
-    config = sizes_of(drafts, batches, prompt[1], new_tokens, long_prompt)
-    vocab, rng = pair.target.config.vocab_size, np.random.default_rng(0)
-    read = Moments()
-    model = engine(pair, config, backend, plan_from)
-    decide(model, DrawnAcceptance(acceptance, vocab, rng, model.device))
-    model.executor.reads.after_read = read.note
-    start_s = time.perf_counter() - started
-    if hold is not None:
-        wait_for(hold)
-    common = {"benchmark": "round", "shape": shape, "drafts": drafts, "prompt": prompt, "new_tokens": new_tokens}
-    common |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, "start_s": start_s, **provenance()}
-    common |= {} if entropy is None else {"entropy": entropy}
-    common |= {} if long_prompt is None else {"long": long_prompt}
-    common |= {"graphs": vars(model.executor.report)}  # type: ignore[attr-defined]
+    facts = {"benchmark": "round", "shape": shape, "prompt": prompt, "new_tokens": new_tokens}
+    facts |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, **provenance()}
+    facts |= {} if entropy is None else {"entropy": entropy}
+    facts |= {} if long_prompt is None else {"long": long_prompt}
+    sizes = numbers(rows), prompt, long_prompt, new_tokens
+    run = Run(pair, *sizes, kinds, backend, plan_from, acceptance, repeats, numbers(trace), facts)
     lines: list[dict[str, Any]] = []
-    done: list[tuple[int, Kind]] = []
     try:
-        for batch, kind in product(batches, kinds):
-            ids = prompts(batch, prompt, vocab, long_prompt)
-            numbers = measured(model, read, pair, ids, kind, new_tokens, repeats)
-            lines.append(common | {"rows": batch} | kind.facts | numbers)
-            done.append((batch, kind))
-        for line, (batch, kind) in zip(lines, done, strict=True):  # last: CUPTI makes every launch after it slow
-            if str(batch) in trace.split(","):
-                ids = prompts(batch, prompt, vocab, long_prompt)
-                params = kind.params(len(ids), new_tokens)
-                with full_rounds(model, read, ids, params) as go_on:
-                    line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
+        run.measure_all(list(dict.fromkeys(numbers(drafts))), lines, hold, started)
     finally:
         with out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def numbers(listed: str) -> list[int]:
+    """The numbers of an option's list.
+
+    >>> numbers("1,32"), numbers("")
+    ([1, 32], [])
+    """
+    return [int(number) for number in listed.split(",") if number]
 
 
 if __name__ == "__main__":

@@ -6,12 +6,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-from transformers import DeepseekV2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    DeepseekV2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+    Qwen3Config,
+)
 from transformers.models.auto import AutoModelForCausalLM
 
 from attention.cache.kv_cache import bytes_per_token
-from attention.hf.probe import probe
+from attention.hf.probe import Probe, probe
 from benchmarks.routing import ExpertWork, expert_work
+from benchmarks.states import bytes_per_launch
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.mtp.head import MtpHead
@@ -80,10 +88,24 @@ SHAPES = {
         **_COMMON,
     ),
     "deepseek-v2-lite": lambda: _deepseek_v2(2048, 10_944, 27, 16, 64, 1408),
+    "qwen3.5-9b": Qwen3_5TextConfig,  # 32 layers, 24 of them with the gated delta rule; transformers' default
     "tiny": lambda: _llama(256, 512, 8, 16, 64, False),
     "tiny-deepseek": lambda: _deepseek_v2(256, 512, 4, 4, 16, 128),
+    "tiny-qwen3.5": lambda: Qwen3_5TextConfig(
+        vocab_size=512,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+    ),
 }
-MODULES = {"deepseek-v2-lite": 1, "tiny-deepseek": 1}
+MODULES = {"deepseek-v2-lite": 1, "qwen3.5-9b": 1, "tiny-deepseek": 1, "tiny-qwen3.5": 1}
 """Shapes whose head is that many multi-token-prediction modules; the others have an EAGLE-3 head."""
 for _shape in ("llama-3.1-8b", "deepseek-v2-lite", "tiny", "tiny-deepseek"):
     SHAPES[f"{_shape}-2-modules"], MODULES[f"{_shape}-2-modules"] = SHAPES[_shape], 2
@@ -102,11 +124,20 @@ class Pair:
         return self.head.num_modules if isinstance(self.head, MtpStack) else 1
 
     @cached_property
+    def _probe(self) -> Probe:
+        return probe(self.target)
+
+    @cached_property
     def cache_bytes(self) -> tuple[int, int]:
         """Cache bytes a token of the target's layers, and of those that a pass of the head reads."""
-        calls = probe(self.target).calls
+        calls = self._probe.calls
         keys = tuple(call.attention_spec for call in calls), _module(self.head).attention_specs
         return bytes_per_token(keys[0], self.target.dtype), bytes_per_token(keys[1], self.target.dtype)
+
+    def state_bytes(self, drafts: int, accepted: float) -> float:
+        """Bytes of a row's recurrent states that a round moves, `accepted` of `drafts` accepted the round before."""
+        specs = tuple(call.spec for call in self._probe.recurrent_calls)
+        return bytes_per_launch(specs, drafts, accepted, self.target.dtype)
 
     def experts(self, sequences: list[list[int]], drafts: int, new_tokens: int) -> tuple[ExpertWork, ...]:
         """Experts at work in a round: in the verification, in a pass of the draft prefill, and in a further step.
@@ -118,13 +149,16 @@ class Pair:
         layers = max(verify.layers, 1)
         return verify, verify.scaled(1 / layers), step.scaled(1 / layers)
 
-    def floor_ms(self, rows: int, drafts: int, context: float, experts: tuple[ExpertWork, ...]) -> float:
-        """Bytes of weights and KV over the copy rate, or the matmuls' operations over the matmul rate.
+    def floor_ms(
+        self, rows: int, drafts: int, context: float, experts: tuple[ExpertWork, ...], accepted: float = 0.0
+    ) -> float:
+        """Bytes of weights, KV and recurrent states over the copy rate, or the matmuls' operations over theirs.
 
-        context: keys a row, the mean of uneven rows. Attention's operations do not count: with 6 tokens and 4 query
-        heads a KV head they are 24 for each byte read, where a GPU makes 186. Of experts, only the weights of those
-        that were chosen count. Every draft is a pass of the head, and each later one of several modules has a pass
-        more, in the draft prefill; of that only memory counts.
+        context: keys a row, the mean of uneven rows. accepted: drafts of a row that were accepted on average; only
+        recurrent states depend on it. Operations of attention and of recurrences do not count: with 6 tokens and 4
+        query heads a KV head, attention's are 24 for each byte read, where a GPU makes 186. Of experts, only the
+        weights of those that were chosen count. Every draft is a pass of the head, and each later one of several
+        modules has a pass more, in the draft prefill; of that only memory counts.
         """
         verify, first, step = experts
         steps, others = max(drafts - 1, 0), max(min(self.num_modules, drafts) - 1, 0)
@@ -132,7 +166,8 @@ class Pair:
         of_target, of_head = self.cache_bytes
         chosen = verify.weights + ((1 + others) * first.weights + steps * step.weights if drafts else 0)
         read = dense + head * drafts + _matmul_weights(_module(self.head)) * others + chosen
-        memory = 2 * read + rows * context * (of_target + of_head * (drafts + others))
+        keys = context * (of_target + of_head * (drafts + others))
+        memory = 2 * read + rows * (keys + self.state_bytes(drafts, accepted))
         tokens = rows * (drafts + 1)
         routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
         compute = 2 * (dense * tokens + head * rows * drafts + routed)

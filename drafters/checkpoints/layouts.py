@@ -24,6 +24,7 @@ class Layout(Enum):
     PEAGLE = "P-EAGLE (mask_hidden)"
     SPECULATORS = "speculators"
     DFLASH = "DFlash (dflash_config)"
+    MTP_NEMOTRON = "Nemotron-H MTP (mtp.layers.*.mixer)"
     MTP_QWEN = "Qwen-style MTP (mtp.*)"
     MTP_DEEPSEEK = "DeepSeek-style MTP (*.eh_proj)"
     MTP_MIMO = "MiMo-style MTP (mtp_layers.*)"
@@ -67,6 +68,7 @@ def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
 
 _MARKERS = (
     (".mask_hidden", Layout.PEAGLE),
+    (".mtp.layers.0.mixer.", Layout.MTP_NEMOTRON),
     (".mtp.", Layout.MTP_QWEN),
     (".eh_proj.", Layout.MTP_DEEPSEEK),
     (".mtp_layers.", Layout.MTP_MIMO),

@@ -6,7 +6,6 @@ import copy
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -14,70 +13,17 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
-from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.layouts import detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
+from drafters.mtp.families import DEEPSEEK, ERNIE, FAMILIES, SPECULATORS, Family, mixers_of
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, MtpTarget
 from drafters.mtp.weights import dequantise, stack_experts, unstack_experts
 
-MTP_LAYOUTS = (Layout.MTP_DEEPSEEK, Layout.MTP_MIMO, Layout.MTP_ERNIE, Layout.MTP_QWEN)
 _SHARED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "lm_head"}
 _COMPARED_ROWS = 64
-
-
-@dataclass(frozen=True)
-class Family:
-    """How one family names the tensors of a module.
-
-    Attributes:
-        place: matches a tensor's name; group `k` is the module's number (absent: 0), `part` and `rest` make the name
-            inside it.
-        renames: names inside a module -> names in MtpHead, by prefix; what none matches belongs to the block.
-        hidden_first: see MtpSpec.
-    """
-
-    name: str
-    place: str
-    renames: Mapping[str, str]
-    hidden_first: bool = False
-
-
-DEEPSEEK = Family(
-    "DeepSeek-style",
-    r"(?:.*\.)?layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm."},
-)
-MIMO = Family(
-    "MiMo-style",
-    r"(?:.*\.)?mtp_layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {
-        "token_layernorm.": "enorm.",
-        "hidden_layernorm.": "hnorm.",
-        "input_proj.": "eh_proj.",
-        "final_layernorm.": "norm.",
-    },
-    hidden_first=True,
-)
-SPECULATORS = replace(MIMO, name="speculators", hidden_first=False)
-"""Source: vllm-project/speculators: MiMo's names with the embedding first."""
-ERNIE = Family(
-    "Ernie-style",
-    r"(?:.*\.)?mtp_(?P<part>emb_norm|hidden_norm|linear_proj|block)\.(?P<k>\d+)\.(?P<rest>.+)",
-    {"emb_norm.": "enorm.", "hidden_norm.": "hnorm.", "linear_proj.": "eh_proj.", "block.": "block."},
-)
-QWEN = Family(
-    "Qwen-style",
-    r"(?:.*\.)?mtp\.(?P<rest>.+)",
-    {
-        "pre_fc_norm_embedding.": "enorm.",
-        "pre_fc_norm_hidden.": "hnorm.",
-        "fc.": "eh_proj.",
-        "norm.": "norm.",
-        "layers.0.": "block.",
-    },
-)
 
 
 def has_mtp(path: str | Path) -> bool:
@@ -119,6 +65,7 @@ def load_mtp(
             f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
             "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
         )
+    family = family.of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     try:
         return tuple(_load_module(folder, family, names, target, dtype, device, how) for names in modules)
@@ -136,11 +83,14 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
     family = _family(folder)
     if family is None:
         raise HeadLoadError(f"{folder.path} has no multi-token-prediction module")
+    family = family.of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     fields = [Field("num_modules", len(modules), f"{family.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, family, names, f"module {m}: " if len(modules) > 1 else "")
-    first = {_rename(rest, family) for rest in modules[0]}
+    if family.numbered:
+        fields.append(Field("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
+    first = {family.rename(rest) for rest in modules[0]}
     by_family, option = f"{family.name} checkpoints are read so", "option mtp_concat"
     order = "hidden_first" if how.hidden_first(family.hidden_first) else "embedding_first"
     fields += [
@@ -150,7 +100,7 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         ),
         by_presence({}, "final_norm", "norm.weight", "norm.weight" in first),
         by_presence({}, "projection_bias", "eh_proj.bias", "eh_proj.bias" in first),
-        by_presence({}, "experts", "block.mlp.experts.*", any(".experts." in name for name in first)),
+        by_presence({}, "experts", "*.experts.*", any(".experts." in name for name in first)),
     ]
     sizes = (torch.Size(folder.tensors[full].shape).numel() for names in modules for full in names.values())
     return HeadReport(folder.path, f"multi-token prediction, {family.name} names", tuple(fields), sum(sizes))
@@ -160,7 +110,7 @@ def _module_fields(folder: CheckpointFolder, family: Family, names: Mapping[str,
     """Where a module's tensors lie, and which of them are taken from the target instead."""
     own = {rest: full for rest, full in names.items() if rest not in _SHARED}
     files = sorted({folder.tensors[full].file.name for full in own.values()})
-    projection = next((full for rest, full in names.items() if _rename(rest, family) == "eh_proj.weight"), "absent")
+    projection = next((full for rest, full in names.items() if family.rename(rest) == "eh_proj.weight"), "absent")
     copies = [full for rest, full in names.items() if rest in _SHARED]
     shared = f"the file's {', '.join(copies)} must equal them" if copies else "the checkpoint brings none of its own"
     return [
@@ -204,11 +154,14 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
         HeadLoadError: the module has something that these checkpoints cannot hold.
     """
     spec, state = head.spec, head.state_dict()
-    if not spec.final_norm or spec.projection_bias:
-        raise HeadLoadError(f"a DeepSeek-style module has a final norm and no bias in its projection; given is {spec}")
+    if not spec.final_norm or spec.projection_bias or spec.mixers:
+        raise HeadLoadError(
+            f"a DeepSeek-style module has one block of attention and an MLP, a final norm and no bias in its "
+            f"projection; given is {spec}"
+        )
     if spec.hidden_first:  # the halves are columns of the weight, so swapping them changes no result
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    back = {new: old for old, new in DEEPSEEK.renames.items()} | {"block.": ""}
+    back = {new: old for old, new in DEEPSEEK.renames.items()} | {"blocks.0.": ""}
     named = {}
     for name, tensor in unstack_experts(state).items():
         new = next(prefix for prefix in back if name.startswith(prefix))
@@ -239,8 +192,7 @@ def _family(folder: CheckpointFolder) -> Family | None:
         return SPECULATORS
     names = strip_prefixes(folder.tensors)
     layout = detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
-    by_layout = dict(zip(MTP_LAYOUTS, (DEEPSEEK, MIMO, ERNIE, QWEN), strict=True))
-    return by_layout.get(layout)
+    return FAMILIES.get(layout)
 
 
 def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[dict[str, str]]:
@@ -250,8 +202,9 @@ def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[
         match = re.fullmatch(family.place, full)
         if match is not None:
             groups = match.groupdict()
-            inside = f"{groups['part']}.{groups['rest']}" if "part" in groups else groups["rest"]
-            found.setdefault(int(groups.get("k", 0)), {})[inside] = full
+            module, block = divmod(int(groups.get("k", 0)), family.blocks)
+            start = f"{block}." if family.numbered else f"{groups['part']}." if "part" in groups else ""
+            found.setdefault(module, {})[start + groups["rest"]] = full
     first = num_layers if family is DEEPSEEK else 0
     numbers = [k for k in sorted(found) if k >= first]
     if numbers != list(range(first, first + len(numbers))) or not numbers:
@@ -281,9 +234,10 @@ def _load_module(
     for rest, full in shared.items():
         _check_shared(folder, full, getattr(target, _SHARED[rest]), _SHARED[rest])
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
-    weights = {_rename(rest, family): stored[full] for rest, full in names.items() if rest not in shared}
+    weights = {family.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
     weights = stack_experts(dequantise(weights, _block_size(folder)))
-    head = MtpHead(_spec(family, weights, convention), target, torch.device("meta"))
+    mixers = mixers_of(target.config) if family.numbered else ()
+    head = MtpHead(_spec(family, weights, convention, mixers), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
@@ -294,21 +248,17 @@ def _load_module(
     return head.eval().requires_grad_(False)
 
 
-def _spec(family: Family, weights: Mapping[str, torch.Tensor], convention: MtpConvention) -> MtpSpec:
+def _spec(
+    family: Family, weights: Mapping[str, torch.Tensor], convention: MtpConvention, mixers: tuple[str, ...]
+) -> MtpSpec:
     return MtpSpec(
         hidden_first=convention.hidden_first(family.hidden_first),
         final_norm="norm.weight" in weights or family is not ERNIE,
         feedback=convention.feedback,
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),
+        mixers=mixers,
     )
-
-
-def _rename(rest: str, family: Family) -> str:
-    for old, new in family.renames.items():
-        if rest.startswith(old):
-            return new + rest.removeprefix(old)
-    return f"block.{rest}"
 
 
 def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:

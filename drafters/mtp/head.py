@@ -1,12 +1,14 @@
 """MtpHead: one multi-token-prediction module of the DeepSeek kind as a draft head.
 
-    x = block(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))      logits = lm_head(norm(x)) predict t_{p+2}
+    x = blocks(proj([enorm(embedding of t_{p+1}), hnorm(h_p)]))     logits = lm_head(norm(x)) predict t_{p+2}
 
-h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The block
-is a decoder layer of the target's own class, run by transformers' code with our attention.
+h_p is the target's state after its final norm in the draft prefill, the module's own fed-back state later. The blocks
+are decoder layers of the target's own class, run one after the other by transformers' code with our attention: one of
+attention and an MLP, or of a target whose layers have one mixer each, several (Nemotron-H: attention, then experts).
 
 Source: DeepSeek-V3, arXiv 2412.19437, section 2.2; the order [embedding, hidden] and the fed-back state are those of
-the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py).
+the released code (huggingface/transformers, modeling_layers.py MtpLayer; sgl-project/sglang, deepseek_nextn.py; of
+Nemotron-H vllm-project/vllm, nemotron_h_mtp.py).
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class MtpHead(nn.Module):
                 `load_state_dict(..., assign=True)`.
 
         Raises:
-            UnsupportedAttentionError: the block's attention needs something that the paged cache does not offer.
+            HeadLoadError: a block has no attention that transformers' interface serves, or none of them has.
+            UnsupportedAttentionError: a block's attention needs something that the paged cache does not offer.
         """
         super().__init__()
         self.spec = spec
@@ -62,31 +65,53 @@ class MtpHead(nn.Module):
             self._build_modules(target)
         calls = self._probe()
         self.attention_specs = tuple(call.attention_spec for call in calls)
-        self._port = AttentionPort(self.block, calls)
+        self._port = AttentionPort(self.blocks, calls)
 
     def _build_modules(self, target: MtpTarget) -> None:
-        config, norm, size = block_config(target.config, self.spec.experts), target.norm_class, self.hidden_size
-        eps = config.rms_norm_eps
+        config, norm, size = block_config(target.config, self.spec), target.norm_class, self.hidden_size
+        eps = target.norm_eps
         self.enorm, self.hnorm = norm(size, eps=eps), norm(size, eps=eps)
         self.eh_proj = nn.Linear(2 * size, size, bias=self.spec.projection_bias)
-        self.block = target.layer_class(config, 0)
+        self.blocks = nn.ModuleList(target.layer_class(config, i) for i in range(self.spec.num_blocks))
         self.norm = norm(size, eps=eps) if self.spec.final_norm else nn.Identity()
 
+    def _attentions(self) -> list[nn.Module]:
+        """The attention modules of the blocks, in the order in which they run."""
+        if not self.spec.mixers:
+            return [block.get_submodule("self_attn") for block in self.blocks]
+        mixers = zip(self.blocks, self.spec.mixers, strict=True)
+        return [block.get_submodule("mixer") for block, mixer in mixers if mixer == "full_attention"]
+
     def _probe(self) -> tuple[AttentionCall, ...]:
-        """Run the block's attention on two dummy rows and record what it needs."""
-        weight = self.eh_proj.weight
-        with torch.no_grad(), recorded_calls(self.block) as calls:
-            attention: nn.Module = self.block.self_attn  # type: ignore[assignment]
-            attention(weight.new_zeros(1, 2, self.hidden_size), **self._layer_arguments(2, weight))
-        if len(calls) != 1:
-            raise HeadLoadError(f"{type(self.block).__name__} does not call transformers' attention interface")
+        """Run the blocks' attention on two dummy rows and record what it needs."""
+        weight, attentions = self.eh_proj.weight, self._attentions()
+        arguments = self._layer_arguments(2, weight)
+        with torch.no_grad(), recorded_calls(self.blocks) as calls:
+            for attention in attentions:
+                attention(weight.new_zeros(1, 2, self.hidden_size), **arguments)
+        if len(calls) != len(attentions) or not calls:
+            raise HeadLoadError(
+                f"{type(self.blocks[0]).__name__}: {len(calls)} of {len(attentions)} attention modules call "
+                "transformers' attention interface; all must, and a module has one at least"
+            )
         return tuple(calls)
 
     def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:
         positions = torch.arange(rows, device=self.target_embedding.device)[None]
-        cos_sin = self.rotary(self.target_embedding.new_zeros(1, rows, 1), positions)
-        moved = tuple(t.to(like.device) for t in cos_sin) if isinstance(cos_sin, tuple) else cos_sin.to(like.device)
-        return {"attention_mask": None, "position_embeddings": moved, "position_ids": positions.to(like.device)}
+        made = self._arguments(self.target_embedding.new_zeros(1, rows, 1), positions)
+        return {name: _moved(value, like.device) for name, value in made.items()}
+
+    def _arguments(self, x: torch.Tensor, positions: torch.Tensor) -> dict[str, Any]:
+        """What the blocks are called with for x [1, T, H] at positions [1, T].
+
+        A rotary module of several sections (text, height, width; Qwen3.5) takes positions [3, 1, T], for text three
+        equal ones.
+        """
+        arguments = {"attention_mask": None, "position_ids": positions}
+        if self.rotary is None:
+            return arguments
+        rotated = positions.expand(3, 1, -1) if hasattr(self.rotary, "mrope_section") else positions
+        return arguments | {"position_embeddings": self.rotary(x, rotated)}
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""
@@ -104,13 +129,13 @@ class MtpHead(nn.Module):
             attend: remembers K and V and attends.
 
         Returns:
-            The block output [T, H], before the final norm.
+            The last block's output [T, H], before the final norm.
         """
         with self.attending(attend):
             return self.run_block(token_ids, hidden, positions)
 
     def attending(self, attend: Attend) -> AbstractContextManager[None]:
-        """Serve the block's attention with `attend`, for a while."""
+        """Serve the blocks' attention with `attend`, for a while."""
         return self._port.using(lambda layer, query, key, value, sinks: attend(layer, query, key, value))
 
     def run_block(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -119,13 +144,11 @@ class MtpHead(nn.Module):
         state = self.hnorm(hidden)
         pair = (state, embedded) if self.spec.hidden_first else (embedded, state)
         x = self.eh_proj(torch.cat(pair, dim=-1))[None]  # [1, T, H]
-        out = self.block(
-            x,
-            attention_mask=None,
-            position_embeddings=self.rotary(x, positions[None]),
-            position_ids=positions[None],
-        )
-        return (out[0] if isinstance(out, tuple) else out)[0]
+        arguments = self._arguments(x, positions[None])
+        for block in self.blocks:
+            out = block(x, **arguments)
+            x = out[0] if isinstance(out, tuple) else out
+        return x[0]
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         """[R, H] block outputs -> [R, V] logits of the target's lm_head."""
@@ -155,3 +178,10 @@ class MtpHead(nn.Module):
     def check_convention(self, token_ids: torch.Tensor, states: torch.Tensor, num_drafts: int) -> None:
         """See `drafters.base.HasInputConvention`."""
         check_convention(self, token_ids, states, num_drafts)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    """Tensors, or a tuple of them, on a device; None stays."""
+    if isinstance(value, tuple):
+        return tuple(tensor.to(device) for tensor in value)
+    return value if value is None else value.to(device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafters.errors import HeadMismatchError
 from drafters.mtp.convention import Feedback
+
+_NORM_EPS = ("rms_norm_eps", "layer_norm_epsilon")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,8 @@ class MtpSpec:
         feedback: what the next draft step gets: the final norm's output or the block's. Without a norm they are one.
         projection_bias: the projection has a bias.
         experts: the block's MLP is a mixture of experts.
+        mixers: of a module of several blocks with one mixer each (Nemotron-H), what these are: "full_attention", "moe"
+            or "mlp". () for one block with attention and an MLP.
     """
 
     hidden_first: bool = False
@@ -30,6 +35,12 @@ class MtpSpec:
     feedback: Feedback = "post_norm"
     projection_bias: bool = False
     experts: bool = True
+    mixers: tuple[str, ...] = ()
+
+    @property
+    def num_blocks(self) -> int:
+        """Decoder layers that one pass runs, one after the other."""
+        return len(self.mixers) or 1
 
 
 @dataclass(frozen=True)
@@ -38,8 +49,8 @@ class MtpTarget:
 
     Attributes:
         config: the target's text configuration.
-        layer_class, norm_class: of the target's decoder layers.
-        rotary: the target's rotary embedding module.
+        layer_class, norm_class: of the target's decoder layers; norm_eps: of all its norms.
+        rotary: the target's rotary embedding module; None where its layers take no rotary embedding.
         num_layers: N.
         embedding, lm_head: [V, H] weights on the target's device (one tensor when tied).
     """
@@ -47,7 +58,8 @@ class MtpTarget:
     config: PreTrainedConfig
     layer_class: type[nn.Module]
     norm_class: type[nn.Module]
-    rotary: nn.Module
+    norm_eps: float
+    rotary: nn.Module | None
     num_layers: int
     embedding: torch.Tensor
     lm_head: torch.Tensor
@@ -64,41 +76,50 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     """What modules need of a loaded target.
 
     Raises:
-        HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm`, `rotary_emb` and lm_head.
+        HeadMismatchError: its decoder is not built of `layers` with an `input_layernorm` or `norm`, a `rotary_emb`
+            where these take rotary embeddings, and an lm_head.
     """
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    layers = getattr(decoder, "layers", None)
-    norm = getattr(layers[-1], "input_layernorm", None) if layers is not None else None
-    rotary = getattr(decoder, "rotary_emb", None)
-    if layers is None or norm is None or rotary is None or head is None:
+    decoder, head, config = model.get_decoder(), model.get_output_embeddings(), model.config.get_text_config()
+    layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
+    norm = next((n for n in _norms(layers[-1]) if n is not None), None) if layers is not None else None
+    eps = next((e for e in (getattr(config, name, None) for name in _NORM_EPS) if e is not None), None)
+    rotates = layers is not None and "position_embeddings" in inspect.signature(layers[-1].forward).parameters
+    if layers is None or norm is None or eps is None or (rotates and rotary is None) or head is None:
         raise HeadMismatchError(
             f"{type(model).__name__} lacks what multi-token-prediction modules are built from: decoder layers with "
-            "input_layernorm, a rotary_emb and an lm_head"
+            f"input_layernorm or norm, its epsilon in the configuration ({' or '.join(_NORM_EPS)}), a rotary_emb where "
+            "the layers take position_embeddings, and an lm_head"
         )
     return MtpTarget(
-        config=model.config.get_text_config(),
+        config=config,
         layer_class=type(layers[-1]),
         norm_class=type(norm),
-        rotary=rotary,
+        norm_eps=eps,
+        rotary=rotary if rotates else None,
         num_layers=len(layers),
         embedding=model.get_input_embeddings().weight,  # type: ignore[arg-type]
         lm_head=head.weight,
     )
 
 
-def block_config(config: PreTrainedConfig, experts: bool) -> PreTrainedConfig:
-    """A copy of the target's configuration from which its layer class builds layer 0 as a full-attention MTP block.
+def _norms(layer: nn.Module) -> tuple[nn.Module | None, ...]:
+    """What may come first in a decoder layer; a layer with one mixer has `norm` alone."""
+    return getattr(layer, "input_layernorm", None), getattr(layer, "norm", None)
 
-    The fields by which layer classes tell dense from sparse and full from linear or sliding attention by the layer's
-    index are set for the single layer; all others stay.
+
+def block_config(config: PreTrainedConfig, spec: MtpSpec) -> PreTrainedConfig:
+    """A copy of the target's configuration from which its layer class builds layers 0 … as a module's blocks.
+
+    The fields by which layer classes tell dense from sparse, full from linear or sliding attention, and one mixer from
+    another by the layer's index are set for these layers; all others stay.
 
     Source: huggingface/transformers, configuration_utils.py (get_mtp_config) and the layer classes of deepseek_v3,
-    glm4_moe, glm4_moe_lite, ernie4_5_moe, qwen3_next and qwen3_5_moe.
+    glm4_moe, glm4_moe_lite, ernie4_5_moe, qwen3_next, qwen3_5, qwen3_5_moe and nemotron_h.
     """
-    block = copy.deepcopy(config)
+    block, experts = copy.deepcopy(config), spec.experts
     changes = {
-        "num_hidden_layers": 1,
-        "layer_types": ["full_attention"],
+        "num_hidden_layers": spec.num_blocks,
+        "layer_types": list(spec.mixers) or ["full_attention"],
         "mlp_layer_types": ["sparse" if experts else "dense"],
         "first_k_dense_replace": 0 if experts else 1,
         "moe_layer_start_index": 0 if experts else 1,

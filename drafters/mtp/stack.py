@@ -29,10 +29,16 @@ class MtpStack(nn.Module):
     """
 
     def __init__(self, modules: Sequence[MtpHead]) -> None:
-        """Raises HeadLoadError for fewer than two modules: one is a head by itself."""
+        """Raises HeadLoadError for fewer than two modules, or for one with several attention layers."""
         super().__init__()
         if len(modules) < 2:
-            raise HeadLoadError(f"{len(modules)} module: a stack has two or more")
+            raise HeadLoadError(f"{len(modules)} module: a stack has two or more; one is a head by itself")
+        layers = [len(module.attention_specs) for module in modules]
+        if set(layers) != {1}:
+            raise HeadLoadError(
+                f"{len(modules)} multi-token-prediction modules with {layers} attention layers each: modules that take "
+                "turns have one each"
+            )
         self.heads = nn.ModuleList(modules)
         self.checkpoint_report: HeadReport | None = None
         self.attention_specs = tuple(key for module in modules for key in module.attention_specs)

@@ -44,7 +44,8 @@ def stack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
     """Join the matrices of single experts into the stacks of transformers' expert modules.
 
     `P.experts.j.gate_proj.weight` and `up_proj` [Im, H] of all j become `P.experts.gate_up_proj` [E, 2·Im, H],
-    `down_proj` [H, Im] become `P.experts.down_proj` [E, H, Im]. Names of other kinds stay.
+    `down_proj` [H, Im] become `P.experts.down_proj` [E, H, Im]; of experts without a gate `up_proj` [Im, H] become
+    `P.experts.up_proj` [E, Im, H]. Names of other kinds stay.
 
     Raises:
         HeadLoadError: an expert's matrix is missing or has another shape.
@@ -64,15 +65,16 @@ def stack_experts(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 def _stacked(prefix: str, parts: Mapping[tuple[int, str], torch.Tensor]) -> dict[str, torch.Tensor]:
     experts = range(max(j for j, _ in parts) + 1)
-    missing = [
-        f"{prefix}.{j}.{kind}_proj" for j in experts for kind in ("gate", "up", "down") if (j, kind) not in parts
-    ]
+    gated = any(kind == "gate" for _, kind in parts)
+    kinds = ("gate", "up", "down") if gated else ("up", "down")
+    missing = [f"{prefix}.{j}.{kind}_proj" for j in experts for kind in kinds if (j, kind) not in parts]
     if missing:
         raise HeadLoadError(f"missing: {', '.join(missing[:6])}")
-    if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != 3:
+    if len({(kind, tensor.shape) for (_, kind), tensor in parts.items()}) != len(kinds):
         raise HeadLoadError(f"the experts of {prefix} have matrices of different shapes")
+    ups = [torch.cat([parts[j, "gate"], parts[j, "up"]]) if gated else parts[j, "up"] for j in experts]
     return {
-        f"{prefix}.gate_up_proj": torch.stack([torch.cat([parts[j, "gate"], parts[j, "up"]]) for j in experts]),
+        f"{prefix}.{'gate_up_proj' if gated else 'up_proj'}": torch.stack(ups),
         f"{prefix}.down_proj": torch.stack([parts[j, "down"] for j in experts]),
     }
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner
 
-from benchmarks.bench_round import Kind, Moments, floor, full_rounds
+from benchmarks import engines
+from benchmarks.bench_round import Moments, floor, full_rounds, main, measured
+from benchmarks.engines import sizes_of
+from benchmarks.kinds import Kind
 from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
+from benchmarks.synthetic import DrawnAcceptance, decide
 from specdec.acceptance.packed import Outcome
+from specdec.errors import SpecdecWarning
+from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
 
 
 def test_every_read_is_noted_and_stays_as_it_is() -> None:
@@ -82,3 +91,50 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     keys = sum(len(row) - 10 for row in rows)
     more = floor(pair, rows, drafts, 20)["floor_ms"] - pair.floor_ms(3, drafts, 0, experts)
     assert more == pytest.approx(1e3 * keys * (of_target + drafts * of_head) / COPY_BYTES_PER_S)
+
+
+def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
+    """From the command line: a line for each K and batch, in order, and why there are no graphs."""
+    out = tmp_path / "round.jsonl"
+    options = "--shape tiny-qwen3.5 --device cpu --drafts 0,3 --rows 1,2 --prompt 5 9 --new-tokens 49 --repeats 1"
+    kind = "--acceptance 1 --sampled --greedy-share 0.5"
+    done = CliRunner().invoke(main, [*options.split(), *kind.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["drafts"], line["rows"]) for line in lines] == [(0, 1), (0, 2), (3, 1), (3, 2)]
+    assert [line["tokens_a_round"] for line in lines] == [1, 2, 4, 8]
+    assert all(Kind.of(line) == Kind(True, 0.5) for line in lines) and "rows=2, 50% greedy" in done.output
+    assert all(line["graphs"] == "off: backend 'torch' has none" for line in lines) and "graphs off" in done.output
+    assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
+
+
+@pytest.mark.parametrize("option", [("--backend", "flashinfer"), ("--trace", "1")])
+def test_what_needs_a_gpu_is_refused_on_the_cpu(option: tuple[str, str], tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["--device", "cpu", *option, "--out", str(tmp_path / "x")])
+    assert done.exit_code == 2 and f"{option[0]} {option[1]} needs a GPU" in done.output
+
+
+def test_a_hybrid_without_graphs_is_measured_and_says_so(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a backend with graphs, and with states that torch functions compute."""
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
+    pair, config = random_pair("tiny-qwen3.5", torch.float32, cpu), sizes_of(1, [3], 64, 48, None)
+    with pytest.warns(SpecdecWarning, match="no CUDA graph"), engines.engine(pair, config, "graphs", "host") as model:
+        decide(model, DrawnAcceptance(1, 512, np.random.default_rng(0), cpu))
+        read = Moments()
+        model.executor.reads.after_read = read.note
+        found = measured(model, read, pair, [[1, 2, 3]], Kind(), 40, 1)
+    assert model.graphs.startswith("off: recurrent layers") and "by_events" not in found
+
+
+def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Any] = []
+    monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1]))
+    monkeypatch.setattr(engines, "make_backend", lambda name, device: FixedPlaceBackend(device))
+    for shape in ("tiny-deepseek", "tiny-qwen3.5"):
+        pair = random_pair(shape, torch.float32, torch.device("cpu"))
+        engines.engine(pair, sizes_of(1, [1], 8, 8, None), "graphs", "host")
+    assert tried == [True, "auto"]

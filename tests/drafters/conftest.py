@@ -24,6 +24,8 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from tests.hybrids import tiny_config
+
 H, LAYERS, HEADS, INTER = (
     TINY[name] for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
 )
@@ -130,6 +132,20 @@ def _qwen_module() -> Shapes:
     return shapes | _gqa(p, bias=False, gated=True) | _norms(p)
 
 
+def nemotron(k: int = 0) -> Shapes:
+    """`mtp.layers.{2k}.*` and `{2k+1}.*` of Nemotron-H: a block of attention, then one of experts."""
+    a, m = (f"mtp.layers.{2 * k + block}." for block in (0, 1))
+    widths = {"q": HEADS * D, "k": KV_HEADS * D, "v": KV_HEADS * D}
+    shapes: Shapes = {f"{a}mixer.{n}_proj.weight": (w, H) for n, w in widths.items()}
+    shapes |= {f"{a}mixer.o_proj.weight": (H, HEADS * D), f"{a}eh_proj.weight": (H, 2 * H)}
+    shapes |= dict.fromkeys((f"{a}enorm.weight", f"{a}hnorm.weight", f"{a}norm.weight", f"{m}norm.weight"), (H,))
+    shapes |= {f"{m}final_layernorm.weight": (H,), f"{m}mixer.gate.weight": (EXPERTS, H)}
+    shapes |= {f"{m}mixer.gate.e_score_correction_bias": (EXPERTS,)}
+    mlps = ("shared_experts", *(f"experts.{j}" for j in range(EXPERTS)))
+    shapes |= {f"{m}mixer.{mlp}.up_proj.weight": (EXPERT_SIZE, H) for mlp in mlps}
+    return shapes | {f"{m}mixer.{mlp}.down_proj.weight": (H, EXPERT_SIZE) for mlp in mlps}
+
+
 @dataclass(frozen=True)
 class Case:
     """One architecture: its target's configuration and the names and shapes of a module."""
@@ -157,6 +173,11 @@ LINEAR: dict[str, Any] = {
     "moe_intermediate_size": EXPERT_SIZE,
 }
 ERNIE_MOE: dict[str, Any] = {"moe_num_experts": EXPERTS, "moe_k": 2, "moe_intermediate_size": EXPERT_SIZE}
+NEMOTRON: dict[str, Any] = {
+    "num_nextn_predict_layers": 1,
+    "moe_intermediate_size": EXPERT_SIZE,
+    "moe_shared_expert_intermediate_size": EXPERT_SIZE,
+}
 CASES = {
     "deepseek_v3": Case(DeepseekV3Config(**COMMON, **MOE, **GROUPS, **MLA), deepseek),
     "glm4_moe": Case(Glm4MoeConfig(**COMMON, **GQA, **MOE, **GROUPS, attention_bias=True), glm),
@@ -165,6 +186,7 @@ CASES = {
     "qwen3_next": Case(Qwen3NextConfig(**COMMON, **GQA, **LINEAR), qwen),
     "qwen3_5": Case(Qwen3_5TextConfig(**COMMON, **GQA, **LINEAR), qwen_dense),
     "qwen3_5_moe": Case(Qwen3_5MoeTextConfig(**COMMON, **GQA, **LINEAR), qwen),
+    "nemotron_h": Case(tiny_config("nemotron_h", **NEMOTRON), nemotron),
 }
 
 
@@ -205,9 +227,11 @@ def tiny(name: str, modules: int = 1, context: float = 1.0) -> Tiny:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(case.config).eval()
     enlarge(model)
+    _heed_states(model)
     generator = torch.Generator().manual_seed(1)
     shapes = {k: v for m in range(modules) for k, v in case.shapes(m).items()}
-    tensors = {n: _random(n, s, generator) for n, s in sorted(shapes.items())}
+    centre = 0 if name.startswith("qwen3") else 1  # Qwen's norms multiply by 1 + weight
+    tensors = {n: _random(n, s, generator, centre) for n, s in sorted(shapes.items())}
     shared = {"embed_tokens.weight": model.get_input_embeddings(), "shared_head.head.weight": model.lm_head}
     for ending, module in shared.items():
         tensors |= {n: module.weight.detach().clone() for n in tensors if n.endswith(ending)}
@@ -217,11 +241,20 @@ def tiny(name: str, modules: int = 1, context: float = 1.0) -> Tiny:
     return Tiny(name, model, tensors)
 
 
-def _random(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+def _heed_states(model: torch.nn.Module) -> None:
+    """Mamba2 layers whose outputs come from the tokens before more than from the token itself: long steps, little D."""
+    for name, tensor in model.named_parameters():
+        if name.endswith("mixer.D"):
+            tensor.data.mul_(0.1)
+        elif name.endswith(("mixer.dt_bias", "mixer.A_log")):
+            tensor.data.fill_(2 if "dt_bias" in name else -1)
+
+
+def _random(name: str, shape: tuple[int, ...], generator: torch.Generator, centre: int) -> torch.Tensor:
     noise = torch.randn(shape, generator=generator)
     if len(shape) > 1:
         return noise * 1.5 / shape[-1] ** 0.5
-    return 0.2 * noise if "bias" in name or name.startswith("mtp.") else 1 + 0.2 * noise
+    return 0.2 * noise + (0 if "bias" in name else centre)
 
 
 @pytest.fixture

@@ -70,10 +70,10 @@ def test_another_shape_or_an_unknown_tensor_is_refused(
 ) -> None:
     case = tiny_case(name)
     output = next(n for n in case.tensors if n.endswith("self_attn.o_proj.weight"))
-    with pytest.raises(HeadLoadError, match=r"shape of block\.self_attn\.o_proj"):
+    with pytest.raises(HeadLoadError, match=r"shape of blocks\.0\.self_attn\.o_proj"):
         load(case.write(tmp_path / "a", {output: torch.zeros(3, 5)}), case)
     extra = output.replace("o_proj", "indexer")
-    with pytest.raises(HeadLoadError, match=r"unknown: block\.self_attn\.indexer"):
+    with pytest.raises(HeadLoadError, match=r"unknown: blocks\.0\.self_attn\.indexer"):
         load(case.write(tmp_path / "b", {extra: torch.zeros(3, 5)}), case)
 
 
@@ -128,9 +128,9 @@ def test_block_fp8_is_multiplied_out(tmp_path: Path, tiny_case: Callable[..., An
     folder = case.write(tmp_path, changes, settings={"quantization_config": {"weight_block_size": [8, 16]}})
     state = load(folder, case).state_dict()
     inside = "model.layers.4."
-    assert torch.equal(state["block.self_attn.kv_b_proj.weight"], expected[f"{inside}self_attn.kv_b_proj.weight"])
+    assert torch.equal(state["blocks.0.self_attn.kv_b_proj.weight"], expected[f"{inside}self_attn.kv_b_proj.weight"])
     gate, up = (expected[f"{inside}mlp.experts.2.{n}_proj.weight"] for n in ("gate", "up"))
-    assert torch.equal(state["block.mlp.experts.gate_up_proj"][2], torch.cat([gate, up]))
+    assert torch.equal(state["blocks.0.mlp.experts.gate_up_proj"][2], torch.cat([gate, up]))
     with pytest.raises(HeadLoadError, match="without scale_inv"):
         load(case.write(tmp_path / "b", {n: t for n, t in changes.items() if not n.endswith("inv")}), case)
 

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM
 
 from attention.errors import InvalidInputError
 from drafters.errors import HeadLoadError
-from drafters.mtp.checkpoint import MIMO, load_mtp
+from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.convention_check import check_convention, compare_conventions
+from drafters.mtp.families import MIMO
 from drafters.mtp.head import MtpHead
 from drafters.mtp.spec import MtpSpec, mtp_target
 from drafters.mtp.stack import MtpStack
@@ -180,7 +181,7 @@ def test_a_family_that_reads_the_hidden_state_first(tmp_path: Path, tiny_case: C
     case = tiny_case("mimo")
     (head,) = load_mtp(case.write(tmp_path / "random"), mtp_target(case.model), torch.float32, "cpu")
     train_together(case.model, head)
-    back = {new: old for old, new in MIMO.renames.items()} | {"block.": ""}
+    back = {new: old for old, new in MIMO.renames.items()} | {"blocks.0.": ""}
     for name, tensor in head.state_dict().items():
         prefix = next(p for p in back if name.startswith(p))
         case.tensors[f"model.mtp_layers.0.{back[prefix]}{name.removeprefix(prefix)}"] = tensor.detach()

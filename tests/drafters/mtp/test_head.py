@@ -20,7 +20,7 @@ from drafters.base import FINAL_NORM, Head
 from drafters.mtp.checkpoint import load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import block_config, mtp_target
+from drafters.mtp.spec import MtpSpec, block_config, mtp_target
 from drafters.oracle import oracle_drafts
 
 ROWS = 23
@@ -126,7 +126,8 @@ def by_formula(case: Any, layer_index: int, config: Any, names: tuple[str, str, 
     x = torch.cat(order, -1) @ tensors[names[2]].T
     mask = torch.full((1, 1, ROWS, ROWS), float("-inf")).triu(1)
     with attention_implementation((config,), "eager"):
-        cos_sin = decoder.rotary_emb(x[None], positions[None])
+        sections = hasattr(decoder.rotary_emb, "mrope_section")
+        cos_sin = decoder.rotary_emb(x[None], positions.expand(3, 1, -1) if sections else positions[None])
         out = layer(x[None], position_embeddings=cos_sin, attention_mask=mask, position_ids=positions[None])
     x = (out[0] if isinstance(out, tuple) else out)[0]
     final = x if names[3] is None else norm(names[3], x)
@@ -160,6 +161,7 @@ FORMULAS: dict[str, tuple[int, tuple[str, str, str, str | None], str]] = {
         "mtp.layers.0.",
     ),
 }
+FORMULAS |= dict.fromkeys(("qwen3_5", "qwen3_5_moe"), FORMULAS["qwen3_next"])
 
 
 @pytest.mark.parametrize("name", FORMULAS)
@@ -208,6 +210,6 @@ def test_it_is_a_head_on_the_last_state(tmp_path: Path, tiny_case: Callable[...,
 def test_block_config_leaves_the_target_alone(tiny_case: Callable[..., Any]) -> None:
     config = tiny_case("qwen3_next").model.config
     before = config.to_dict()
-    block = block_config(config, experts=True)
+    block = block_config(config, MtpSpec(experts=True))
     assert block.layer_types == ["full_attention"]
     assert config.to_dict() == before

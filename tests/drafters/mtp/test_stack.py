@@ -127,7 +127,7 @@ def test_a_zeroed_page_of_any_modules_layer_shows(module: int, make: Callable[[s
     rows = make("deepseek_v3", 3)
     with torch.no_grad():
         for each in rows.stack.heads:
-            each.block.self_attn.o_proj.weight.mul_(20)  # type: ignore[union-attr, operator]
+            each.blocks[0].self_attn.o_proj.weight.mul_(20)  # type: ignore[union-attr, operator]
     rows.round(*ROUNDS[0])
     rows.runner.layers[module].keys[TABLE[:, 0].tolist()] = 0
     assert rows.wrong(ROUNDS[1:])

@@ -117,7 +117,7 @@ def test_drafts_on_pages_of_other_requests(
     wrapped = make("deepseek_v3", modules, num_speculative_tokens=4, **options)
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
-            each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+            each.blocks[0].self_attn.o_proj.weight.mul_(50)  # attention decides
     compared = []
     for _ in range(2):
         completions = wrapped.generate(SHARED, GREEDY)
@@ -147,7 +147,7 @@ def test_a_request_must_not_carry_anothers_vector(
     loop: Any = wrapped.executor.drafter.loop
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
-            each.block.self_attn.o_proj.weight.mul_(50)  # attention decides
+            each.blocks[0].self_attn.o_proj.weight.mul_(50)  # attention decides
     completions = wrapped.generate(PROMPTS, GREEDY)
     compared = [r for p, c in zip(PROMPTS, completions, strict=True) for r in rounds(wrapped, p, c)]
     assert len(compared) > 60 and [ours for ours, _ in compared] == [oracle for _, oracle in compared]

@@ -59,7 +59,7 @@ def compared(wrapped: SpeculativeModel, prompts: list[list[int]], completions: l
 def emphasise_attention(wrapped: SpeculativeModel) -> None:
     with torch.no_grad():
         for each in wrapped.head.heads:  # type: ignore[union-attr]
-            each.block.self_attn.o_proj.weight.mul_(50)
+            each.blocks[0].self_attn.o_proj.weight.mul_(50)
 
 
 def found(completions: list[Any]) -> list[Any]:
