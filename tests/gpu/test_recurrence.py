@@ -142,7 +142,9 @@ def test_a_captured_round_follows_its_lengths() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "dims"), [((8, 128), (128, 64)), ((1, 24), (256, 64)), ((2, 6), (16, 80))])
+@pytest.mark.parametrize(
+    ("heads", "dims"), [((8, 128), (128, 64)), ((1, 24), (256, 64)), ((2, 6), (16, 80)), ((2, 8), (6, 8))]
+)
 def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for lengths, limits in (
@@ -170,7 +172,7 @@ def test_mamba1(lengths: list[Any], dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("channels", "taps"), [(8192, 4), (1000, 3)])
+@pytest.mark.parametrize(("channels", "taps"), [(8192, 4), (1000, 3), (88, 4)])
 @pytest.mark.parametrize("lengths", [VERIFY, LONG], ids=["round", "prompts"])
 def test_convolution(lengths: list[Any], channels: int, taps: int, dtype: torch.dtype) -> None:
     """The rule rounds once, the kernel before silu, too, as torch does."""

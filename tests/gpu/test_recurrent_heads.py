@@ -22,7 +22,7 @@ from tests.hybrids import tiny_config
 
 CUDA = torch.device("cuda")
 PROMPTS = random_prompts([17, 3, 90, 9, 41])
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "kv_cache_tokens": 600}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 256, "kv_cache_tokens": 640}
 HEADS: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "max_position_embeddings": 512}
 WIDE: dict[str, dict[str, Any]] = {
     "qwen3_next": {"linear_key_head_dim": 64, "linear_value_head_dim": 64},
@@ -59,7 +59,8 @@ def test_graphs_draft_as_eager_rounds(name: str, drafts: int) -> None:
     if not recurrences_of(CUDA).capturable:
         pytest.skip(f"recurrences by {recurrences_of(CUDA).name} functions stand in no graph")
     model, head = pair(name, CUDA)
-    params, options = SamplingParams(48, return_drafts=True), {**SIZES, "num_speculative_tokens": drafts}
+    params = SamplingParams(48, return_drafts=True)
+    options = {**SIZES, "page_size": 16, "num_speculative_tokens": drafts}
     eager = wrap(model, head, cuda_graphs=False, **options).generate(PROMPTS, params)
     loaded = wrap(model, head, cuda_graphs=True, **options)
     assert isinstance(loaded.executor, GraphExecutor)

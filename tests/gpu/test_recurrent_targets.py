@@ -18,7 +18,7 @@ from tests.hybrids import RecallHead, tiny_config, tiny_hybrid
 CUDA = torch.device("cuda")
 PROMPTS = random_prompts([17, 3, 90, 9, 41])
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
-SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "kv_cache_tokens": 600}
+SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "kv_cache_tokens": 640}
 
 
 def said_by(model: Any, new: int) -> list[list[int]]:
@@ -67,7 +67,7 @@ def test_graphs_give_the_eager_tokens_and_drafts(name: str, drafts: int) -> None
         pytest.skip(f"recurrences by {recurrences_of(CUDA).name} functions stand in no graph")
     model, params = wide(name), SamplingParams(64, return_drafts=True)
     head = RecallHead(said_by(model, 64), 0.7, head_dim=64).to(CUDA) if drafts else None
-    options = {**SIZES, "max_model_len": 256, "num_speculative_tokens": drafts or None}
+    options = {**SIZES, "page_size": 16, "max_model_len": 256, "num_speculative_tokens": drafts or None}
     eager = wrap(model, head, cuda_graphs=False, **options).generate(PROMPTS, params)
     loaded = wrap(model, head, cuda_graphs=True, **options)
     assert isinstance(loaded.executor, GraphExecutor)
