@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -201,6 +201,7 @@ class SpeculativeModel:
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
+        head_overrides: Mapping[str, Any] | None = None,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
         seed: int = 0,
@@ -265,6 +266,9 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
+            head_overrides: what you know better than an EAGLE-3 head's config.json, by its keys ("rope_theta",
+                "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
+                ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
                 of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
                 is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
@@ -318,7 +322,7 @@ class SpeculativeModel:
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
         convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
-        head = None if draft is None else load_head(draft, checkpoint, probed, convention)
+        head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
         format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
         rows = Rows(

@@ -7,6 +7,7 @@ commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
@@ -130,6 +131,35 @@ class Scales(Kind):
         if any(len(pair) != 2 for pair in pairs):
             raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
         return pairs
+
+
+@dataclass(frozen=True)
+class Overrides(Kind):
+    """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
+
+    def read(self, name: str, value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+            raise InvalidInputError(
+                f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
+            )
+        return dict(value) or None
+
+    def from_word(self, name: str, word: Any) -> Any:
+        if isinstance(word, Mapping) or word is None:
+            return word
+        words = word if isinstance(word, (list, tuple)) else [word]
+        pairs = [pair for text in words for pair in str(text).split(";") if pair.strip()]
+        bare = [pair for pair in pairs if "=" not in pair]
+        if bare:
+            raise InvalidInputError(f"{name}={short(bare[0])}: give KEY=VALUE, as in rope_theta=500000")
+        return {key.strip(): _json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
+
+
+def _json_or_text(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})
@@ -257,6 +287,14 @@ class LoadOptions:
     mtp_feedback: Feedback = field(
         default="post_norm",
         metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
+    )
+    head_overrides: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            Overrides(),
+            "KEY=VALUE, repeatable: an EAGLE-3 head's aux_layers, feedback, or a key of its config.json, given anew.",
+            _NO_TRAINING,
+        ),
     )
     generation_config: Use = field(
         default="model",

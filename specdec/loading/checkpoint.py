@@ -21,7 +21,12 @@ from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.values import short
 
-_HEADS = frozenset({Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH})
+_HEADS = frozenset(
+    {
+        *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
+        *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
+    }
+)
 
 
 @dataclass(frozen=True)
