@@ -205,13 +205,16 @@ class SpeculativeModel:
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
         seed: int = 0,
+        adapter: str | None = None,
+        merge_adapter: bool | Literal["auto"] = "auto",
         trust_remote_code: bool = False,
         revision: str | None = None,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
         Args:
-            target: built-in name, folder, hub name, or a loaded transformers model.
+            target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged).
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
@@ -277,6 +280,11 @@ class SpeculativeModel:
                 distribution under the request's temperature and filters, or "greedy", its most probable token. Both
                 leave the distribution of the answers as it is; they differ in how many drafts are accepted.
             seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
+            adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
+            merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
+                merge_and_unload, and costs nothing per token; in half precision the sum is rounded once. Over quantised
+                weights "auto" runs it live, True is an error. False: live, the arithmetic of the PeftModel itself: more
+                launches per layer, and no fused projections.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
                 modules.
@@ -300,7 +308,9 @@ class SpeculativeModel:
                 warm_compiler()
 
         code = options.trust_remote_code
-        model, checkpoint = open_target(target, dtype, device, options.revision, code, begin)
+        model, checkpoint = open_target(
+            target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
+        )
         return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
@@ -108,9 +109,10 @@ class Name(Kind):
     allowed: str
 
     def read(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or not value:
+        text = str(value) if isinstance(value, PurePath) else value
+        if not isinstance(text, str) or not text:
             raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
-        return value
+        return text
 
     def from_word(self, name: str, word: Any) -> Any:
         """lm-eval reads a commit of digits only as a number."""
@@ -317,6 +319,16 @@ class LoadOptions:
     )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
+    )
+    adapter: str | None = field(
+        default=None,
+        metadata=_about(Name("the folder or hub name of an adapter"), "Folder or hub name of a peft adapter."),
+    )
+    merge_adapter: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
+        ),
     )
     trust_remote_code: bool = field(
         default=False, metadata=_about(Flag(), "Run the Python files of the target's checkpoint.")

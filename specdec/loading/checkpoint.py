@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
@@ -20,6 +20,9 @@ from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.values import short
+
+if TYPE_CHECKING:
+    from specdec.loading.adapters import Adapter
 
 _HEADS = frozenset(
     {
@@ -39,6 +42,7 @@ class Checkpoint:
         revision: branch, tag or commit on the hub; None is its main branch.
         trust_remote_code: whether Python files of the checkpoint may run.
         local_files_only: the hub does not answer: only its local cache is looked at.
+        adapter: what is applied to the model when it is loaded, or None.
     """
 
     name: str
@@ -46,6 +50,7 @@ class Checkpoint:
     revision: str | None = None
     trust_remote_code: bool = False
     local_files_only: bool = False
+    adapter: Adapter | None = None
 
     @property
     def builtin(self) -> bool:
@@ -111,11 +116,6 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     folder = Path(checkpoint.path)
     names = {entry.name for entry in folder.iterdir()}
     what = f"cannot load the target model {checkpoint.name!r}"
-    if "adapter_config.json" in names:
-        raise ModelLoadError(
-            f"{what}: the folder holds an adapter (adapter_config.json), not a model; merge it into its base model "
-            "with peft's merge_and_unload(), save that, and give its folder"
-        )
     if "config.json" not in names:
         raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
     config = _read_json(folder / "config.json", what)
