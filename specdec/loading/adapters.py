@@ -11,15 +11,15 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
-from specdec.loading.checkpoint import Checkpoint, find_checkpoint
+from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.values import short
 
@@ -36,28 +36,6 @@ _CACHE = frozenset({"PREFIX_TUNING", "CARTRIDGE"})
 _SHARED = ("vblora_vector_bank",)
 """Parameters that several layers share; a file has them once."""
 _WEIGHTS = (".safetensors", ".bin")
-Merge = bool | Literal["auto"]
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """An adapter that is applied to a target when that is loaded.
-
-    Attributes:
-        name: as the user gave it; checkpoint: where it lies.
-        kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
-        merge: see the load option merge_adapter.
-    """
-
-    name: str
-    checkpoint: Checkpoint
-    kind: str
-    base: str
-    merge: Merge
-
-    def __str__(self) -> str:
-        trained = f", trained for {self.base}" if self.base else ""
-        return f"{self.name} ({self.kind}{trained})"
 
 
 def unwrapped(target: Any) -> Any:
@@ -111,7 +89,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
         InvalidInputError: an adapter for a target that is one, or `merge` without an adapter.
         UnsupportedModelError: see `check_kinds`.
     """
-    own = _config(checkpoint)
+    own = _config(checkpoint, "the target model")
     if adapter is not None:
         if own is not None:
             raise InvalidInputError(
@@ -119,7 +97,7 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
                 "model as the target"
             )
         place = find_checkpoint(adapter, what="the adapter")
-        config = _config(place)
+        config = _config(place, "the adapter")
         if config is None:
             raise ModelLoadError(f"cannot load the adapter {place.name!r}: it has no {CONFIG}")
         return replace(checkpoint, adapter=_adapter(place, config, merge))
@@ -145,7 +123,7 @@ def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adap
     return Adapter(place.name, place, str(config["peft_type"]), base if isinstance(base, str) else "", merge)
 
 
-def _config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
+def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
     """adapter_config.json of a folder or a hub model; None where it has none.
 
     Raises:
@@ -163,16 +141,20 @@ def _config(checkpoint: Checkpoint) -> Mapping[str, Any] | None:
     weights = [name for name in names if name.endswith(_WEIGHTS) and not name.startswith("adapter_model")]
     if weights and "config.json" in names:
         raise ModelLoadError(
-            f"cannot load the target model {checkpoint.name!r}: the folder holds a model ({sorted(weights)[0]}) and an "
+            f"cannot load {what} {checkpoint.name!r}: the folder holds a model ({sorted(weights)[0]}) and an "
             f"adapter ({CONFIG}); what is meant? Put the adapter into a folder of its own, and give that as adapter=…, "
             "or merge it with peft's merge_and_unload() and save that"
         )
     try:
         config = json.loads(Path(file).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise ModelLoadError(f"cannot load {checkpoint.name!r}: {file} cannot be read as JSON: {error}") from error
+        raise ModelLoadError(
+            f"cannot load {what} {checkpoint.name!r}: {file} cannot be read as JSON: {error}"
+        ) from error
     if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
-        raise ModelLoadError(f"cannot load {checkpoint.name!r}: {file} has no peft_type; it is no adapter of peft")
+        raise ModelLoadError(
+            f"cannot load {what} {checkpoint.name!r}: {file} has no peft_type; it is no adapter of peft"
+        )
     return config
 
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
@@ -21,15 +21,16 @@ from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.values import short
 
-if TYPE_CHECKING:
-    from specdec.loading.adapters import Adapter
-
 _HEADS = frozenset(
     {
         *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
         *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
     }
 )
+
+
+Merge = bool | Literal["auto"]
+"""See the load option merge_adapter."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,27 @@ class Checkpoint:
             "local_files_only": self.local_files_only,
             **({} if self.revision is None else {"revision": self.revision}),
         }
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that is applied to a target when that is loaded.
+
+    Attributes:
+        name: as the user gave it; checkpoint: where it lies.
+        kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
+        merge: see the load option merge_adapter.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    kind: str
+    base: str
+    merge: Merge
+
+    def __str__(self) -> str:
+        trained = f", trained for {self.base}" if self.base else ""
+        return f"{self.name} ({self.kind}{trained})"
 
 
 def find_checkpoint(

@@ -20,9 +20,9 @@ from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.adapters import Merge, applied, unwrapped, with_adapter
+from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import Checkpoint, Merge, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit

@@ -1,4 +1,4 @@
-"""Adapters of peft: an object, a folder, or one beside its base says exactly what its PeftModel says; others are named."""
+"""Adapters of peft: an object, a folder or one beside its base says what its PeftModel says; other kinds are named."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
 from safetensors.torch import load_file, save_file
 
 from specdec import SamplingParams, SpeculativeModel
@@ -20,16 +20,14 @@ from specdec.loading.adapters import KINDS
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install 'specdec-hf[peft]'")
 
-NEW = 12
+NEW = 24
 PROMPTS = random_prompts([7, 3, 11])
 LINEAR = {"target_modules": ["q_proj", "v_proj", "down_proj"], "task_type": "CAUSAL_LM"}
 CONFIGS: dict[str, Callable[[], Any]] = {
-    "LoRA": lambda: peft.LoraConfig(r=4, init_lora_weights=False, **LINEAR),
-    "DoRA": lambda: peft.LoraConfig(r=4, use_dora=True, use_rslora=True, init_lora_weights=False, **LINEAR),
-    "LoRA with an lm_head": lambda: peft.LoraConfig(
-        r=4, init_lora_weights=False, modules_to_save=["lm_head"], **LINEAR
-    ),
-    "IA3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], init_ia3_weights=False, **LINEAR),
+    "LoRA": lambda: peft.LoraConfig(r=4, **LINEAR),
+    "DoRA": lambda: peft.LoraConfig(r=4, use_dora=True, use_rslora=True, **LINEAR),
+    "LoRA with an lm_head": lambda: peft.LoraConfig(r=4, modules_to_save=["lm_head"], **LINEAR),
+    "IA3": lambda: peft.IA3Config(feedforward_modules=["down_proj"], **LINEAR),
     "VB-LoRA": lambda: peft.VBLoRAConfig(
         r=2, vector_length=8, num_vectors=8, topk=2, target_modules=["q_proj"], task_type="CAUSAL_LM"
     ),
@@ -46,7 +44,7 @@ def adapted(name: str = "LoRA", seed: int = 0) -> Any:
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.add_(0.3 * torch.randn(parameter.shape))
+                parameter.add_(0.1 * torch.randn(parameter.shape))
     return model
 
 
@@ -63,7 +61,10 @@ def own(model: Any) -> list[list[int]]:
 
 
 def ours(wrapped: Any) -> list[list[int]]:
-    return [c.token_ids for c in wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))]
+    """The same of the wrapped model; with a head, some of its drafts were accepted."""
+    said = wrapped.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
+    assert wrapped.head is None or sum(r.accepted for c in said for r in c.stats.rounds) > 0
+    return [c.token_ids for c in said]
 
 
 PLAIN = [hf_greedy(prompt, NEW) for prompt in PROMPTS]
@@ -89,7 +90,7 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(adapted(), tmp_path_factory.mktemp("lora"), base)
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["LoRA", "LoRA with an lm_head", "IA3", "tokens"])
 def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     model = adapted(name)
     right = own(model)
@@ -98,12 +99,11 @@ def test_an_object_says_what_its_own_generate_says(name: str) -> None:
         assert ours(wrapped) == right and wrapped.hf_model is model.get_base_model()
     with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped:  # a head for the base
         assert ours(wrapped) == right
-        assert wrapped.engine_stats.accepted_tokens > 0
         assert wrapped.describe()["adapter"] == "live: default"
     assert own(model) == right
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", ["DoRA", "VB-LoRA", "LoRA with an lm_head"])
 @pytest.mark.parametrize("merge", ["auto", False], ids=["merged", "live"])
 def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Path, tmp_path: Path) -> None:
     model = adapted(name)
@@ -114,7 +114,7 @@ def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Pa
         assert live is (merge is False) and how.endswith(", live" if live else ", merged") and str(base) in how
     head = table_head(tiny_llama())
     with wrap(base, head, num_speculative_tokens=3, adapter=folder, merge_adapter=merge) as wrapped:
-        assert ours(wrapped) == right and wrapped.engine_stats.accepted_tokens > 0
+        assert ours(wrapped) == right
 
 
 def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
@@ -130,16 +130,19 @@ def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
-                parameter.normal_(0, 0.05)
+                parameter.normal_(0, 0.25)
     folder = save(model, tmp_path / "adapter", target)
     sizes: dict[str, Any] = {"max_num_seqs": 2, "max_model_len": 256, "num_speculative_tokens": 3, "device": "cpu"}
-    prompt = "Tom has 3 apples and buys 4 more. How many apples does he have now?"
+    chat = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have now?"}]
     with SpeculativeModel.from_pretrained(str(folder), "auto", **sizes) as wrapped:
-        (said,) = wrapped.generate(prompt, SamplingParams(max_new_tokens=24))
-        assert wrapped.engine_stats.accepted_tokens > 0
+        (said,) = wrapped.generate(chat, SamplingParams(max_new_tokens=24))
+        assert sum(r.accepted for r in said.stats.rounds) > 0
     ids = torch.tensor([said.prompt_token_ids])
     right = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
     assert said.token_ids == right[0, ids.shape[1] :].tolist()
+    with model.disable_adapter():
+        plain = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+    assert plain.tolist() != right.tolist(), "the adapter changes nothing, so nothing is tested"
 
 
 SWITCHES: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any] | None]] = {
@@ -167,7 +170,7 @@ def test_what_is_switched_after_loading_is_noticed(name: str) -> None:
     with wrap(model) as wrapped:
         right = ours(wrapped)
         change(model)
-        with pytest.raises(ModelChangedError, match="adapter.*wrap it again"):
+        with pytest.raises(ModelChangedError, match=r"adapter.*wrap it again"):
             ours(wrapped)
         if back is not None:
             back(model)
@@ -179,7 +182,7 @@ def test_new_values_of_an_adapter_are_used() -> None:
     with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped:
         before = ours(wrapped)
         with torch.no_grad():
-            first(model).lora_B["default"].weight.mul_(-3)
+            first(model).lora_B["default"].weight.mul_(-1)
         right = own(model)
         assert right != before and ours(wrapped) == right
 
@@ -208,10 +211,10 @@ PROMPT: dict[str, tuple[Callable[[], Any], str]] = {
 def test_kinds_that_change_inputs_or_cache_are_named(name: str, base: Path, tmp_path: Path) -> None:
     make, words = PROMPT[name]
     model = peft.get_peft_model(tiny_llama(), make()).eval()
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    hooks = [hooks_of(m) for m in model.modules()]
     with pytest.raises(UnsupportedModelError, match=words):
         wrap(model)
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
+    assert [hooks_of(m) for m in model.modules()] == hooks
     folder = save(model, tmp_path, base)
     with pytest.raises(UnsupportedModelError, match=words):
         wrap(str(folder))
