@@ -44,7 +44,7 @@ def rounded(size: LoopSize) -> LoopSize:
 
 
 def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
-    """The buckets of rows that CUDA graphs are captured for, largest first: powers of two and the most rows there can be.
+    """Rows for which CUDA graphs are captured, largest first: powers of two and the most there can be.
 
     A batch of one token in all would be compiled once more (sizes 0 and 1 are special to the compiler): two rows at
     least then.
