@@ -133,20 +133,45 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
 
 
+@pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
-    monkeypatch: pytest.MonkeyPatch,
+    after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes after the forward was counted and before anything is replaced."""
+    """It comes after the forward was counted and before anything is replaced, or after."""
     wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_replace"]
+    file = sys.modules[type(wrapped.hf_model).__module__]
+    functions = dict(vars(file))
 
     def interrupted(file: Any) -> None:
         monkeypatch.setattr(recurrent, "_replace", plain)
+        if after:
+            plain(file)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recurrent, "_replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         said(wrapped)
+    assert vars(file) == functions
     assert said(wrapped) == right_of("qwen3_next")
+    assert vars(file) == functions
+    wrapped.close()
+
+
+def test_an_interrupt_while_functions_are_put_back_is_made_good_at_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_restore"]
+    file = sys.modules[type(wrapped.hf_model).__module__]
+    functions = dict(vars(file))
+
+    def interrupted(file: Any) -> None:
+        monkeypatch.setattr(recurrent, "_restore", plain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recurrent, "_restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(wrapped)
+    assert vars(file) != functions  # they serve others by the originals
+    wrapped.close()
+    assert vars(file) == functions
 
 
 @pytest.mark.parametrize("after", [4, 12])
