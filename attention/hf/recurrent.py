@@ -39,18 +39,25 @@ class RecurrentCall:
 
 
 class _Entered:
-    """The layer with recurrent calls whose forward began last: channel and number of its first call, and how many it
-    has made. Not the layer itself: what the compiler follows outlives models."""
+    """The layer with recurrent calls whose forward began last: channel, number of its first call, how many it has; and
+    how many it has made. Not the layer itself: what the compiler follows outlives models."""
 
     def __init__(self) -> None:
-        self.place: tuple[RecurrenceChannel, int] | None = None
+        self.place: tuple[RecurrenceChannel, int, int] | None = None
         self.calls = 0
 
     def next(self) -> tuple[RecurrenceChannel, int]:
-        """The channel, and the number of the call that is being made."""
-        if self.place is None:
-            raise UnsupportedAttentionError("a recurrence was called by a layer that the probe did not see")
-        channel, first = self.place
+        """The channel, and the number of the call that is being made.
+
+        Raises:
+            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+        """
+        if self.place is None or self.calls == self.place[2]:
+            raise UnsupportedAttentionError(
+                "a recurrence was called by a layer that the probe did not see; does a hook on the model run another "
+                "model of the same modeling file?"
+            )
+        channel, first, _ = self.place
         self.calls += 1
         return channel, first + self.calls - 1
 
@@ -69,7 +76,8 @@ class RecurrentPort:
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()
         self._modules = list(dict.fromkeys(call.module for call in calls))
-        self._first = {module: [c.module for c in calls].index(module) for module in self._modules}
+        owners = [call.module for call in calls]
+        self._bound = {m: (self._channel, owners.index(m), owners.count(m)) for m in self._modules}
         self._hooks: list[RemovableHandle] = [m.register_forward_pre_hook(_enter) for m in self._modules]
         self._places = modeling_files(self._modules)
 
@@ -81,9 +89,9 @@ class RecurrentPort:
             return
         thread = get_ident()
         with self._channel.carrying(recur), replaced(self._places):
-            for module, first in self._first.items():
+            for module, bound in self._bound.items():
                 if getattr(module, _BOUND, (None,))[0] is not self._channel:
-                    setattr(module, _BOUND, (self._channel, first))
+                    setattr(module, _BOUND, bound)
             try:
                 _entered[thread], _serving[thread] = _Entered(), partial(self._next, recur, thread)
                 yield

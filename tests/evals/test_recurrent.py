@@ -87,9 +87,9 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("SPECDEC_DATA", raising=False)
 
-    def run(command: str, folders: Folders, *arguments: str) -> tuple[int, str, dict[str, Any]]:
+    def run(command: str, folders: Folders, *arguments: str, length: str = "256") -> tuple[int, str, dict[str, Any]]:
         model = ["--model", folders[0], "--draft", folders[1], "--device", "cpu", "--dtype", "float32"]
-        rest = [*model, "--max-model-len", "256", "--output", "o.json", *arguments]
+        rest = [*model, "--max-model-len", length, "--output", "o.json", *arguments]
         done = CliRunner().invoke(cli, ["eval", command, *rest])
         document = json.loads(Path("o.json").read_text()) if Path("o.json").exists() else {}
         return done.exit_code, done.output, document
