@@ -117,7 +117,9 @@ def test_lossless_fails_where_accepted_drafts_are_not_replayed(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
-def test_sampled_answers_are_drawn_from_the_targets_distribution(plant: SimpleNamespace, name: str, tmp_path: Path) -> None:
+def test_sampled_answers_are_drawn_from_the_targets_distribution(
+    plant: SimpleNamespace, name: str, tmp_path: Path
+) -> None:
     plan = Check(plant.questions(4), (3,), replace(plant.asking(), templated=False), mode="sampled", samples=200)
     prompts = [LetterTokenizer()(question.turns[0])["input_ids"] for question in plan.greedy.data.questions]
     head = RecallHead([greedy_text(name, prompt, 8) for prompt in prompts], 0.7)
@@ -153,26 +155,39 @@ def test_gsm8k(saved: Any, evaluate: Any, name: str, tmp_path: Path) -> None:
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
 
 
-@pytest.mark.parametrize("name", CHECKED)
-def test_humaneval(saved: Any, evaluate: Any, name: str, tmp_path: Path) -> None:
-    pytest.importorskip("lm_eval")
-    rows = [
-        {
-            "task_id": f"HumanEval/{i}",
-            "prompt": f"def add{i}(x):\n    ",
-            "canonical_solution": f"return x + {i}\n",
-            "test": f"def check(f):\n    assert f(1) == {i + 1}\n",
-            "entry_point": f"add{i}",
-        }
-        for i in range(3)
-    ]
+@pytest.fixture
+def humaneval_data(tmp_path: Path) -> str:
+    row = {
+        "task_id": "HumanEval/0",
+        "prompt": "def add(x):\n    ",
+        "canonical_solution": "return x + 1\n",
+        "test": "def check(f):\n    assert f(1) == 2\n",
+        "entry_point": "add",
+    }
     (tmp_path / "humaneval").mkdir()
-    (tmp_path / "humaneval" / "HumanEval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    asked = ("--data", str(tmp_path), "--max-new-tokens", "24", "--k", "3", "--confirm-run-unsafe-code")
-    code, text, document = evaluate("humaneval", saved(name), *asked)
+    (tmp_path / "humaneval" / "HumanEval.jsonl").write_text(json.dumps(row) + "\n")
+    return str(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", KINDS)
+def test_humaneval(saved: Any, evaluate: Any, name: str, humaneval_data: str) -> None:
+    """The task asks for 1,024 tokens, and a random model never stops."""
+    pytest.importorskip("lm_eval")
+    asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
+    code, text, document = evaluate("humaneval", saved(name), *asked, length="1152")
     assert code == 0, text
-    assert document["identical"] == {"questions": 3, "identical": 3, "differ": []}
+    assert document["identical"] == {"questions": 1, "identical": 1, "differ": []}
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
+
+
+def test_a_task_that_leaves_no_room_for_a_prompt_is_refused(saved: Any, evaluate: Any, humaneval_data: str) -> None:
+    pytest.importorskip("lm_eval")
+    asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
+    code, text, _ = evaluate("humaneval", saved("mamba2"), *asked)
+    assert code == 1 and "leaves no room for a prompt in max_model_len=256; raise max_model_len" in " ".join(
+        text.split()
+    )
 
 
 @pytest.mark.parametrize("name", CHECKED)
