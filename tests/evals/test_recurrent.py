@@ -185,7 +185,7 @@ def test_a_task_that_leaves_no_room_for_a_prompt_is_refused(saved: Any, evaluate
     pytest.importorskip("lm_eval")
     asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
     code, text, _ = evaluate("humaneval", saved("mamba2"), *asked)
-    assert code == 1 and "leaves no room for a prompt in max_model_len=256; raise max_model_len" in " ".join(
+    assert code == 2 and "leaves no room for a prompt in max_model_len=256; raise max_model_len" in " ".join(
         text.split()
     )
 
