@@ -18,7 +18,13 @@ from attention.recurrence import reference
 from attention.recurrence.registry import Recurrences
 from specdec import SamplingParams
 from specdec.cli.tables import fit_lines, route_rows, size
-from specdec.errors import CacheTooSmallError, RoundFailedError, SpecdecWarning, UnsupportedModelError
+from specdec.errors import (
+    CacheTooSmallError,
+    InvalidInputError,
+    RoundFailedError,
+    SpecdecWarning,
+    UnsupportedModelError,
+)
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
 from specdec.loading.states import check_backend_fits, state_bytes
@@ -82,6 +88,14 @@ def test_batch_invariance_is_refused_by_name() -> None:
         UnsupportedModelError, match=r"Qwen3NextForCausalLM has recurrent layers \(short convolution, gat"
     ):
         check_backend_fits(probe_target(tiny_hybrid("qwen3_next")), backend)
+
+
+def test_a_cache_in_8_bits_is_refused_where_there_is_none_and_changes_nothing_between_drafts_and_none() -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype='fp8': no layer of Mamba2ForCausalLM attends"):
+        wrap(tiny_hybrid("mamba2"), max_model_len=64, kv_cache_dtype="fp8")
+    alone = said(wrap(tiny_hybrid("qwen3_next"), max_model_len=128, kv_cache_dtype="fp8"))
+    head = RecallHead([prompt + tokens for prompt, tokens in zip(PROMPTS, alone, strict=True)], 0.6)
+    assert said(wrap(tiny_hybrid("qwen3_next"), head, kv_cache_dtype="fp8", **OPTIONS)) == alone
 
 
 def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> None:
