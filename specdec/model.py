@@ -39,7 +39,7 @@ from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
-from specdec.loading.states import check_backend_fits, state_bytes, state_runner, uncapturable
+from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_runner, uncapturable
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -335,6 +335,7 @@ class SpeculativeModel:
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
         format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+        check_format_fits(probed, format)
         rows = Rows(
             num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
             max_model_len=length,
