@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
@@ -13,6 +14,9 @@ from specdec.values import short
 _TEMPLATE_ERRORS = (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RuntimeError)
 """A template is a program: jinja's own errors, and what its expressions raise on values they do not expect."""
 
+_MEDIA = re.compile(r"(input_)?(image|video|audio|file)(_url)?")
+"""What a part of a message is called, by its type or by the field that holds it, when it is no text."""
+
 
 def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     """Token ids of a conversation, with a generation prompt.
@@ -21,7 +25,8 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         messages: {"role": str, "content": str, or a list of parts for a template that reads parts}, at least one.
 
     Raises:
-        InvalidInputError: the tokenizer has no template, a message is no message, or the template refuses them.
+        InvalidInputError: the tokenizer has no template, a message is no message or has an image in it, or the template
+            refuses them.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise InvalidInputError("chat messages were given, but the tokenizer has no chat template; give text instead")
@@ -50,4 +55,16 @@ def _check(number: int, message: Any) -> None:
         raise InvalidInputError(
             f"chat message {number} (role {short(role)}) has content={short(content)}; allowed is a str, or a list of "
             "parts (dicts) where the template reads them"
+        )
+    for part in content if parts else ():
+        _check_text(number, part)
+
+
+def _check_text(number: int, part: Mapping[str, Any]) -> None:
+    """Refuse a part that is no text, in the form of transformers ({"type": "image", "url": …}) or of OpenAI."""
+    kind = next((word for word in (part.get("type"), *part) if isinstance(word, str) and _MEDIA.fullmatch(word)), None)
+    if kind is not None:
+        raise InvalidInputError(
+            f"chat message {number} has a part of type {kind!r}; only text is served: leave it out, or use the model's "
+            "own generate (model.hf_model)"
         )
