@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from fakes import TINY, VOCAB, enlarge
-from tests.hybrids import OPTIONS as HYBRIDS
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -17,6 +16,8 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+
+from tests.hybrids import OPTIONS as HYBRIDS
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
 """Token ids that stand for an image and for a video in a prompt."""

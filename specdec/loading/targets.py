@@ -12,7 +12,7 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
-from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.errors import InvalidInputError
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
 from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint

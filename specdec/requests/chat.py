@@ -33,13 +33,46 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     for number, message in enumerate(messages, 1):
         _check(number, message)
     try:
-        ids = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, return_dict=True)
+        given = [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
+        ids = tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=True)
         return list(ids["input_ids"])
     except _TEMPLATE_ERRORS as error:
         raise InvalidInputError(
             f"the chat template refuses these {len(messages)} messages "
             f"({type(error).__name__}: {error}); change the messages, or give text"
         ) from error
+
+
+_PROBE = "Anna"
+_parts_only: dict[str, bool] = {}
+"""What `_reads_parts_only` found, by template."""
+
+
+def _reads_parts_only(tokenizer: Any) -> bool:
+    """Whether a template reads texts in parts and passes over a plain str, as many do of models that read images too.
+
+    (`content | selectattr("type", …)` on a str selects none of its letters: the text disappears without an error.)
+    """
+    template = tokenizer.chat_template
+    if not isinstance(template, str):
+        return False
+    if template not in _parts_only:
+        plain = {"role": "user", "content": _PROBE}
+        _parts_only[template] = not _shows(tokenizer, plain) and _shows(tokenizer, _in_parts(plain))
+    return _parts_only[template]
+
+
+def _shows(tokenizer: Any, message: dict[str, Any]) -> bool:
+    try:
+        return _PROBE in tokenizer.apply_chat_template([message], tokenize=False)
+    except _TEMPLATE_ERRORS:
+        return False
+
+
+def _in_parts(message: Any) -> Any:
+    """A message whose text is a list of one part."""
+    text = message.get("content")
+    return {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else message
 
 
 def _check(number: int, message: Any) -> None:

@@ -1,4 +1,4 @@
-"""Models that read images too, from a folder: their text path says what their own `generate` does, images are refused."""
+"""Models that read images too, from a folder: text comes out as from their own `generate`, images are refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 from fakes import LetterTokenizer, random_prompts
-from tests.hybrids import RecallHead
-from tests.wrappers import IMAGE, TYPES, own_text, write
 
 from specdec import SamplingParams, SpeculativeModel
-
+from tests.hybrids import RecallHead
+from tests.wrappers import TYPES, own_text, write
 
 QUICK = ("qwen2_5_vl", "mistral3", "paligemma")
 NEW = 16
