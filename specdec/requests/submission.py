@@ -13,6 +13,7 @@ from specdec.options import Use
 from specdec.requests.generation_config import check_own_config, eos_ids, sampling_fields
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.token_types import check_token_types
 from specdec.values import short
 
 Params = SamplingParams | GenerationConfig | Sequence[SamplingParams | GenerationConfig] | None
@@ -38,6 +39,7 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
     """
+    check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer)
     found: list[Submission] = []
     for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):

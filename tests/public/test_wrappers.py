@@ -6,11 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import LetterTokenizer, random_prompts
 
 from specdec import SamplingParams, SpeculativeModel
+from specdec.errors import InvalidInputError
+from specdec.loading.heads import target_facts
+from specdec.target.probing import probe_target
 from tests.hybrids import RecallHead
-from tests.wrappers import TYPES, own_text, write
+from tests.wrappers import IMAGE, TYPES, VIDEO, own_text, write
 
 QUICK = ("qwen2_5_vl", "mistral3", "paligemma")
 NEW = 16
@@ -45,3 +49,95 @@ def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
         rounds = [r for c in found for r in c.stats.rounds]
         assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
         assert drafting.generate(prompts[1], PARAMS)[0].token_ids == own[1][37:]
+
+
+def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) -> None:
+    """With a cache for less than three requests, a request is preempted and its text is what it is alone."""
+    wrapper = write("qwen3_vl", tmp_path)
+    prompts = prompts_of([30, 33, 36])
+    own = [own_text(wrapper, prompt, 30) for prompt in prompts]
+    with load(tmp_path, RecallHead(own, 0.6), num_speculative_tokens=3, kv_cache_tokens=132) as model:
+        found = model.generate(prompts, SamplingParams(max_new_tokens=30))
+        assert [c.prompt_token_ids + c.token_ids for c in found] == own
+        assert model.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow)])
+def test_positions_of_an_earlier_image_do_not_reach_later_texts(name: str, tmp_path: Path) -> None:
+    """These models keep `rope_deltas` of the last image that their own `generate` read."""
+    wrapper = write(name, tmp_path)
+    (prompt,) = prompts_of([20])
+    own = own_text(wrapper, prompt, NEW)
+    with load(tmp_path) as model:
+        inner: Any = model.hf_model
+        inner.model.rope_deltas = torch.tensor([[-7]])
+        assert model.generate(prompt, PARAMS)[0].token_ids == own[20:]
+        assert inner.model.rope_deltas.tolist() == [[-7]]
+
+
+def test_images_in_a_prompt_are_refused_by_name(tmp_path: Path) -> None:
+    write("qwen2_5_vl", tmp_path)
+    with load(tmp_path) as model:
+        for mark, field in ((IMAGE, "image_token_id"), (VIDEO, "video_token_id")):
+            message = rf"token id {mark}, which stands for an image, .*\({field} .* at place 2; only text is served"
+            with pytest.raises(InvalidInputError, match=message):
+                model.generate([[1, 2, 3], [4, 5, mark, 6]], PARAMS)
+        ids = torch.tensor([[1, 2, 3]])
+        with pytest.raises(InvalidInputError, match=r"only text is served\); not supported next to them: pixel_values"):
+            model.generate({"input_ids": ids, "pixel_values": torch.zeros(1, 3, 8, 8)}, PARAMS)
+        with pytest.raises(InvalidInputError, match="mm_token_type_ids says that the prompt has an image"):
+            model.generate({"input_ids": ids, "mm_token_type_ids": torch.tensor([[0, 1, 0]])}, PARAMS)
+        plain = model.generate([1, 2, 3], PARAMS)[0].token_ids
+        typed = {"input_ids": ids, "mm_token_type_ids": torch.zeros_like(ids)}
+        assert model.generate(typed, PARAMS)[0].token_ids == plain
+
+
+def test_token_types_by_which_a_model_attends_are_refused(tmp_path: Path) -> None:
+    """PaliGemma reads type 0 in both directions; Gemma 3 reads it causally, and only images in both."""
+    ids, zeros = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4, dtype=torch.long)
+    write("paligemma", tmp_path / "pali")
+    with load(tmp_path / "pali") as model:
+        with pytest.raises(InvalidInputError, match="PaliGemma.* type 0 in both directions.*leave token_type_ids out"):
+            model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)
+        assert len(model.generate({"input_ids": ids}, PARAMS)[0].token_ids) == NEW
+    wrapper = write("gemma3", tmp_path / "gemma")
+    with load(tmp_path / "gemma") as model:
+        typed = model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)[0]
+        assert typed.token_ids == own_text(wrapper, ids[0].tolist(), NEW)[4:]
+        with pytest.raises(InvalidInputError, match="other types than 0"):
+            model.generate([{"input_ids": ids, "token_type_ids": zeros + 1}], PARAMS)
+
+
+def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
+    write("mistral3", tmp_path)
+    with load(tmp_path, max_model_len=None) as model:
+        inner: Any = model.hf_model
+        calls: list[Any] = []
+        inner.model.vision_tower.register_forward_pre_hook(lambda *args: calls.append(args))
+        model.generate(prompts_of([30]), PARAMS)
+        assert not calls
+        assert model.config.max_model_len == 256, "of the text configuration"
+        assert model.describe()["num_layers"] == 4
+
+
+def test_hidden_states_for_heads_are_those_of_the_language_model(tmp_path: Path) -> None:
+    """Inputs of layers for EAGLE-3 heads, and the final norm's output for multi-token-prediction modules."""
+    for name in ("qwen3_vl", "llava"):
+        wrapper = write(name, tmp_path / name)
+        probed = probe_target(wrapper)
+        ids = torch.tensor(prompts_of([9])[0])
+        with torch.no_grad():
+            right = wrapper(ids[None], output_hidden_states=True, use_cache=False).hidden_states
+        text = wrapper.get_decoder()
+        states: list[torch.Tensor] = []
+        hooks = [
+            text.register_forward_hook(lambda module, args, output: states.append(output[0])),
+            probed.layers[2].register_forward_pre_hook(lambda module, args: states.append(args[0])),
+        ]
+        with torch.no_grad():
+            wrapper(ids[None], use_cache=False)
+        for hook in hooks:
+            hook.remove()
+        torch.testing.assert_close(states, [right[2], right[-1]])
+        output: Any = wrapper.get_output_embeddings()
+        assert output.weight.shape == (64, 32) and target_facts(probed).num_layers == 4
