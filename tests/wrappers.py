@@ -1,4 +1,4 @@
-"""Tiny random models that read images too, around a language model: types, folders, and what transformers says."""
+"""Tiny random models that read images or sound too, around a language model: types, folders, and what transformers says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fakes import TINY, VOCAB, enlarge
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
-    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -20,7 +20,7 @@ from transformers import (
 from tests.hybrids import OPTIONS as HYBRIDS
 
 IMAGE, VIDEO = VOCAB - 1, VOCAB - 2
-"""Token ids that stand for an image and for a video in a prompt."""
+"""Token ids that stand for an image and for a video (or sound) in a prompt."""
 TEXT: dict[str, Any] = {**TINY, "max_position_embeddings": 256, "tie_word_embeddings": False}
 _MOE: dict[str, Any] = {
     "num_experts": 4,
@@ -50,7 +50,7 @@ _MLA: dict[str, Any] = {
     "v_head_dim": 16,
     "n_shared_experts": 1,
 }
-_VISION: dict[str, Any] = {
+TOWER: dict[str, Any] = {
     "hidden_size": 32,
     "embed_dim": 32,
     "intermediate_size": 32,
@@ -86,27 +86,28 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "cohere2_vision": ("cohere2", _WINDOW, {}),
     "aria": ("aria_text", {"moe_num_experts": 4, "moe_topk": 2}, {}),
     "kimi_k25": ("deepseek_v3", _MLA, {}),
+    "voxtral": ("llama", {}, {"num_mel_bins": 8, "max_source_positions": 8}),
     "lfm2_vl": ("lfm2", HYBRIDS["lfm2"], {}),
 }
-"""Type of the wrapper -> type of its text configuration, fields beside `TEXT`, fields beside `_VISION`."""
+"""Type of the wrapper -> type of its text configuration, fields beside `TEXT`, fields beside `TOWER`."""
 TYPES = tuple(name for name in WRAPPERS if name in CONFIG_MAPPING)
 """Those of them that the installed transformers has."""
 
 
 def tiny_config(name: str, **changes: Any) -> Any:
     """The configuration of a tiny wrapper; `changes`: of its text configuration."""
-    kind, text, vision = WRAPPERS[name]
+    kind, text, tower = WRAPPERS[name]
     plain: Any = AutoConfig.for_model(name)
-    vision_type = plain.vision_config.model_type
+    part = "vision_config" if hasattr(plain, "vision_config") else "audio_config"
     config = type(plain)(
         text_config={**TEXT, **text, **changes, "model_type": kind},
-        vision_config={**_VISION, **vision, "model_type": vision_type},
+        **{part: {**TOWER, **tower, "model_type": getattr(plain, part).model_type}},
         tie_word_embeddings=False,
     )
     for field in vars(config):
         if field in ("image_token_id", "image_token_index"):
             setattr(config, field, IMAGE)
-        elif field in ("video_token_id", "video_token_index"):
+        elif field in ("video_token_id", "video_token_index", "audio_token_id"):
             setattr(config, field, VIDEO)
     return config
 
@@ -114,7 +115,7 @@ def tiny_config(name: str, **changes: Any) -> Any:
 def tiny_wrapper(config: PreTrainedConfig) -> PreTrainedModel:
     """A random model of a configuration."""
     torch.manual_seed(0)
-    model: PreTrainedModel = AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    model: PreTrainedModel = AutoModelForMultimodalLM.from_config(config, attn_implementation="eager").eval()
     enlarge(model.requires_grad_(False))
     model.generation_config = GenerationConfig()
     return model

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from fakes import LetterTokenizer, random_prompts
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
+import specdec
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import InvalidInputError
+from specdec.cli.main import main
+from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading.heads import target_facts
 from specdec.target.probing import probe_target
 from tests.hybrids import RecallHead
-from tests.wrappers import IMAGE, TYPES, VIDEO, own_text, write
+from tests.wrappers import IMAGE, TEXT, TOWER, TYPES, VIDEO, model_of, own_text, tiny_config, tiny_wrapper, write
 
 QUICK = ("qwen2_5_vl", "mistral3", "paligemma")
 NEW = 16
@@ -141,3 +148,83 @@ def test_hidden_states_for_heads_are_those_of_the_language_model(tmp_path: Path)
         torch.testing.assert_close(states, [right[2], right[-1]])
         output: Any = wrapper.get_output_embeddings()
         assert output.weight.shape == (64, 32) and target_facts(probed).num_layers == 4
+
+
+BLIP: dict[str, Any] = {"text_config": {**TEXT, "encoder_hidden_size": 32}, "vision_config": TOWER}
+REFUSED: dict[str, tuple[dict[str, Any], type[SpecdecError], str]] = {
+    "blip": (BLIP, UnsupportedModelError, "Blip.* does not read text alone: .* 'pixel_values'"),
+    "t5gemma2": ({}, ModelLoadError, "'t5gemma2' is an encoder and a decoder"),
+    "florence2": ({}, ModelLoadError, "'florence2' is an encoder and a decoder"),
+    "siglip": ({}, ModelLoadError, "'siglip' is no such model"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_language_model_over_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    options, kind, reason = REFUSED[name]
+    config = AutoConfig.for_model(name, **options)
+    if kind is UnsupportedModelError:
+        tiny_wrapper(config).save_pretrained(tmp_path)
+    else:
+        config.save_pretrained(tmp_path)
+    with pytest.raises(kind, match=reason):
+        load(tmp_path)
+
+
+def test_the_generation_config_of_a_wrapper_applies(tmp_path: Path) -> None:
+    wrapper = copy.deepcopy(model_of("llava"))
+    (prompt,) = prompts_of([12])
+    text = own_text(wrapper, prompt, NEW)
+    wrapper.generation_config = GenerationConfig(eos_token_id=[text[15]], pad_token_id=0)
+    wrapper.save_pretrained(tmp_path)
+    with load(tmp_path) as model:
+        found = model.generate(prompt, PARAMS)[0]
+        assert prompt + found.token_ids == own_text(wrapper, prompt, NEW) and len(found.token_ids) < NEW
+    wrapper.generation_config = GenerationConfig(repetition_penalty=1.5)
+    wrapper.save_pretrained(tmp_path)
+    with load(tmp_path) as model, pytest.raises(InvalidInputError, match=r"repetition_penalty=1\.5"):
+        model.generate(prompt, PARAMS)
+
+
+PARTS = (
+    "{% for m in messages %}{{ m['role'] }}: "
+    "{% for c in m['content'] | selectattr('type', 'equalto', 'text') %}{{ c['text'] }}{% endfor %}\n{% endfor %}"
+)
+
+
+def test_tokenizer_and_chat_template_are_read_from_a_processor_s_folder(tmp_path: Path) -> None:
+    """The template in the processor's own file, and made for messages in parts: plain texts reach it all the same."""
+    write_chatty(tmp_path)
+    chat = [{"role": "user", "content": "Anna has eggs."}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "Anna has eggs."}]}]
+    with load(tmp_path, tokenizer=None) as model:
+        plain, in_parts = (model.generate(given, PARAMS)[0] for given in (chat, parts))
+        assert plain.prompt_token_ids == in_parts.prompt_token_ids
+        assert "user: Anna has eggs." in model.tokenizer.decode(plain.prompt_token_ids)
+        with pytest.raises(InvalidInputError, match="chat message 1 has a part of type 'image'; only text is served"):
+            model.generate([{"role": "user", "content": [{"type": "image"}, *parts[0]["content"]]}], PARAMS)
+
+
+def write_chatty(folder: Path) -> None:
+    """A wrapper with the files of a processor: a built-in tokenizer, and an older template file."""
+    builtin = Path(specdec.__file__).parent / "models" / "gsm-llama"
+    vocabulary = len(AutoTokenizer.from_pretrained(builtin))
+    tiny_wrapper(tiny_config("llava", vocab_size=vocabulary)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(builtin / name, folder)
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": PARTS}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({"image_processor_type": "CLIPImageProcessor"}))
+    (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
+
+
+def test_the_command_line_inspects_a_wrapper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_chatty(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["specdec", "inspect", "--model", str(tmp_path), "--device", "cpu", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["architecture"] == "LlavaForConditionalGeneration" and facts["num_layers"] == 4
+    assert facts["refused_tokens"] == {"image_token_index": IMAGE}
