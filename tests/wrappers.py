@@ -1,4 +1,4 @@
-"""Tiny random models that read images or sound too, around a language model: types, folders, and what transformers says."""
+"""Tiny random models that read images or sound too, around a language model, and what transformers says of them."""
 
 from __future__ import annotations
 

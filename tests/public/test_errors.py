@@ -377,7 +377,7 @@ CHATS: dict[str, tuple[list[Any], str]] = {
     "a later one": ([{"role": "user", "content": "a"}, {"role": "user", "content": b"b"}], "chat message 2 .*b'b'"),
     "parts that it cannot read": ([{"role": "user", "content": [{"type": "thought"}]}], "the chat template refuses"),
     "an image": (
-        [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}],
+        [{"role": "user", "content": [{"type": "image", "url": "a"}]}],
         "chat message 1 .*'image'; only text",
     ),
     "an image's address": (

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import LetterTokenizer, random_prompts
+from fakes import LetterTokenizer, random_prompts, wrap
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
 import specdec
+from drafters.base import FINAL_NORM
 from specdec import SamplingParams, SpeculativeModel
 from specdec.cli.main import main
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
@@ -104,7 +105,7 @@ def test_token_types_by_which_a_model_attends_are_refused(tmp_path: Path) -> Non
     ids, zeros = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4, dtype=torch.long)
     write("paligemma", tmp_path / "pali")
     with load(tmp_path / "pali") as model:
-        with pytest.raises(InvalidInputError, match="PaliGemma.* type 0 in both directions.*leave token_type_ids out"):
+        with pytest.raises(InvalidInputError, match=r"PaliGemma.* type 0 in both directions.*leave token_type_ids out"):
             model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)
         assert len(model.generate({"input_ids": ids}, PARAMS)[0].token_ids) == NEW
     wrapper = write("gemma3", tmp_path / "gemma")
@@ -127,27 +128,26 @@ def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
         assert model.describe()["num_layers"] == 4
 
 
-def test_hidden_states_for_heads_are_those_of_the_language_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
+def test_hidden_states_for_heads_are_those_of_the_language_model(name: str) -> None:
     """Inputs of layers for EAGLE-3 heads, and the final norm's output for multi-token-prediction modules."""
-    for name in ("qwen3_vl", "llava"):
-        wrapper = write(name, tmp_path / name)
-        probed = probe_target(wrapper)
-        ids = torch.tensor(prompts_of([9])[0])
-        with torch.no_grad():
-            right = wrapper(ids[None], output_hidden_states=True, use_cache=False).hidden_states
-        text = wrapper.get_decoder()
-        states: list[torch.Tensor] = []
-        hooks = [
-            text.register_forward_hook(lambda module, args, output: states.append(output[0])),
-            probed.layers[2].register_forward_pre_hook(lambda module, args: states.append(args[0])),
-        ]
-        with torch.no_grad():
-            wrapper(ids[None], use_cache=False)
-        for hook in hooks:
-            hook.remove()
-        torch.testing.assert_close(states, [right[2], right[-1]])
-        output: Any = wrapper.get_output_embeddings()
-        assert output.weight.shape == (64, 32) and target_facts(probed).num_layers == 4
+    wrapper = copy.deepcopy(model_of(name))
+    prompt = prompts_of([9])
+    with torch.no_grad():
+        right = wrapper(torch.tensor(prompt), output_hidden_states=True, use_cache=False).hidden_states
+    head = RecallHead([own_text(wrapper, prompt[0], 1)], 1.0)
+    head.aux_layers = (0, 2, FINAL_NORM)
+    seen: list[torch.Tensor] = []
+    fuse = head.fuse
+    head.fuse = lambda states: (seen.append(states.clone()), fuse(states))[1]  # type: ignore[method-assign]
+    with wrap(wrapper, head, num_speculative_tokens=1, max_model_len=64) as model:
+        seen.clear()
+        model.generate(prompt, SamplingParams(max_new_tokens=4))
+    states = seen[0][:9].split(32, dim=-1)
+    for found, layer in zip(states, (0, 2, -1), strict=True):
+        torch.testing.assert_close(found, right[layer][0])
+    facts, last = target_facts(probe_target(wrapper)), wrapper.get_output_embeddings()
+    assert facts.num_layers == 4 and facts.lm_head is last.weight and facts.embedding.shape == (64, 32)
 
 
 BLIP: dict[str, Any] = {"text_config": {**TEXT, "encoder_hidden_size": 32}, "vision_config": TOWER}
