@@ -77,7 +77,7 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "internvl": ("qwen3", {}, {"image_size": [16, 16], "patch_size": [8, 8]}),
     "glm4v": ("glm4v_text", _HALF_MROPE, {}),
     "glm4v_moe": ("glm4v_moe_text", {**_HALF_MROPE, **_MOE}, {}),
-    "paligemma": ("gemma2", _WINDOW, {"projection_dim": 32}),
+    "paligemma": ("gemma", {}, {"projection_dim": 32}),
     "smolvlm": ("llama", {}, {}),
     "idefics2": ("mistral", {}, {}),
     "idefics3": ("llama", {}, {}),
@@ -90,8 +90,8 @@ WRAPPERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "lfm2_vl": ("lfm2", HYBRIDS["lfm2"], {}),
 }
 """Type of the wrapper -> type of its text configuration, fields beside `TEXT`, fields beside `TOWER`."""
-TYPES = tuple(name for name in WRAPPERS if name in CONFIG_MAPPING)
-"""Those of them that the installed transformers has."""
+TYPES = tuple(name for name in WRAPPERS if name in CONFIG_MAPPING and name != "paligemma")
+"""Those of them that the installed transformers has and that are served: PaliGemma's prompts are read both ways."""
 
 
 def tiny_config(name: str, **changes: Any) -> Any:

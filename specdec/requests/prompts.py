@@ -16,7 +16,7 @@ Prompts = Any
 _KINDS = "a str, a list of token ids, a list of chat messages, or a list of these; or a tensor, array or BatchEncoding"
 _BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
 """Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to most causal models
-(to the others, see `token_types`)."""
+(for the rest see `submission`)."""
 _MEDIA_TYPES = "mm_token_type_ids"
 """What a processor gives beside the ids: 0 for text, others for images, videos and sound."""
 _MASK_HINT = (

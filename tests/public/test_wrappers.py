@@ -22,9 +22,21 @@ from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, Unsu
 from specdec.loading.heads import target_facts
 from specdec.target.probing import probe_target
 from tests.hybrids import RecallHead
-from tests.wrappers import IMAGE, TEXT, TOWER, TYPES, VIDEO, model_of, own_text, tiny_config, tiny_wrapper, write
+from tests.wrappers import (
+    IMAGE,
+    TEXT,
+    TOWER,
+    TYPES,
+    VIDEO,
+    WRAPPERS,
+    model_of,
+    own_text,
+    tiny_config,
+    tiny_wrapper,
+    write,
+)
 
-QUICK = ("qwen2_5_vl", "mistral3", "paligemma")
+QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
 NEW = 16
 PARAMS = SamplingParams(max_new_tokens=NEW)
 
@@ -100,20 +112,19 @@ def test_images_in_a_prompt_are_refused_by_name(tmp_path: Path) -> None:
         assert model.generate(typed, PARAMS)[0].token_ids == plain
 
 
-def test_token_types_by_which_a_model_attends_are_refused(tmp_path: Path) -> None:
-    """PaliGemma reads type 0 in both directions; Gemma 3 reads it causally, and only images in both."""
+def test_token_types_that_a_model_reads_are_refused(tmp_path: Path) -> None:
+    """Gemma 3 reads type 0 causally, and images (type 1) in both directions."""
     ids, zeros = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4, dtype=torch.long)
-    write("paligemma", tmp_path / "pali")
-    with load(tmp_path / "pali") as model:
-        with pytest.raises(InvalidInputError, match=r"PaliGemma.* type 0 in both directions.*leave token_type_ids out"):
-            model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)
-        assert len(model.generate({"input_ids": ids}, PARAMS)[0].token_ids) == NEW
-    wrapper = write("gemma3", tmp_path / "gemma")
-    with load(tmp_path / "gemma") as model:
+    wrapper = write("gemma3", tmp_path)
+    with load(tmp_path) as model:
         typed = model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)[0]
         assert typed.token_ids == own_text(wrapper, ids[0].tolist(), NEW)[4:]
-        with pytest.raises(InvalidInputError, match="other types than 0"):
-            model.generate([{"input_ids": ids, "token_type_ids": zeros + 1}], PARAMS)
+        for given in (
+            {"input_ids": ids, "token_type_ids": zeros + 1},
+            [{"input_ids": ids, "token_type_ids": [[0, 1]]}],
+        ):
+            with pytest.raises(InvalidInputError, match="Gemma3.* reads them .*only text of type 0 is served"):
+                model.generate(given, PARAMS)
 
 
 def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
@@ -152,6 +163,7 @@ def test_hidden_states_for_heads_are_those_of_the_language_model(name: str) -> N
 
 BLIP: dict[str, Any] = {"text_config": {**TEXT, "encoder_hidden_size": 32}, "vision_config": TOWER}
 REFUSED: dict[str, tuple[dict[str, Any], type[SpecdecError], str]] = {
+    "paligemma": ({}, UnsupportedModelError, r"PaliGemma.*attends in both directions \(is_causal=False\)"),
     "blip": (BLIP, UnsupportedModelError, "Blip.* does not read text alone: .* 'pixel_values'"),
     "t5gemma2": ({}, ModelLoadError, "'t5gemma2' is an encoder and a decoder"),
     "florence2": ({}, ModelLoadError, "'florence2' is an encoder and a decoder"),
@@ -162,7 +174,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[SpecdecError], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_language_model_over_text_is_refused_by_name(name: str, tmp_path: Path) -> None:
     options, kind, reason = REFUSED[name]
-    config = AutoConfig.for_model(name, **options)
+    config = tiny_config(name) if name in WRAPPERS else AutoConfig.for_model(name, **options)
     if kind is UnsupportedModelError:
         tiny_wrapper(config).save_pretrained(tmp_path)
     else:
