@@ -63,6 +63,7 @@ def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     with load(tmp_path) as plain:
         assert [c.prompt_token_ids + c.token_ids for c in plain.generate(prompts, PARAMS)] == own
         assert plain.describe()["twin"].startswith("exact")
+        assert own_text(plain.hf_model, prompts[1], NEW) == own[1], "by the attention that transformers chooses itself"
     with load(tmp_path, RecallHead(own, 0.6), num_speculative_tokens=3) as drafting:
         found = drafting.generate(prompts, PARAMS)
         assert [c.prompt_token_ids + c.token_ids for c in found] == own
@@ -119,11 +120,9 @@ def test_token_types_that_a_model_reads_are_refused(tmp_path: Path) -> None:
     with load(tmp_path) as model:
         typed = model.generate({"input_ids": ids, "token_type_ids": zeros}, PARAMS)[0]
         assert typed.token_ids == own_text(wrapper, ids[0].tolist(), NEW)[4:]
-        for given in (
-            {"input_ids": ids, "token_type_ids": zeros + 1},
-            [{"input_ids": ids, "token_type_ids": [[0, 1]]}],
-        ):
-            with pytest.raises(InvalidInputError, match="Gemma3.* reads them .*only text of type 0 is served"):
+        image = {"input_ids": ids, "token_type_ids": zeros + 1}
+        for given in (image, [image]):
+            with pytest.raises(InvalidInputError, match=r"Gemma3.* reads them .*only text of type 0 is served"):
                 model.generate(given, PARAMS)
 
 
