@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks.md"
 Line = dict[str, Any]
@@ -60,7 +62,7 @@ def rounds(lines: list[Line]) -> list[list[str]]:
             f"{line['floor_ms']:.2f}",
             f"{line['step_ms_median'] / line['floor_ms']:.2f}",
             f"{line['tokens_per_s']:,.0f}",
-            _percent(line.get("by_events", {}).get("exposed_host_share")),
+            percent(line.get("by_events", {}).get("exposed_host_share")),
             line.get("plan_from", "host"),
         ]
         for line in lines
@@ -69,7 +71,7 @@ def rounds(lines: list[Line]) -> list[list[str]]:
 
 def _kind(line: Line) -> str:
     """What is sampled of a round's rows, and whether its logits are sharp."""
-    greedy = f", {_percent(line['greedy_share'])} greedy" if line.get("greedy_share") else ""
+    greedy = f", {percent(line['greedy_share'])} greedy" if line.get("greedy_share") else ""
     nats = f", {line['entropy']:g} nat" if line.get("entropy") else ""
     return f" sampled{greedy}{nats}" if line.get("sampled") else nats
 
@@ -121,7 +123,7 @@ def kernels(lines: list[Line]) -> list[list[str]]:
     ):
         same = sorted(group, key=lambda line: line["run_us"])
         runs = ", ".join(f"{line['route']} {line['run_us']:.1f}" for line in same)
-        table.append([kind, str(rows), str(query), str(context), cache, runs, _short(same[0].get("floor_us"))])
+        table.append([kind, str(rows), str(query), str(context), cache, runs, short(same[0].get("floor_us"))])
     return table
 
 
@@ -232,7 +234,7 @@ def draft_samplings(documents: list[Line]) -> list[list[str]]:
     for document in documents:
         common = [str(document["questions"]), str(document["drafts"])]
         for line in document["lines"]:
-            setting = [_short(line["temperature"]), _short(line["top_p"]), line["draft_sampling"]]
+            setting = [short(line["temperature"]), short(line["top_p"]), line["draft_sampling"]]
             table.append([*common, *setting, f"{line['tau']:.3f}", f"{line['low']:.2f}-{line['high']:.2f}"])
     return table
 
@@ -268,38 +270,7 @@ def sweep(document: Line) -> list[list[str]]:
 def plain(lines: list[Line]) -> list[list[str]]:
     """Any other line: what it measured, name by name."""
     values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
-    return [["", ""]] + [[key, _short(value)] for key, value in values]
-
-
-def acceptance(document: Line) -> list[list[str]]:
-    """`specdec eval acceptance`: one row per configuration."""
-    table = [["configuration", "questions", "τ (95 %)", "acceptance rate", "speed-up", "identical to the target alone"]]
-    for arm in document["arms"]:
-        metrics, timing = arm["metrics"], arm.get("timing") or {}
-        tau, rate, same = metrics.get("tau"), metrics.get("acceptance_rate"), arm.get("identical_to_target_alone")
-        table.append(
-            [
-                arm["name"],
-                str(arm["questions"]),
-                f"{tau['estimate']:.2f} ({tau['low']:.2f} – {tau['high']:.2f})" if tau else "",
-                _percent(rate["estimate"] if rate else None),
-                f"{timing['speedup']['estimate']:.2f}" if timing.get("speedup") else "",
-                f"{same['identical']} of {same['questions']}" if same else "",
-            ]
-        )
-    return table
-
-
-def lossless(document: Line) -> list[list[str]]:
-    """`specdec eval lossless`: greedy identity and the distribution of sampled tokens."""
-    table = [["check", "configuration", "size", "result", "passed"]]
-    for arm in document["greedy"]["arms"]:
-        result = f"{arm['identical']} identical, {arm['near_ties']} near ties, {arm['defects']} defects"
-        table.append(["greedy", arm["name"], f"{arm['questions']} questions", result, _short(arm["passed"])])
-    for arm in document["sampled"]["arms"]:
-        result = f"p = {arm['p_value']:.3f}, {arm['degrees']} degrees of freedom, finds {arm['detectable']:.3f}"
-        table.append(["sampled", arm["arm"], f"{arm['samples']} samples", result, _short(arm["passed"])])
-    return table
+    return [["", ""]] + [[key, short(value)] for key, value in values]
 
 
 _PROVENANCE = (
@@ -321,10 +292,6 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "start": starts,
 }
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
-_DOCUMENTS: dict[str, Callable[[Line], list[list[str]]]] = {
-    "specdec.acceptance": acceptance,
-    "specdec.lossless": lossless,
-}
 
 
 def page(results: Path = RESULTS) -> str:
@@ -338,15 +305,8 @@ def section(path: Path) -> str:
     text = path.read_text("utf-8")
     whole = json.loads(text) if path.suffix == ".json" else {}
     if "schema" in whole:
-        made = _DOCUMENTS.get(whole["schema"])
-        settings = whole["provenance"]["settings"]
-        versions = whole["provenance"].get("versions") or settings["versions"]
-        models = settings["models"].values()
-        where = ", ".join(f"{model['target']} on {model['device']}, {model['dtype']}" for model in models)
-        facts = (
-            f"{where}; {settings['data']['name']}; torch {versions['torch']}, transformers {versions['transformers']}"
-        )
-        return f"## {path.name}\n\n{facts}\n\n{_table(made(whole) if made else plain([whole]))}"
+        made = DOCUMENTS.get(whole["schema"])
+        return f"## {path.name}\n\n{measured_by(whole)}\n\n{_table(made(whole) if made else plain([whole]))}"
     whole |= whole.get("provenance", {}) if whole.get("benchmark") else {}
     if whole.get("benchmark") == "sweep":
         return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(sweep(whole))}"
@@ -367,22 +327,6 @@ def _measured_on(line: Line) -> str:
 
 def _kernel_case(line: Line) -> tuple[str, int, int, int, str]:
     return line["kind"], line["rows"], line["query"], line["context"], line["cache"]
-
-
-def _percent(share: float | None) -> str:
-    return "" if share is None else f"{share:.1%}"
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, list):
-        return ", ".join(map(_short, value))
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_short(item)}" for key, item in value.items())
-    return "" if value is None else str(value)
 
 
 def _table(rows: Iterable[list[str]]) -> str:

@@ -24,7 +24,19 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
 from attention.kernels.ssd_tokens import SsdRing, taken_in
 
-_MOST_P, _WARPS = 64, 8
+_MOST_P = 64
+
+
+def warps_of(block_p: int, width: int) -> int:
+    """Warps of a program that holds so many rows and columns of a state.
+
+    Eight only for a tile as large as 64 x 128: of a small one Triton 3.6 compiles a float32 sum among eight warps that
+    reads shared memory which is not there (compute-sanitizer on an H200, 16 x 16).
+
+    >>> warps_of(64, 128), warps_of(16, 16)
+    (8, 4)
+    """
+    return 8 if block_p * width >= 8192 else 4
 
 
 @triton.jit(do_not_specialize=["least_tokens"])
@@ -189,7 +201,7 @@ def launch_ssd_chunks(
         HAS_D=D is not None,
         PRECISION=precision_of(x.dtype),
         CHUNK=CHUNK,
-        num_warps=_WARPS,
+        num_warps=warps_of(block_p, width),
         num_stages=stages(x.device, width),
         **dependent_launch(x.device),
     )
