@@ -33,14 +33,20 @@ def chat_ids(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     for number, message in enumerate(messages, 1):
         _check(number, message)
     try:
-        given = [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
-        ids = tokenizer.apply_chat_template(given, add_generation_prompt=True, return_dict=True)
+        ids = tokenizer.apply_chat_template(
+            for_template(messages, tokenizer), add_generation_prompt=True, return_dict=True
+        )
         return list(ids["input_ids"])
     except _TEMPLATE_ERRORS as error:
         raise InvalidInputError(
             f"the chat template refuses these {len(messages)} messages "
             f"({type(error).__name__}: {error}); change the messages, or give text"
         ) from error
+
+
+def for_template(messages: Sequence[Any], tokenizer: Any) -> list[Any]:
+    """The messages as the tokenizer's template reads them: texts in parts where it passes over a plain str."""
+    return [_in_parts(message) for message in messages] if _reads_parts_only(tokenizer) else list(messages)
 
 
 _PROBE = "Anna"

@@ -216,6 +216,23 @@ def test_tokenizer_and_chat_template_are_read_from_a_processor_s_folder(tmp_path
             model.generate([{"role": "user", "content": [{"type": "image"}, *parts[0]["content"]]}], PARAMS)
 
 
+def test_lm_eval_asks_a_wrapper_from_a_folder(tmp_path: Path) -> None:
+    """Its chats go through the same template, texts in parts."""
+    pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
+    from evals.accuracy.lm_eval_model import EngineLM
+    from evals.runs.runner import Configuration
+
+    write_chatty(tmp_path)
+    with load(tmp_path, tokenizer=None) as model:
+        lm = EngineLM(model, Configuration("x", 0), max_gen_toks=NEW)
+        prompt = lm.apply_chat_template([{"role": "user", "content": "Anna has eggs."}])
+        assert "user: Anna has eggs." in prompt
+        (answer,) = lm.generate_until([Instance("generate_until", {}, (prompt, {"until": []}), 0)])
+        assert answer == model.generate(prompt, PARAMS)[0].text
+
+
 def write_chatty(folder: Path) -> None:
     """A wrapper with the files of a processor: a built-in tokenizer, and an older template file."""
     builtin = Path(specdec.__file__).parent / "models" / "gsm-llama"
