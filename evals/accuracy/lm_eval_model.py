@@ -30,6 +30,7 @@ from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
+from specdec.requests.chat import for_template
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats, RoundRecord, pool
 
@@ -101,7 +102,7 @@ class EngineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            chat_history,
+            for_template(chat_history, self.tokenizer),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,

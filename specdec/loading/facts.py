@@ -73,6 +73,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
+        "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,

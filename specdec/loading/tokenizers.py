@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.values import short
+
+_TEMPLATE_FILE = "chat_template.json"
 
 
 def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
@@ -53,7 +57,20 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
-        return AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        if getattr(tokenizer, "chat_template", None) is None:
+            tokenizer.chat_template = _processor_template(checkpoint)
+    return tokenizer
+
+
+def _processor_template(checkpoint: Checkpoint) -> str | None:
+    """The chat template that older checkpoints keep for their processor alone, or None."""
+    options = {"revision": checkpoint.revision, "local_files_only": checkpoint.local_files_only}
+    file = cached_file(checkpoint.path, _TEMPLATE_FILE, **options, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    return template if isinstance(template, str) else None
 
 
 def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:

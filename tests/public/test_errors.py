@@ -375,7 +375,19 @@ CHATS: dict[str, tuple[list[Any], str]] = {
     "no content": ([{"role": "user"}], "chat message 1 .* has content=None"),
     "a number as content": ([{"role": "user", "content": 3}], "chat message 1 .* has content=3"),
     "a later one": ([{"role": "user", "content": "a"}, {"role": "user", "content": b"b"}], "chat message 2 .*b'b'"),
-    "parts that it cannot read": ([{"role": "user", "content": [{"type": "image"}]}], "the chat template refuses"),
+    "parts that it cannot read": ([{"role": "user", "content": [{"type": "thought"}]}], "the chat template refuses"),
+    "an image": (
+        [{"role": "user", "content": [{"type": "image", "url": "a"}]}],
+        "chat message 1 .*'image'; only text",
+    ),
+    "an image's address": (
+        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        "chat message 2 has a part of type 'image_url'; only text is served",
+    ),
+    "a video without a type": (
+        [{"role": "user", "content": [{"video": "a.mp4"}]}],
+        "type 'video'; only text is served",
+    ),
 }
 
 
