@@ -46,4 +46,4 @@ def test_graphs_give_the_text_of_the_wrapper(name: str, drafts: int, tmp_path: P
             assert model.graphs.startswith("on" if graphs else "off")
             assert model.describe()["twin"].startswith("exact")
             texts.append([c.token_ids for c in model.generate(prompts, SamplingParams(max_new_tokens=NEW))])
-    assert agreement(*texts) >= 0.5  # in half precision a tie may part two texts
+    assert agreement(*texts) >= 0.8  # in half precision a tie may part two texts
