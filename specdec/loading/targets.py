@@ -13,9 +13,10 @@ from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
 from specdec.errors import InvalidInputError
+from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import Checkpoint, Merge, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
@@ -55,6 +56,8 @@ def load_target(
             )
         model, info = loaded
         check_complete(checkpoint.name, model, info)
+    if checkpoint.adapter is not None:
+        model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
     placed: PreTrainedModel = model.to(device).eval()
     return placed
@@ -102,20 +105,26 @@ def open_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     on_config: OnConfig | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: Merge = "auto",
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
+    Args:
+        adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
+
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
-        UnsupportedModelError: a loaded model that is no causal language model.
+        UnsupportedModelError: a loaded model that is no causal language model, or an adapter that is not supported.
         InvalidInputError: an object that is no model, an option for a model that is loaded already, or a model in
             training mode.
     """
+    target = unwrapped(target)
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
-        checkpoint = find_checkpoint(target, revision, trust_remote_code)
+        checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
         model = load_target(checkpoint, kind, place, on_config)
         check_loaded_target(model)
         return model, checkpoint
@@ -123,6 +132,11 @@ def open_target(
         raise InvalidInputError(
             f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
             f"{target.device}); move it with model.to(…) before"
+        )
+    if adapter is not None or merge_adapter != "auto":
+        raise InvalidInputError(
+            f"adapter={short(adapter)}, merge_adapter={merge_adapter!r}: the model is loaded already; give "
+            "peft.PeftModel.from_pretrained(model, adapter) as the target, or what its merge_and_unload() returns"
         )
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")

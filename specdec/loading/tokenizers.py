@@ -30,7 +30,7 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     if tokenizer is None:
         if checkpoint is None:
             raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
-        return load_tokenizer(checkpoint)
+        return load_tokenizer(_with_own_files(checkpoint))
     lacking = [name for name in ("__call__", "decode") if not callable(getattr(tokenizer, name, None))]
     if lacking or isinstance(tokenizer, type):
         missing = "it is a class" if isinstance(tokenizer, type) else f"it lacks {' and '.join(lacking)}"
@@ -39,6 +39,14 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
             "hub name of one"
         )
     return tokenizer
+
+
+def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
+    """Where the tokenizer lies: in the adapter's folder when one was saved there (its chat template may be another)."""
+    adapter = checkpoint.adapter
+    if adapter is not None and (Path(adapter.checkpoint.path) / "tokenizer_config.json").is_file():
+        return adapter.checkpoint
+    return checkpoint
 
 
 def load_tokenizer(name: str | Path | Checkpoint) -> Any:
