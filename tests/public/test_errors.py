@@ -500,7 +500,7 @@ def test_a_cached_model_needs_no_network(network: str, silent: str, saved: Path,
     cached(tmp_path, "some/model", saved)
     said, seconds = in_a_process(silent if network == "silent" else "http://127.0.0.1:9", tmp_path, "some/model")
     assert f"LOADED {hf_greedy([1, 2, 3], 4)}" in said, said
-    assert seconds < 20  # on a busy machine; asking a silent hub for every file takes minutes
+    assert seconds < 60  # on a busy machine; asking a silent hub for every file takes minutes
 
 
 def test_no_warning_of_ours_where_nothing_is_wrong(saved: Path) -> None:

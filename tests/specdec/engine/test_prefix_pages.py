@@ -207,7 +207,10 @@ class Traffic:
         config = EngineConfig(K, LONGEST, ROWS, 48, SIZE, pages, **options)
         self.device = HashDevice(config, modules, graphs)
         target: Any = SimpleNamespace(
-            hf_model=SimpleNamespace(device=torch.device("cpu")), num_embeddings=VOCAB, vocab_size=VOCAB
+            hf_model=SimpleNamespace(device=torch.device("cpu")),
+            num_embeddings=VOCAB,
+            vocab_size=VOCAB,
+            placeholders={},
         )
         drafter: Any = SimpleNamespace(head=None, loop=SimpleNamespace(num_modules=modules, num_following=modules))
         self.engine = Engine(target, drafter, LetterTokenizer(), config, (), self.device)  # type: ignore[arg-type]
