@@ -52,6 +52,8 @@ def load_target(
                 dtype=dtype,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # reported by name in check_complete
+                # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
+                adapter_kwargs={"local_files_only": checkpoint.local_files_only},
                 **checkpoint.options,
             )
         model, info = loaded
