@@ -27,6 +27,7 @@ from typing import Any
 import click
 import torch
 
+from attention.recurrence.rows import StateRows
 from attention.spec import AttentionSpec
 from benchmarks.bench_backends import Place, Rates, device_us, measured_rates
 from benchmarks.document import provenance
@@ -50,19 +51,6 @@ class Shape:
 
 FULL = Shape("qwen3.5-9b, nemotron-h-8b", (16, 32, 128, 128), (128, 64, 8, 128), (8192, 4))
 SMALL = Shape("small", (1, 2, 16, 16), (2, 16, 1, 16), (32, 4))
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of a launch: see `attention.kernels.recurrent.Rows`."""
-
-    query_start_loc: torch.Tensor
-    slots: torch.Tensor
-    start: torch.Tensor
-    replay: torch.Tensor
-    num_new: torch.Tensor
-    max_query_len: int
-    max_replay: int
 
 
 @dataclass(frozen=True)
@@ -103,13 +91,13 @@ class Work:
         """Prompts from their first token on, of an engine with K=3."""
         return cls(rows, tokens, tokens, 0, 7)
 
-    def on(self, device: torch.device) -> Rows:
+    def on(self, device: torch.device) -> StateRows:
         """The rows on a device; a round's begin at position 100."""
         start = 100 if self.replay or self.new < self.tokens or self.tokens == 1 else 0
         full = [torch.full((self.rows,), x, dtype=torch.int32, device=device) for x in (start, self.replay, self.new)]
         loc = torch.arange(0, (self.rows + 1) * self.tokens, self.tokens, dtype=torch.int32, device=device)
         slots = torch.arange(1, self.rows + 1, dtype=torch.int32, device=device)
-        return Rows(loc, slots, *full, self.tokens, self.replay)
+        return StateRows(loc, slots, *full, self.tokens, self.replay)
 
 
 @dataclass(frozen=True)
@@ -194,7 +182,7 @@ def operations(kernel: str, shape: Shape, tokens: int) -> float:
     return 0.0
 
 
-def launch_of(kernel: str, layer: Layer, rows: Rows, tiling: Any = None) -> Callable[[], object]:
+def launch_of(kernel: str, layer: Layer, rows: StateRows, tiling: Any = None) -> Callable[[], object]:
     """What launches one layer of a kernel."""
     from attention.kernels.conv import short_conv
     from attention.kernels.delta import gated_delta

@@ -9,31 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from attention.errors import UnsupportedAttentionError
-from attention.recurrence.runner import Recur
+from attention.recurrence.runner import Recur, empty_output
 
 LayerAttend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 """(layer, query [T, Hq, Dk], key [T, Hkv, Dk], value [T, Hkv, Dv], sinks [Hq] or None) -> [T, Hq, Dv]."""
 
 _numbers = count()
-_content: dict[int, LayerAttend] = {}
+_content: dict[int, Any] = {}
+Served = TypeVar("Served")
 
 
-class Channel:
-    """One place through which compiled code reaches attention."""
+class Channel(Generic[Served]):
+    """One place through which compiled code reaches attention (a `LayerAttend`) or recurrences (a `Recur`)."""
 
     def __init__(self) -> None:
         self.number = next(_numbers)
 
     @contextmanager
-    def carrying(self, attend: LayerAttend) -> Iterator[None]:
-        """Serve the operator's calls on this channel with `attend`, for a while."""
-        _content[self.number] = attend
+    def carrying(self, served: Served) -> Iterator[None]:
+        """Serve the operators' calls on this channel by `served`, for a while."""
+        _content[self.number] = served
         try:
             yield
         finally:
@@ -54,7 +56,7 @@ def opaque_attend(
     Raises:
         UnsupportedAttentionError: nothing is carried on the channel: compiled code was called outside its engine.
     """
-    attend = _content.get(channel)
+    attend: LayerAttend | None = _content.get(channel)
     if attend is None:
         raise UnsupportedAttentionError("compiled attention was called outside SpeculativeModel")
     return attend(layer, query, key, value, sinks).contiguous()
@@ -67,23 +69,8 @@ def _(
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-_recurrences: dict[int, Recur] = {}
-
-
-class RecurrenceChannel:
-    """One place through which compiled code reaches recurrences: what `Channel` is to attention."""
-
-    def __init__(self) -> None:
-        self.number = next(_numbers)
-
-    @contextmanager
-    def carrying(self, recur: Recur) -> Iterator[None]:
-        """Serve the operators' calls on this channel by `recur`, for a while."""
-        _recurrences[self.number] = recur
-        try:
-            yield
-        finally:
-            del _recurrences[self.number]
+class RecurrenceChannel(Channel[Recur]):
+    """A channel of recurrences."""
 
     def opaque(self, call: int) -> OpaqueMixing:
         """What stands for a call in compiled code."""
@@ -139,7 +126,7 @@ class OpaqueMixing:
 
 
 def _recur(channel: int) -> Recur:
-    recur = _recurrences.get(channel)
+    recur: Recur | None = _content.get(channel)
     if recur is None:
         raise UnsupportedAttentionError("a compiled recurrence was called outside SpeculativeModel")
     return recur
@@ -199,31 +186,11 @@ def opaque_selective_scan(
     return _recur(channel).selective_scan(call, x, dt, A, B, C, D)
 
 
-@opaque_short_conv.register_fake
-def _(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, silu: bool, channel: int, call: int
-) -> torch.Tensor:
-    return x.new_empty(x.shape)
+def _empty(name: str, *inputs: Any) -> torch.Tensor:
+    return empty_output(name, inputs)
 
 
-@opaque_gated_delta.register_fake
-def _(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    scale: float,
-    l2_normalize: bool,
-    channel: int,
-    call: int,
-) -> torch.Tensor:
-    return v.new_empty(v.shape)
-
-
-def _float32_like_x(x: torch.Tensor, *others: Any) -> torch.Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-opaque_ssd_scan.register_fake(_float32_like_x)
-opaque_selective_scan.register_fake(_float32_like_x)
+opaque_short_conv.register_fake(partial(_empty, "short_conv"))
+opaque_gated_delta.register_fake(partial(_empty, "gated_delta"))
+opaque_ssd_scan.register_fake(partial(_empty, "ssd_scan"))
+opaque_selective_scan.register_fake(partial(_empty, "selective_scan"))

@@ -25,7 +25,7 @@ class AttentionPort:
         self._hooks = guard(root)
         self._attend: LayerAttend | None = None
         self._thread: int | None = None
-        self._channel = Channel()
+        self._channel = Channel[LayerAttend]()
         self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]

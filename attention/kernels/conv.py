@@ -15,7 +15,8 @@ import triton.language as tl
 
 from attention.errors import InvalidInputError
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_of_block, row_tokens
+from attention.kernels.recurrent import check_launch, inner_rows, row_of_block, row_tokens
+from attention.recurrence.rows import StateRows
 
 _WARPS = 4
 _SHORT, _LONG = (8, 128), (32, 128)
@@ -107,7 +108,7 @@ def short_conv(
     bias: torch.Tensor | None,
     silu: bool,
     ring: torch.Tensor,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """Causal convolution of every channel over a row's positions: [T, C] in x's dtype; `ring` is written.
 

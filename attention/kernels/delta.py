@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from attention.cache.state import DeltaRing
 from attention.kernels.delta_chunks import launch_delta_chunks
-from attention.kernels.delta_tokens import DeltaRing, launch_delta
-from attention.kernels.recurrent import TOKENS_OF_SHORT_ROWS, Rows
+from attention.kernels.delta_tokens import launch_delta
+from attention.kernels.recurrent import TOKENS_OF_SHORT_ROWS
+from attention.recurrence.rows import StateRows
 
 
 def gated_delta(
@@ -19,7 +21,7 @@ def gated_delta(
     l2_normalize: bool,
     state: torch.Tensor,
     ring: DeltaRing,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """The outputs of the gated delta rule, [T, H, Dv] in v's dtype; `state` and `ring` are written.
 

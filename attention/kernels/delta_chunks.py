@@ -23,6 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.cache.state import DeltaRing
 from attention.kernels.chunks import (
     CHUNK,
     chunk_of_row,
@@ -34,9 +35,10 @@ from attention.kernels.chunks import (
     stages,
     unit_lower_inverse,
 )
-from attention.kernels.delta_tokens import DeltaRing, replayed
+from attention.kernels.delta_tokens import replayed
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
+from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens
+from attention.recurrence.rows import StateRows
 
 _BLOCK_DV, _WARPS = 32, 8
 
@@ -290,7 +292,7 @@ def launch_delta_chunks(
     l2_normalize: bool,
     state: torch.Tensor,
     ring: DeltaRing,
-    rows: Rows,
+    rows: StateRows,
     out: torch.Tensor,
     least_tokens: int,
 ) -> None:

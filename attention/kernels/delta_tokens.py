@@ -14,29 +14,15 @@ for a gate of every key dimension. The ring of inputs in place of a state for ev
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from attention.cache.state import DeltaRing
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens, times
-
-
-class DeltaRing(Protocol):
-    """The inputs of the last R positions: k [slots, R, Hk, Dk] and v [slots, R, H, Dv] as they came, g [slots, R, H] or
-    [slots, R, H, Dk] and beta [slots, R, H] in float32. Hk: H, or the key heads before they are repeated.
-    """
-
-    @property
-    def k(self) -> torch.Tensor: ...
-    @property
-    def v(self) -> torch.Tensor: ...
-    @property
-    def g(self) -> torch.Tensor: ...
-    @property
-    def beta(self) -> torch.Tensor: ...
+from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens, times
+from attention.recurrence.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -248,7 +234,7 @@ def launch_delta(
     l2_normalize: bool,
     state: torch.Tensor,
     ring: DeltaRing,
-    rows: Rows,
+    rows: StateRows,
     out: torch.Tensor,
     most_tokens: int,
     tiling: DeltaTiling | None = None,

@@ -16,44 +16,15 @@ the memory leaves time for. Imported on CUDA only.
 
 from __future__ import annotations
 
-from typing import Protocol
-
 import torch
 import triton
 import triton.language as tl
 
 from attention.checking import checking, require
+from attention.recurrence.rows import StateRows
 
 TOKENS_OF_SHORT_ROWS = 16
 """Rows with more tokens are read in chunks, where there is a kernel for chunks."""
-
-
-class Rows(Protocol):
-    """The rows of a launch; all tensors int32 on the device.
-
-    Attributes:
-        query_start_loc: [rows + 1], tokens of row r are query_start_loc[r] to query_start_loc[r + 1] - 1.
-        slots: [rows], 0 is the null slot, which is written and never read as a state.
-        start: [rows], position of the row's first token.
-        replay: [rows], accepted drafts that are not in the stored state: positions start - replay to start - 1.
-        num_new: [rows], of the row's tokens, how many are committed; the rest are drafts.
-        max_query_len, max_replay: at least those of the longest row; what a CUDA graph holds.
-    """
-
-    @property
-    def query_start_loc(self) -> torch.Tensor: ...
-    @property
-    def slots(self) -> torch.Tensor: ...
-    @property
-    def start(self) -> torch.Tensor: ...
-    @property
-    def replay(self) -> torch.Tensor: ...
-    @property
-    def num_new(self) -> torch.Tensor: ...
-    @property
-    def max_query_len(self) -> int: ...
-    @property
-    def max_replay(self) -> int: ...
 
 
 def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -> tuple[set[int], set[int]]:
@@ -81,7 +52,7 @@ def inner_rows(x: torch.Tensor, inner: int = 1) -> torch.Tensor:
 
 
 def check_launch(
-    rows: Rows,
+    rows: StateRows,
     slots: int,
     contiguous: dict[str, torch.Tensor],
     kept: dict[str, tuple[torch.Tensor, torch.Tensor]] | None = None,

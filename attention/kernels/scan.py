@@ -14,9 +14,10 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.cache.state import ScanRing
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
-from attention.kernels.ssd_tokens import SsdRing
+from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens
+from attention.recurrence.rows import StateRows
 
 _BLOCK, _WARPS = 32, 4
 """Channels of a program: 8,192 channels are 256 programs a row, each thread has four states."""
@@ -126,8 +127,8 @@ def selective_scan(
     C: torch.Tensor,
     D: torch.Tensor | None,
     state: torch.Tensor,
-    ring: SsdRing,
-    rows: Rows,
+    ring: ScanRing,
+    rows: StateRows,
 ) -> torch.Tensor:
     """The outputs of Mamba1's scan, [T, C] in x's dtype; `state` and `ring` are written.
 

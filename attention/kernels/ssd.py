@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from attention.kernels.recurrent import TOKENS_OF_SHORT_ROWS, Rows
+from attention.cache.state import SsdRing
+from attention.kernels.recurrent import TOKENS_OF_SHORT_ROWS
 from attention.kernels.ssd_chunks import launch_ssd_chunks
-from attention.kernels.ssd_tokens import SsdRing, launch_ssd
+from attention.kernels.ssd_tokens import launch_ssd
+from attention.recurrence.rows import StateRows
 
 
 def ssd_scan(
@@ -18,7 +20,7 @@ def ssd_scan(
     D: torch.Tensor | None,
     state: torch.Tensor,
     ring: SsdRing,
-    rows: Rows,
+    rows: StateRows,
 ) -> torch.Tensor:
     """The outputs of Mamba2's scan, [T, H, P] in x's dtype; `state` and `ring` are written.
 

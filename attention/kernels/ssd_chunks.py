@@ -19,10 +19,12 @@ import torch
 import triton
 import triton.language as tl
 
+from attention.cache.state import SsdRing
 from attention.kernels.chunks import CHUNK, chunk_of_row, chunks_of_row, precision_of, running_sums, stages
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens
-from attention.kernels.ssd_tokens import SsdRing, taken_in
+from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens
+from attention.kernels.ssd_tokens import taken_in
+from attention.recurrence.rows import StateRows
 
 _MOST_P = 64
 
@@ -152,7 +154,7 @@ def launch_ssd_chunks(
     D: torch.Tensor | None,
     state: torch.Tensor,
     ring: SsdRing,
-    rows: Rows,
+    rows: StateRows,
     out: torch.Tensor,
     least_tokens: int,
 ) -> None:

@@ -11,27 +11,15 @@ Source: Dao, Gu, "Transformers are SSMs", arXiv 2405.21060, equation 1 with a sc
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import triton
 import triton.language as tl
 
+from attention.cache.state import SsdRing
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from attention.kernels.recurrent import Rows, check_launch, inner_rows, row_state, row_tokens, times
-
-
-class SsdRing(Protocol):
-    """The inputs of the last R positions: x [slots, R, H, P] and B [slots, R, G, N] as they came, dt [slots, R, H] in
-    float32. Of Mamba1: x [slots, R, C], B [slots, R, N], dt [slots, R, C].
-    """
-
-    @property
-    def x(self) -> torch.Tensor: ...
-    @property
-    def B(self) -> torch.Tensor: ...
-    @property
-    def dt(self) -> torch.Tensor: ...
+from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens, times
+from attention.recurrence.rows import StateRows
 
 
 @dataclass(frozen=True)
@@ -163,7 +151,7 @@ def launch_ssd(
     D: torch.Tensor | None,
     state: torch.Tensor,
     ring: SsdRing,
-    rows: Rows,
+    rows: StateRows,
     out: torch.Tensor,
     most_tokens: int,
     tiling: SsdTiling | None = None,

@@ -24,7 +24,7 @@ from attention.batch.metadata import BatchBuffers, group_fields, group_sizes, st
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
-from attention.recurrence.index import StateIndex
+from attention.recurrence.index import StateIndex, slots_of_rows
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -103,7 +103,7 @@ class _States:
         """Those of verifications of bonus tokens."""
         assert target.replay is not None
         count, index = len(target.start), self.index
-        np.add(target.request_rows, 1, out=index.slots[:count], casting="unsafe")
+        index.slots[:count] = slots_of_rows(target.request_rows)
         index.start[:count] = target.start
         index.replay[:count] = target.replay
         for array in (index.slots, index.start, index.replay):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from attention.hf.custom_op import Channel, opaque_attend
+from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from drafters.attend import Attend
 from drafters.base import Head
 
@@ -23,7 +23,7 @@ class HeadPasses:
 
     def __init__(self, head: Head) -> None:
         self.head = head
-        self.channel = Channel()
+        self.channel = Channel[LayerAttend]()
 
     def carrying(self, attend: Attend) -> AbstractContextManager[None]:
         """Serve the passes' attention with `attend`, for a while."""

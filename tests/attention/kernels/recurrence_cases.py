@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from tests.attention.kernels.token_by_token import DeltaRing, SsdRing, StateRows, copied
+from attention.cache.state import DeltaRing, ScanRing, SsdRing
+from tests.attention.kernels.token_by_token import StateRows, copied
 
 ROUND = [(3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 5, 0, 1), (3, 2, 0, 0, 3), (3, 0, 0, 0, 1), (0, 5, 3, 1, 0)]
 """(tokens, slot, start, replay, num_new): replay and drafts, a single token that only replays, no replay, a prompt, a
@@ -89,7 +90,7 @@ def scan_case(
     ring_size: int = RING,
 ) -> dict[str, Any]:
     x, b, c, _ = torch.randn(tokens, channels + 2 * states + 3).to(dtype).split([channels, states, states, 3], 1)
-    ring = SsdRing(
+    ring = ScanRing(
         torch.randn(slots, ring_size, channels).to(dtype),
         torch.randn(slots, ring_size, states).to(dtype),
         torch.rand(slots, ring_size, channels),

@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
+from attention.cache.state import DeltaRing
 from attention.errors import InvariantError
 from attention.kernels import delta_tokens
 from attention.kernels.delta import gated_delta
@@ -21,7 +22,7 @@ from attention.kernels.delta_tokens import DeltaTiling
 from attention.kernels.recurrent import ring_places
 from tests.attention.kernels import token_by_token as oracle
 from tests.attention.kernels.recurrence_cases import LONG, LONG_RING, RING, ROUND, TOKENS, checked, delta_case
-from tests.attention.kernels.token_by_token import DeltaRing, StateRows
+from tests.attention.kernels.token_by_token import StateRows
 
 
 @pytest.mark.parametrize(

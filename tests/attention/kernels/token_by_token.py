@@ -1,29 +1,22 @@
-"""The recurrences token by token in float64, row by row, in Python: the oracle of the kernels. It shares no code with
-them and none with the torch reference that serves CPUs.
+"""The recurrences token by token in float64, row by row, in Python: the oracle of the kernels. Of their code and of the
+torch reference that serves CPUs it has only what holds the inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
+from attention.recurrence import rows as recurrence_rows
+
 Inputs = dict[str, torch.Tensor]
 
 
-@dataclass(frozen=True)
-class StateRows:
-    """The rows of a launch: see `attention.kernels.recurrent.Rows`."""
-
-    query_start_loc: torch.Tensor
-    slots: torch.Tensor
-    start: torch.Tensor
-    replay: torch.Tensor
-    num_new: torch.Tensor
-    max_query_len: int
-    max_replay: int
+class StateRows(recurrence_rows.StateRows):
+    """The rows of a launch, made from a list and read as one."""
 
     @classmethod
     def of(cls, rows: Sequence[tuple[int, int, int, int, int]], device: torch.device | str = "cpu") -> StateRows:
@@ -40,21 +33,6 @@ class StateRows:
         starts = self.query_start_loc.tolist()
         rest = (x.tolist() for x in (self.slots, self.start, self.replay, self.num_new))
         yield from zip(starts[:-1], starts[1:], *rest, strict=True)
-
-
-@dataclass(frozen=True)
-class DeltaRing:
-    k: torch.Tensor
-    v: torch.Tensor
-    g: torch.Tensor
-    beta: torch.Tensor
-
-
-@dataclass(frozen=True)
-class SsdRing:
-    x: torch.Tensor
-    B: torch.Tensor
-    dt: torch.Tensor
 
 
 def copied(x: Any) -> Any:
