@@ -16,6 +16,7 @@ from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
+from drafters.eagle3.formats import flattened, format_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
 from drafters.eagle3.overrides import Eagle3Overrides
@@ -65,7 +66,7 @@ def load_eagle3(
     device: torch.device | str,
     overrides: Eagle3Overrides = _NO_OVERRIDES,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head in the layout of SafeAILab or of SpecForge/SGLang, ready for inference.
+    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
@@ -158,7 +159,7 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     short = strip_prefixes(name for name in files if name not in stray)
     layout = detect(folder.config, {name: files[full].shape for name, full in short.items()})
     require(layout, Layout.EAGLE3, folder.config, short)
-    names = canonical_names(list(files))
+    names = canonical_names(list(files), format_of(folder.config).deep_norm)
     try:
         sizes = TargetSizes(target.hidden_size, _vocab_size(folder, target, overrides), target.num_layers)
         shapes = {parameter: files[full].shape for parameter, full in names.items()}
@@ -178,7 +179,8 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
 def _vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
     """The target's V; or the rows of its padded embedding when the head counts those."""
     padded = len(target.embedding)
-    return padded if lookup(overrides.applied(folder.config), "vocab_size") == padded else target.vocab_size
+    config = overrides.applied(flattened(folder.config).config)
+    return padded if lookup(config, "vocab_size") == padded else target.vocab_size
 
 
 def _check_shapes(opened: _Opened) -> None:
@@ -224,8 +226,6 @@ def _check_finite(weights: Mapping[str, torch.Tensor]) -> None:
 
 
 def _report(opened: _Opened) -> HeadReport:
-    config = opened.folder.config
-    exported = "eagle_config" in config or "LlamaForCausalLMEagle3" in (lookup(config, "architectures") or [])
-    layout = f"EAGLE-3, {'SpecForge/SGLang' if exported else 'SafeAILab'} layout"
+    layout = f"EAGLE-3, {format_of(opened.folder.config).name} layout"
     sizes = (torch.Size(opened.shape(name)).numel() for name in opened.names if name not in _MAPS)
     return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))

@@ -24,6 +24,7 @@ from specdec.values import short
 _HEADS = frozenset(
     {
         *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
+        *(Layout.EAGLE3_MOE, Layout.EAGLE3_GEMMA),
         *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
     }
 )
