@@ -67,16 +67,18 @@ def export_eagle3(
     verifier: Verifier | None = None,
     dtype: torch.dtype | None = None,
     num_speculative_tokens: int = 5,
+    with_target_tensors: bool = True,
 ) -> Path:
     """Write a head as config.json and model.safetensors of another project's layout.
-
-    Tensors that the head shares with its target (embedding, lm_head) are not written: the engines share them, too.
 
     Args:
         layout: "speculators", which vLLM reads, or "specforge", which SGLang reads.
         verifier: the target; only the speculators layout names it, and needs it.
         dtype: of the stored weights; None keeps the head's.
         num_speculative_tokens: K that a speculators configuration proposes.
+        with_target_tensors: write what the head shares with its target (embedding, lm_head) in the speculators layout,
+            as that package does: what is missing it leaves uninitialised. False: the file is smaller, and serves
+            engines that share these tensors themselves (vLLM, this library). The specforge layout never has them.
 
     Returns:
         The folder.
@@ -99,7 +101,8 @@ def export_eagle3(
             "folder with its architectures"
         )
     stored = dtype or head.norm.weight.dtype
-    return _write(Path(folder), _tensors(head, stored), _config(head.spec, verifier, stored, num_speculative_tokens))
+    tensors = _tensors(head, stored, with_target_tensors)
+    return _write(Path(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
 
 
 def _check_layout(layout: str) -> None:
@@ -125,7 +128,7 @@ def _default(field: Any) -> Any:
 
 
 def _uneven_biases(spec: Eagle3Spec) -> bool:
-    return spec.qkv_bias != getattr(spec, "o_bias", False)
+    return spec.qkv_bias != spec.o_bias
 
 
 def _one_state_of_own_width(spec: Eagle3Spec) -> bool:
@@ -143,7 +146,7 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
         ),
         (_uneven_biases, "qkv_bias without o_bias, or the reverse (its attention_bias means both)"),
         (
-            lambda spec: spec.qk_norm and getattr(spec, "mlp_bias", False),
+            lambda spec: spec.qk_norm and spec.mlp_bias,
             "qk_norm and mlp_bias together (its qwen3 layers have no biases in the MLP)",
         ),
     ),
@@ -161,8 +164,10 @@ _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
 """Combinations of fields that a layout cannot express, and what is said of them."""
 
 
-def _tensors(head: Eagle3Head, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    weights = {name: t.detach().to("cpu", dtype).contiguous() for name, t in head.state_dict().items()}
+def _tensors(head: Eagle3Head, dtype: torch.dtype, with_target_tensors: bool) -> dict[str, torch.Tensor]:
+    shared = {"embed_tokens.weight": head.target_embedding, "lm_head.weight": head.target_lm_head}
+    given = {name: t for name, t in shared.items() if t is not None} if with_target_tensors else {}
+    weights = {name: t.detach().to("cpu", dtype).clone() for name, t in (head.state_dict() | given).items()}
     renamed = {name.replace("midlayer.", "layers.0."): t for name, t in weights.items()}
     if head.draft_vocab_size == head.spec.vocab_size:
         return renamed  # with the whole vocabulary the package has no maps, and reports them as unexpected
@@ -224,7 +229,7 @@ def _layer_config(spec: Eagle3Spec) -> dict[str, Any]:
         "tie_word_embeddings": False,
     }
     if not spec.qk_norm:
-        config["mlp_bias"] = getattr(spec, "mlp_bias", False)
+        config["mlp_bias"] = spec.mlp_bias
     return config
 
 
