@@ -130,6 +130,7 @@ ROOMS = [
     "specdec/engine",
     "specdec/loading",
     "specdec/model.py",
+    "specdec/agreement",
     "specdec/training",
     "specdec/cli",
     "evals/errors.py",
