@@ -98,11 +98,11 @@ def resolve_spec(
     """
     flat = flattened(config)
     config = overrides.applied(flat.config)
-    _refuse_unsupported(config)
+    refuse_unsupported(config)
     _refuse_deep_fusion(shapes)
-    layers = _num_layers(config, shapes, target)
+    layers = resolve_num_layers(config, shapes, target)
     fields = (
-        *_sizes(config, target),
+        *resolve_sizes(config, target),
         layers,
         *_vocabulary(config, shapes),
         resolve_aux_layers(config, target.num_layers, overrides),
@@ -116,12 +116,17 @@ def resolve_spec(
     return spec, flat.located(overrides.marked(fields), (key for key, _ in overrides.config))
 
 
-def _refuse_unsupported(config: Config) -> None:
+def refuse_unsupported(config: Config) -> None:
+    """Refuse what a configuration says and no EAGLE head here computes.
+
+    Raises:
+        HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.
+    """
     if lookup(config, "quantization_config") is not None:
-        raise HeadLoadError("quantised EAGLE-3 heads are not supported (config.json has quantization_config)")
+        raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
     activation = lookup(config, "hidden_act") or "silu"
     if activation != "silu":
-        raise HeadLoadError(f"EAGLE-3 heads use the activation silu, config.json says {activation!r}")
+        raise HeadLoadError(f"EAGLE heads use the activation silu, config.json says {activation!r}")
     # Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py (eagle_config).
     for key in PARALLEL_DRAFT_STEP:
         steps = lookup(config, key)
@@ -148,7 +153,13 @@ def _refuse_deep_fusion(shapes: Shapes) -> None:
         )
 
 
-def _sizes(config: Config, target: TargetSizes) -> list[Field]:
+def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
+    """Widths, heads and vocabulary of an EAGLE head, checked against its target.
+
+    Raises:
+        HeadMismatchError: made for a target of another hidden size or vocabulary.
+        HeadLoadError: a size is missing or no number.
+    """
     hidden = read(config, "hidden_size", int)
     target_hidden = _or_other(config, "target_hidden_size", "target_hidden_size", hidden)
     if target_hidden.value != target.hidden_size:
@@ -174,11 +185,17 @@ def _sizes(config: Config, target: TargetSizes) -> list[Field]:
     ]
 
 
-def _num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
+def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
     """Decoder layers, counted by their tensors.
 
     Many published heads of one layer have their target's config.json with the target's number of layers in it
     (SafeAILab's Vicuna heads, AngelSlim's templates): that number says nothing of the head.
+
+    Args:
+        shapes: tensor shapes by canonical name.
+
+    Raises:
+        HeadLoadError: the configuration has another number.
     """
     stored = 1 + len({found[1] for name in shapes if (found := _DEEP_LAYER.match(name))})
     said = read(config, "num_layers", int, "num_hidden_layers", default=stored, default_source="tensors")
