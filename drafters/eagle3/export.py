@@ -119,7 +119,9 @@ def _problems(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
         if f.name not in known and getattr(spec, f.name) != _default(f)
     ]
     if spec.rope.kind not in _ROPE_KINDS:
-        problems.append(f"rope of type {spec.rope.kind!r} (computed differently there; known: {', '.join(_ROPE_KINDS)})")
+        problems.append(
+            f"rope of type {spec.rope.kind!r} (computed differently there; known: {', '.join(_ROPE_KINDS)})"
+        )
     return problems + [said for wrong, said in _RULES[layout] if wrong(spec)]
 
 
@@ -139,7 +141,10 @@ _Rule = tuple[Callable[[Eagle3Spec], bool], str]
 _RULES: Mapping[ExportLayout, tuple[_Rule, ...]] = {
     "speculators": (
         (lambda spec: spec.aux_layers == (FINAL_NORM,), "aux_layers = the last state (its heads always have an fc)"),
-        (lambda spec: spec.input_norm and spec.fc_norm, "input_norm and fc_norm together (its configuration forbids it)"),
+        (
+            lambda spec: spec.input_norm and spec.fc_norm,
+            "input_norm and fc_norm together (its configuration forbids it)",
+        ),
         (
             lambda spec: spec.target_hidden_size != spec.hidden_size,
             "target_hidden_size other than hidden_size (its fc reads states of the head's own width)",

@@ -25,6 +25,8 @@ LOW = 0.25
 _MARGIN, _SIGMAS = 0.1, 4.0
 """Another reading must win so many drafts per chain, and so many standard errors."""
 _MOST_CHANGES = 3
+_LONGEST = 1024
+"""Most tokens of a prompt with its answer: the drafts from all its positions take memory that grows with the square."""
 
 Verdict = Literal["fine", "low", "misread"]
 
@@ -107,7 +109,8 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         prompts: default `PROMPTS`, as chats where the tokenizer has a template.
 
     Raises:
-        InvalidInputError: the model has no head, drafts nothing, or its answers are too short to compare anything.
+        InvalidInputError: the model has no head, drafts nothing, a prompt is too long, or the answers are too short to
+            compare anything.
     """
     head, num_drafts = model.head, model.num_speculative_tokens
     if head is None or num_drafts == 0:
@@ -119,6 +122,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
         raise InvalidInputError(
             f"the target's answers have {tokens} tokens in all, too few to draft any: give prompts with longer answers"
         )
+    _check_lengths(passages)
     if not isinstance(head, Eagle3Head) or not runs_in_chains(head):
         verdict, cause = _judged(rounds, None, head_can_vary=False)
         return Agreement(len(done), tokens, rounds, None, (), None, verdict, cause)
@@ -126,7 +130,27 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     own = search.chains(as_read(head))
     tried, best = search.run(own)
     verdict, cause = _judged(own.stats, best, head_can_vary=True)
+    if best is not None:
+        cause += _origins(head, best.reading)
     return Agreement(len(done), tokens, rounds, own.stats, tried, best, verdict, cause)
+
+
+def _origins(head: Eagle3Head, reading: Reading) -> str:
+    """Where the values came from that another reading changes: " (aux_layers: default 2, N//2, N-3)"."""
+    report = head.checkpoint_report
+    sources = {} if report is None else {field.name: field.source for field in report.fields}
+    changed = [name for name in vars(head.spec) if getattr(head.spec, name) != getattr(reading.spec, name)]
+    said = [f"{name}: {sources[name]}" for name in changed if name in sources]
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _check_lengths(passages: Sequence[Passage]) -> None:
+    longest = max(len(passage.token_ids) for passage in passages)
+    if longest > _LONGEST:
+        raise InvalidInputError(
+            f"a prompt of the agreement check has {longest} tokens with its answer; at most {_LONGEST} are compared: "
+            "give shorter prompts"
+        )
 
 
 _PARAMS = SamplingParams(max_new_tokens=MAX_NEW_TOKENS)
@@ -156,9 +180,7 @@ def _judged(stats: AcceptanceStats, best: Tried | None, head_can_vary: bool) -> 
 class _Search:
     """Other readings of a head, compared on some passages."""
 
-    def __init__(
-        self, head: Eagle3Head, probed: TargetProbe, passages: Sequence[Passage], num_drafts: int
-    ) -> None:
+    def __init__(self, head: Eagle3Head, probed: TargetProbe, passages: Sequence[Passage], num_drafts: int) -> None:
         self._head, self._passages, self._num_drafts = head, passages, num_drafts
         self._seen: set[Eagle3Spec] = set()
         self._num_layers = len(probed.layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -64,21 +65,23 @@ def _other_layers(reading: Reading, num_layers: int) -> list[Reading]:
     if layers == (FINAL_NORM,):
         return []
     later, earlier = (tuple(layer + by for layer in layers) for by in (1, -1))
-    outputs = "the layers in config.json are those whose output is meant (SpecForge, SGLang), but were read as boundaries"
-    boundaries = "the layers in config.json are boundaries (vLLM, speculators), but were read as layers' outputs"
+    outputs = "the aux layers were given as layers whose output is meant (SpecForge, SGLang), and taken for boundaries"
+    boundaries = (
+        "the aux layers were given as boundaries (vLLM, speculators), and taken for layers whose output is meant"
+    )
     default = (2, num_layers // 2, num_layers - 3)
     wanted = [
         ("all aux layers one later", later, outputs),
         ("all aux layers one earlier", earlier, boundaries),
-        ("the default aux layers", default, "config.json names other aux layers than the head was trained on"),
+        ("the default aux layers", default, "the head was trained on the default aux layers, 2, N//2, N-3"),
     ]
     for place, layer in enumerate(layers):
         for by, word in ((1, "later"), (-1, "earlier")):
             moved = (*layers[:place], layer + by, *layers[place + 1 :])
-            wanted.append((f"aux layer {layer} one {word}", moved, f"config.json names a wrong aux layer, {layer}"))
+            wanted.append((f"aux layer {layer} one {word}", moved, f"aux layer {layer} is wrong"))
     found: dict[tuple[int, ...], Reading] = {}
     for name, aux_layers, cause in wanted:
-        ascending = all(a < b for a, b in zip(aux_layers, aux_layers[1:], strict=False))
+        ascending = all(a < b for a, b in pairwise(aux_layers))
         fits = len(aux_layers) == len(layers) and ascending and aux_layers[0] >= 0 and aux_layers[-1] <= num_layers
         if fits and aux_layers != layers and aux_layers not in found:
             override = {"aux_layers": list(aux_layers)}
@@ -88,7 +91,7 @@ def _other_layers(reading: Reading, num_layers: int) -> list[Reading]:
 
 def _other_feedback(reading: Reading) -> list[Reading]:
     feedback = "pre_norm" if reading.spec.feedback == "post_norm" else "post_norm"
-    cause = "norm_output in config.json says otherwise than the head was trained" + (
+    cause = "norm_output says otherwise than the head was trained" + (
         " (SpecForge wrote true for heads trained with the state before the norm)" if feedback == "pre_norm" else ""
     )
     name = f"{feedback} state fed back"
@@ -97,7 +100,7 @@ def _other_feedback(reading: Reading) -> list[Reading]:
 
 def _other_residual(reading: Reading) -> list[Reading]:
     other = not reading.spec.norm_before_residual
-    key, cause = "norm_before_residual", "norm_before_residual is absent or wrong in config.json; its defaults differ"
+    key, cause = "norm_before_residual", "norm_before_residual is absent or wrong, and readers differ in its default"
     return [reading.changed(f"{key} = {str(other).lower()}", cause, {key: other}, norm_before_residual=other)]
 
 
@@ -105,7 +108,7 @@ def _other_rope(reading: Reading, rope_theta: float | None) -> list[Reading]:
     rope = reading.spec.rope
     if rope_theta is None or rope_theta == rope.theta or rope.kind != "default":
         return []
-    cause = "rope_theta is absent or wrong in the head's config.json; the target's fits"
+    cause = "rope_theta is absent or wrong in the head's configuration; the target's fits"
     overrides = {"rope_theta": rope_theta, "rope_scaling": None, "rope_parameters": None}
     return [reading.changed(f"rope_theta {rope_theta:g}", cause, overrides, rope=replace(rope, theta=rope_theta))]
 

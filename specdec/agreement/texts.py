@@ -58,7 +58,7 @@ def boundary_states(
     try:
         longest = max(len(passage.token_ids) for passage in passages)
         recorder = AuxStateRecorder(probed, places, longest, alterations)
-        found = []
+        found: list[Mapping[int, torch.Tensor]] = []
         for passage in passages:
             length = len(passage.token_ids)
             with recorder.recording(length):

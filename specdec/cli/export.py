@@ -78,14 +78,15 @@ def _exported(
     path, overrides = resolve(head), Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
-    if outline is None and layout == "speculators" and with_target_tensors:
+    facts = target_of_files(path, overrides) if outline is None else outline.facts
+    loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
+    shares = not (loaded.spec.own_embed and loaded.spec.own_lm_head)
+    if outline is None and layout == "speculators" and with_target_tensors and shares:
         raise InvalidInputError(
-            "the embedding that the head shares with its target is written, too, and "
+            "what the head shares with its target is written, too, and "
             + ("its files name no target" if named is None else f"its target {named} is not on this machine")
             + ": give --target, or --without-target-tensors"
         )
-    facts = target_of_files(path, overrides) if outline is None else outline.facts
-    loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
     name = verifier or (named if outline is None else outline.name)
     kinds = () if outline is None else outline.architectures
     return export_eagle3(

@@ -82,13 +82,16 @@ def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
 
 def _described(head: str, load: LoadOptions) -> HeadReport:
     """A head without a target: what its own files say."""
-    from drafters.eagle3.checkpoint import describe_eagle3
+    from drafters.eagle import describe_eagle
     from drafters.eagle3.outline import target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
+    from drafters.mtp.checkpoint import has_mtp
     from specdec.loading.builtin import resolve
 
     path, overrides = resolve(head), Eagle3Overrides.of(load.head_overrides or {})
-    return describe_eagle3(path, target_of_files(path, overrides), overrides)
+    if has_mtp(path):
+        raise InvalidInputError(f"{head}: a multi-token-prediction module is read with its target: give --target")
+    return describe_eagle(path, target_of_files(path, overrides), overrides)
 
 
 def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:

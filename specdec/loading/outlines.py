@@ -1,5 +1,4 @@
-"""What a head's loader must know of a target, from its files, without loading the target; and which target a head names.
-"""
+"""What a head needs to know of a target, from its files and without loading it; and which target a head names."""
 
 from __future__ import annotations
 
@@ -13,8 +12,8 @@ from transformers import AutoConfig
 
 from drafters.checkpoints.hub import is_hub_name
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder
+from drafters.eagle import target_of
 from drafters.eagle3.checkpoint import TargetFacts
-from drafters.eagle3.outline import named_target
 from drafters.mtp.checkpoint import has_mtp
 from specdec.errors import ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, builtin_name
@@ -90,7 +89,7 @@ def target_of_head(head: str | Path) -> str | None:
     path = locate(head)
     if has_mtp(path):
         return str(head) if (path / "tokenizer_config.json").exists() else None
-    return named_target(path)
+    return target_of(path)
 
 
 def is_available(target: str) -> bool:
