@@ -35,6 +35,7 @@ from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
+from specdec.loading.pairs import pair_of
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -214,7 +215,8 @@ class SpeculativeModel:
 
         Args:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
-                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged).
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). A head alone,
+                without `draft`, whose config.json names its target (as the package speculators does), stands for both.
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
@@ -308,10 +310,12 @@ class SpeculativeModel:
                 warm_compiler()
 
         code = options.trust_remote_code
-        model, checkpoint = open_target(
-            target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
-        )
-        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
+        pair = pair_of(target, draft, options.revision)
+        with pair.explained():
+            model, checkpoint = open_target(
+                pair.target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
+            )
+        return cls._built(model, checkpoint, pair.draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod
     def _built(

@@ -216,6 +216,8 @@ def specforge() -> Layout:
 
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3DraftModel"],
+    "auto_map": {"": "config.Eagle3SpeculatorConfig"},
+    "model_type": "speculator_model",
     "speculators_model_type": "eagle3",
     "speculators_version": "0.9.0",
     "draft_vocab_size": VD,

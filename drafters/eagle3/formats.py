@@ -15,7 +15,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig
 
 from drafters.checkpoints.config_fields import Config, Field, lookup
-from drafters.eagle3.overrides import AUX_LAYERS, NESTED_AUX_LAYERS, TARGET_LAYERS
+from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS
 from drafters.errors import HeadLoadError
 
 Ids = Literal["boundaries", "ids of layers whose output is read"]
@@ -160,7 +160,7 @@ def flattened(config: Config) -> FlatConfig:
     """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
 
     Raises:
-        HeadLoadError: that object is missing, or is not what its model_type allows.
+        HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows.
     """
     found = format_of(config)
     flat: dict[str, Any] = dict(config)
@@ -185,6 +185,11 @@ def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str,
     kind = nested.get("model_type", found.layer_type)
     if kind not in ("llama", "qwen3"):
         raise HeadLoadError(f"{key}.model_type is {kind!r}; {found.name} makes EAGLE-3 layers of llama and qwen3")
+    own = [name for name in KEYS if name in nested and name != "model_type"]
+    twice = [name for name in own if config.get(name) not in (None, nested[name])]
+    if twice:
+        said = "; ".join(f"{name} = {config[name]!r} and {key}.{name} = {nested[name]!r}" for name in twice)
+        raise HeadLoadError(f"config.json contradicts itself: {said}")
     given = {name: value for name, value in nested.items() if name not in ("model_type", "transformers_version")}
     try:
         whole = AutoConfig.for_model(kind, **given)
