@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,12 +25,14 @@ from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.unroll import unroll
 from specdec import SamplingParams
+from specdec.loading.builtin import builtin_path
+from specdec.loading.outlines import outline_target
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
 WRITTEN = sorted(path.name for path in (FILES / "written").iterdir())
 EXPORTED = sorted(path.name for path in (FILES / "exported").iterdir())
 FOLDERS = [FILES / "written" / name for name in WRITTEN] + [FILES / "exported" / name for name in EXPORTED]
-STEPS, PROMPT = 4, 6
+STEPS = 4
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +91,20 @@ def test_the_wrong_feedback_shows_from_the_second_step_on(target: LlamaForCausal
 
 def right_drafts(folder: Path) -> dict[int, list[int]]:
     """The package's drafts by the number of tokens before them."""
-    said = load_file(folder / "expected.safetensors")["drafts"].tolist()
-    return {PROMPT + 1 + i: drafts for i, drafts in enumerate(said)}
+    said = load_file(folder / "expected.safetensors")
+    first = len(said["text"]) - len(said["drafts"]) + 1
+    return {first + i: drafts for i, drafts in enumerate(said["drafts"].tolist())}
 
 
-def drafted(target: LlamaForCausalLM, folder: Path, **options: Any) -> dict[int, list[int]]:
+def drafted(target: LlamaForCausalLM, folder: Path, head: str = "", **options: Any) -> dict[int, list[int]]:
     """The engine's drafts by the number of tokens before them, for the text that was noted."""
-    text = load_file(folder / "expected.safetensors")["text"].tolist()
-    with wrap(target, str(folder), num_speculative_tokens=STEPS, **options) as model:
-        params = SamplingParams(max_new_tokens=len(text) - PROMPT, ignore_eos=True, return_drafts=True)
-        (done,) = model.generate([text[:PROMPT]], params)
-    assert done.token_ids == text[PROMPT:]
-    found, length = {}, PROMPT + 1
+    said = load_file(folder / "expected.safetensors")
+    text, prompt = said["text"].tolist(), len(said["text"]) - len(said["drafts"])
+    with wrap(target, head or str(folder), num_speculative_tokens=STEPS, **options) as model:
+        params = SamplingParams(max_new_tokens=len(text) - prompt, ignore_eos=True, return_drafts=True)
+        (done,) = model.generate([text[:prompt]], params)
+    assert done.token_ids == text[prompt:]
+    found, length = {}, prompt + 1
     for drafts, record in zip(done.drafts or (), done.stats.rounds, strict=True):
         found[length] = list(drafts)
         length += record.emitted
@@ -115,14 +119,19 @@ def test_the_engine_drafts_what_the_package_drafts_in_every_round(name: str, tar
     assert all(drafts == right[length][: len(drafts)] for length, drafts in found.items())
 
 
-def ours(target: LlamaForCausalLM) -> dict[str, Eagle3Head]:
-    """The heads that were exported for the package, made anew."""
+def fixture_module() -> ModuleType:
+    """ours.py, which make.py imports, too."""
     spec = importlib.util.spec_from_file_location("speculators_fixture", FILES / "ours.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    make: Callable[..., dict[str, Eagle3Head]] = module.heads
-    return make(load_file(FILES / "target" / "model.safetensors"))
+    return module
+
+
+def ours(target: LlamaForCausalLM) -> dict[str, Eagle3Head]:
+    """The heads that were exported for the package, made anew."""
+    made: dict[str, Eagle3Head] = fixture_module().heads(load_file(FILES / "target" / "model.safetensors"))
+    return made
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -152,3 +161,35 @@ def test_what_the_package_computed_is_what_the_head_says_before_its_export(name:
 def test_the_packages_configuration_names_its_target() -> None:
     config = json.loads((FILES / "written" / "plain" / "config.json").read_text())
     assert target_named_by(config) == "target"
+
+
+@pytest.fixture(scope="module")
+def trained() -> LlamaForCausalLM:
+    return LlamaForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float32).eval()
+
+
+def test_the_trained_head_that_the_package_read_is_what_is_exported_today(tmp_path: Path) -> None:
+    facts = outline_target("gsm-llama").facts
+    head = load_eagle3(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
+    export_eagle3(head, tmp_path, "speculators", verifier=Verifier("gsm-llama", ()), dtype=torch.float16)
+    digest = fixture_module().digest
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert digest(tensors) == (FILES / "built-in" / "digest.txt").read_text().strip()
+    assert digest(tensors | {"d2t": tensors["d2t"] + 1}) != digest(tensors)
+
+
+def test_the_trained_head_says_and_drafts_what_the_package_read_from_its_export(trained: LlamaForCausalLM) -> None:
+    said = load_file(FILES / "built-in" / "expected.safetensors")
+    facts = TargetFacts(256, 2048, 8, trained.get_input_embeddings().weight, trained.lm_head.weight)
+    head = load_eagle3(builtin_path("gsm-llama-eagle3"), facts, torch.float32, "cpu")
+    with torch.no_grad():
+        states = trained(said["text"][None], output_hidden_states=True).hidden_states
+        aux = torch.cat([states[layer] for layer in (2, 4, 5)], dim=-1)
+        outputs = unroll(head, said["text"][None], aux, STEPS)
+    last = range(len(said["text"]) - 1 - said["logits"].shape[1], len(said["text"]) - 1)
+    for x, right in zip(outputs, said["logits"], strict=True):
+        assert float((head.logits(x[last.start : last.stop]) - right).abs().max()) < 1e-3
+    found = drafted(trained, FILES / "built-in", head=str(builtin_path("gsm-llama-eagle3")))
+    right = right_drafts(FILES / "built-in")
+    assert all(drafts == right[length][: len(drafts)] for length, drafts in found.items())
+    assert 5 < len(found) < 30  # rounds that emitted several tokens each
