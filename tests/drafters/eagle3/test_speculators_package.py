@@ -192,4 +192,4 @@ def test_the_trained_head_says_and_drafts_what_the_package_read_from_its_export(
     found = drafted(trained, FILES / "built-in", head=str(builtin_path("gsm-llama-eagle3")))
     right = right_drafts(FILES / "built-in")
     assert all(drafts == right[length][: len(drafts)] for length, drafts in found.items())
-    assert 5 < len(found) < 30  # rounds that emitted several tokens each
+    assert 4 < len(found) < 20  # rounds that emitted several tokens each
