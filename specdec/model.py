@@ -271,7 +271,7 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
-            head_overrides: what you know better than an EAGLE-3 head's config.json, by its keys ("rope_theta",
+            head_overrides: what you know better than an EAGLE head's config.json, by its keys ("rope_theta",
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
                 ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What

@@ -52,6 +52,14 @@ def yarn_angles(dim: int, theta: float, factor: float, original: int) -> Angles:
     return lambda position: position * (plain / factor * ramp + plain * (1 - ramp))
 
 
+def llama3_angles(dim: int, theta: float, factor: float, low: float, high: float, original: int) -> Angles:
+    """Llama 3.1's: long waves are stretched, short ones are not, those between in proportion."""
+    plain = theta ** -(np.arange(0, dim, 2) / dim)
+    waves = original * plain / (2 * np.pi)  # in the original length
+    share = np.clip((waves - low) / (high - low), 0, 1)
+    return lambda position: position * (share * plain + (1 - share) * plain / factor)
+
+
 def yarn_scale(factor: float) -> float:
     """YaRN's factor on cos and sin."""
     return float(0.1 * np.log(factor) + 1)
@@ -86,7 +94,7 @@ class ByHand:
     layers: int = 1
     ids: Array | None = None
     generation: Literal[1, 3] = 3
-    fusion: Literal["none", "whole", "each"] = "none"
+    fusion: Literal["none", "whole", "each", "both"] = "none"
     normed_residual: bool = False
     feed_normed: bool = False
     windows: dict[int, int] = field(default_factory=dict)
@@ -128,11 +136,13 @@ class ByHand:
     def _fuse(self, state: Array) -> Array:
         if self.taps == "final":
             return state
-        if self.fusion == "whole":
+        if self.fusion in ("whole", "both"):
             state = self._norm("input_norm", state)
-        if self.fusion == "each":
+        if self.fusion in ("each", "both"):
+            old = "aux_norm_low.weight" in self.weights
+            names = [f"aux_norm_{name}" if old else f"fc_norm.{i}" for i, name in enumerate(("low", "mid", "high"))]
             chunks = np.split(state, len(self.taps))
-            state = np.concatenate([self._norm(f"fc_norm.{i}", chunk) for i, chunk in enumerate(chunks)])
+            state = np.concatenate([self._norm(name, chunk) for name, chunk in zip(names, chunks, strict=True)])
         return self._linear("fc", state)
 
     def _read(self, token: int, hidden: Array) -> Array:

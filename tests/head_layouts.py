@@ -18,7 +18,7 @@ from fakes import TINY, VOCAB, enlarge
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.by_hand import ByHand, dynamic_angles, linear_angles, plain_angles, yarn_angles, yarn_scale
+from tests.by_hand import ByHand, dynamic_angles, linear_angles, llama3_angles, plain_angles, yarn_angles, yarn_scale
 
 H, INTER, HEADS, KV, DIM = 32, 40, 4, 2, 16
 LAYERS = 8
@@ -214,6 +214,43 @@ def specforge() -> Layout:
     return Layout(config, make.tensors, truth, "shards")
 
 
+def specforge_wide() -> Layout:
+    """An older export: norms per state under their old names and one over all, bias in fc, llama3 RoPE, boundaries."""
+    make = Maker(15)
+    make.eagle3(biases=("q", "k", "v"))
+    make.put("fc.bias", H, size=0.2)
+    for name in ("low", "mid", "high"):
+        make.put(f"aux_norm_{name}.weight", H, size=0.3)
+    make.put("input_norm.weight", 3 * H, size=0.3)
+    config = LLAMA | NARROW | {"architectures": ["LlamaForCausalLMEagle3"], "model_type": "qwen2", "bias": True}
+    config |= {"draft_vocab_size": VD, "attention_bias": True, "use_aux_norm": True, "rope_theta": 500000.0}
+    llama3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+    config |= {"rope_scaling": llama3 | {"original_max_position_embeddings": 16}}
+    config |= {"eagle_config": {"norm_before_fc": True}, "eagle_aux_hidden_state_layer_ids": [0, 3, 7]}
+    angles = llama3_angles(DIM, 500000.0, 8.0, 1.0, 4.0, 16)
+    return Layout(config, make.tensors, {"fusion": "both", "taps": (0, 3, 7), "angles": angles})
+
+
+def safeailab_narrow() -> Layout:
+    """A head of half the target's width (`target_hidden_size`), which brings its own embedding and all of V."""
+    make, half = Maker(16), H // 2
+    make.put("fc.weight", half, 3 * H, size=0.2)
+    for name, rows in (("q", HEADS * DIM), ("k", KV * DIM), ("v", KV * DIM)):
+        make.put(f"midlayer.self_attn.{name}_proj.weight", rows, 2 * half, size=0.3)
+    make.put("midlayer.self_attn.o_proj.weight", half, HEADS * DIM, size=0.3)
+    for name, shape in (("gate", (INTER, half)), ("up", (INTER, half)), ("down", (half, INTER))):
+        make.put(f"midlayer.mlp.{name}_proj.weight", *shape, size=0.2)
+    for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm"):
+        make.put(f"midlayer.{name}.weight", half, size=0.2)
+    make.put("norm.weight", half, size=0.2)
+    make.put("embed_tokens.weight", VOCAB, half, size=1.0)
+    make.put("lm_head.weight", VD, half, size=1.0)
+    make.tensors["d2t"] = known_ids() - torch.arange(VD)
+    make.tensors["t2d"] = torch.zeros(VOCAB, dtype=torch.bool).index_fill(0, known_ids(), True)
+    config = LLAMA | NARROW | {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": VD}
+    return Layout(config | {"hidden_size": half, "target_hidden_size": H}, make.tensors, file="bin")
+
+
 SPECULATORS: dict[str, Any] = {
     "architectures": ["Eagle3DraftModel"],
     "auto_map": {"": "config.Eagle3SpeculatorConfig"},
@@ -344,7 +381,17 @@ def eagle2() -> Layout:
 LAYOUTS: dict[str, Callable[[], Layout]] = {
     made.__name__: made
     for made in (
-        *(safeailab, specforge, speculators_llama, speculators_qwen3, modelopt, angelslim, deepspec),
+        *(
+            safeailab,
+            safeailab_narrow,
+            specforge,
+            specforge_wide,
+            speculators_llama,
+            speculators_qwen3,
+            modelopt,
+            angelslim,
+            deepspec,
+        ),
         *(eagle1, eagle2),
     )
 }

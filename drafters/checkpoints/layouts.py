@@ -79,7 +79,7 @@ def detect_by_config(config: Config) -> Layout | None:
     Some kinds keep their weights in files that are not listed here (Medusa: medusa_lm_head.pt).
     """
     if "speculators_model_type" in config or "speculators_config" in config:
-        return None if speculators_type(config) == "eagle3" else Layout.SPECULATORS  # eagle3: the tensors say it too
+        return None if speculators_type(config) in _SPECULATORS_SERVED else Layout.SPECULATORS  # the tensors say it
     architectures = config.get("architectures")
     words = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
     name = " ".join(word for word in words if isinstance(word, str)).lower()
@@ -87,6 +87,9 @@ def detect_by_config(config: Config) -> Layout | None:
         if any(key in config for key in keys) or part in name:
             return layout
     return None
+
+
+_SPECULATORS_SERVED = ("eagle3", "mtp")
 
 
 def speculators_type(config: Config) -> str | None:

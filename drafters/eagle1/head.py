@@ -49,7 +49,7 @@ class Eagle1Head(nn.Module):
         """
         super().__init__()
         self.spec = spec
-        self.aux_layers = (FINAL_NORM,)
+        self.aux_layers: tuple[int, ...] = (FINAL_NORM,)
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.vocab_size
         self.attention_specs = spec.attention_specs

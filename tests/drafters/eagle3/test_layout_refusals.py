@@ -128,7 +128,9 @@ def test_overrides_reach_every_layout(tmp_path: Path, facts: TargetFacts) -> Non
 def test_reports_say_who_wrote_it(tmp_path: Path, facts: TargetFacts) -> None:
     names = {
         "safeailab": "EAGLE-3, SafeAILab layout",
+        "safeailab_narrow": "EAGLE-3, SafeAILab layout",
         "specforge": "EAGLE-3, SpecForge/SGLang layout",
+        "specforge_wide": "EAGLE-3, SpecForge/SGLang layout",
         "speculators_llama": "EAGLE-3, speculators layout",
         "speculators_qwen3": "EAGLE-3, speculators layout",
         "modelopt": "EAGLE-3, NVIDIA ModelOpt layout",
