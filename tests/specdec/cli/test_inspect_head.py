@@ -159,3 +159,11 @@ def test_exports_that_lack_something_are_refused_before_anything_is_written(tmp_
     run(export, str(source), "--layout", "speculators", "--out", out, *named, *layers)
     config = json.loads((Path(out) / "config.json").read_text())
     assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+
+
+@pytest.mark.slow
+def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path) -> None:
+    run(export, "gsm-llama-eagle3", "--layout", "speculators", "--out", str(tmp_path / "out"))
+    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *SMALL).output)
+    assert found["target"] == str(builtin_path("gsm-llama").resolve())
+    assert found["agreement"]["verdict"] == "fine" and found["agreement"]["rounds"]["tau"] > 3
