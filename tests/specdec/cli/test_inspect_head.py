@@ -51,7 +51,7 @@ def test_a_head_and_its_target(head: Path) -> None:
 @pytest.mark.slow
 def test_what_it_says_to_give_makes_it_fine(head: Path) -> None:
     given = ("--target", "gsm-llama", "--head-override", "aux_layers=[2,4,5]", "--json", *SMALL)
-    found = json.loads(run(inspect, str(head), *given).output)
+    found = json.loads(run(inspect, str(head), *given).stdout)
     assert found["agreement"]["verdict"] == "fine" and found["taps"] == [2, 4, 5]
     assert found["agreement"]["rounds"]["tau"] > 3 and len(found["agreement"]["tried"]) >= 8
 
@@ -67,7 +67,7 @@ def test_a_head_alone_is_shown_with_where_its_values_are_from(monkeypatch: pytes
     text = run(inspect, str(PLAIN)).output
     assert "config transformer_layer_config.hidden_size" in text and "(1, 3, 6)" not in text and "1, 3, 6" in text
     assert "its files name the target target, which is not on this machine; give --target" in text
-    fields = json.loads(run(inspect, str(PLAIN), "--json").output)["fields"]
+    fields = json.loads(run(inspect, str(PLAIN), "--json").stdout)["fields"]
     assert fields["norm_before_residual"] == {"value": True, "from": "config norm_before_residual"}
     assert fields["aux_layers"]["value"] == [1, 3, 6]
     changed = run(inspect, str(PLAIN), "--json", "--head-override", "norm_before_residual=false").output
@@ -97,7 +97,7 @@ def test_arguments_that_contradict_each_other(arguments: list[str], message: str
 
 
 def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
-    found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).output)
+    found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).stdout)
     assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"
     assert found["agreement"]["chains"] is None and found["agreement"]["rounds"]["tau"] > 2
     with pytest.raises(HeadLoadError, match="reads EAGLE-3 heads, the checkpoint's layout is"):
@@ -164,6 +164,6 @@ def test_exports_that_lack_something_are_refused_before_anything_is_written(tmp_
 @pytest.mark.slow
 def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path) -> None:
     run(export, "gsm-llama-eagle3", "--layout", "speculators", "--out", str(tmp_path / "out"))
-    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *SMALL).output)
+    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *SMALL).stdout)
     assert found["target"] == str(builtin_path("gsm-llama").resolve())
     assert found["agreement"]["verdict"] == "fine" and found["agreement"]["rounds"]["tau"] > 3
