@@ -35,7 +35,7 @@ from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
-from specdec.loading.pairs import pair_of
+from specdec.loading.pairs import load_pair
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -310,12 +310,14 @@ class SpeculativeModel:
                 warm_compiler()
 
         code = options.trust_remote_code
-        pair = pair_of(target, draft, options.revision)
-        with pair.explained():
-            model, checkpoint = open_target(
-                pair.target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
+
+        def load(named: Any) -> tuple[PreTrainedModel, Checkpoint | None]:
+            return open_target(
+                named, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
             )
-        return cls._built(model, checkpoint, pair.draft, open_tokenizer(tokenizer, checkpoint), options)
+
+        (model, checkpoint), draft = load_pair(target, draft, options.revision, load)
+        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod
     def _built(

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
-from drafters.checkpoints.tensor_files import open_folder
+from drafters.checkpoints.tensor_files import open_folder, read_json
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
@@ -179,7 +179,7 @@ def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], wha
             f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
         ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only, or shards are missing: transformers reports what is wrong
+        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers says what is wrong
     if layout in _HEADS:
         raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
 
@@ -187,7 +187,7 @@ def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], wha
 def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
     """Tensor shapes by name, where there are not too many of them for a head; {} where nobody need look."""
     if _INDEX in names:
-        index = _read_json(folder / _INDEX, "the target model")
+        index = read_json(folder / _INDEX)
         few = isinstance(index.get("weight_map"), dict) and len(index["weight_map"]) <= _MOST_TENSORS_OF_A_HEAD
         return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
     if "model.safetensors" not in names:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 
-from drafters.checkpoints.hub import HTTP_ERRORS, hub_answers, is_hub_name, looks_local
+from drafters.checkpoints.hub import is_hub_name, looks_local
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import resolve
@@ -20,6 +20,7 @@ from specdec.loading.progress import log
 from specdec.values import short
 
 _CONFIG = "config.json"
+Loaded = TypeVar("Loaded")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,30 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     return Pair(named, target, str(target))
 
 
+def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Any]:
+    """Load the target of `pair_of`; returns what `load` gives, and the head.
+
+    The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
+    refuses the head as a target.
+
+    Args:
+        load: loads a target by its name, or takes it as it is.
+
+    Raises:
+        ModelLoadError, InvalidInputError: see `pair_of`; what `load` raises.
+    """
+    pair = pair_of(target, draft, revision)
+    try:
+        with pair.explained():
+            return load(pair.target), pair.draft
+    except ModelLoadError:
+        later = pair_of(target, draft, revision)
+        if later.named_by == pair.named_by:
+            raise
+    with later.explained():
+        return load(later.target), later.draft
+
+
 def _config_of(name: str) -> Mapping[str, Any]:
     """config.json of a folder or hub model; {} where there is none to be read, which whoever loads it will say."""
     try:
@@ -89,9 +114,4 @@ def _config_file(name: str) -> str | None:
     if os.path.exists(name) or looks_local(name) or not is_hub_name(name):
         return None
     cached = try_to_load_from_cache(name, _CONFIG)
-    if isinstance(cached, str):
-        return cached
-    try:
-        return hf_hub_download(name, _CONFIG) if hub_answers() else None
-    except HTTP_ERRORS:
-        return None
+    return cached if isinstance(cached, str) else None

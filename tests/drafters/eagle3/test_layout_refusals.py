@@ -77,6 +77,11 @@ REFUSED: list[tuple[str, Change, str]] = [
     ("specforge", config(use_sliding_window=True, sliding_window=9), "not which layers have it: give head_overrides"),
     ("specforge", config(layer_types=["sliding_attention"] * 8, sliding_window=9), r"the head has 1 layer\(s\)"),
     ("specforge", config(rope_scaling={"rope_type": "dynamic", "factor": 2.0}), "contradicts itself about RoPE"),
+    (
+        "specforge_wide",
+        config(eagle_config={"norm_before_fc": False}),
+        "norm_before_fc = False, but the checkpoint has",
+    ),
     ("modelopt", config(eagle_config={"use_aux_hidden_state": False, "use_last_layernorm": False}), "use_last_layern"),
     ("modelopt", tensors(midlayer__input_layernorm__weight=None), r"use_input_layernorm_in_first_layer = True, but"),
     ("modelopt", config(rope_scaling={"rope_type": "dynamic"}), "are incomplete|factor"),
@@ -123,6 +128,16 @@ def test_overrides_reach_every_layout(tmp_path: Path, facts: TargetFacts) -> Non
     assert load(first, facts, rope_theta=5e5).spec.rope.theta == 5e5
     with pytest.raises(HeadLoadError, match="cannot be chosen for an EAGLE-1 head"):
         load(first, facts, feedback="post_norm")
+
+
+def test_mrope_of_text_is_plain(tmp_path: Path, facts: TargetFacts) -> None:
+    """SpecForge's configs/qwen2-5-vl-eagle3.json and qwen3-vl-8b-eagle3.json."""
+    section = {"mrope_section": [2, 3, 3]}
+    old = LAYOUTS["safeailab"]().write(tmp_path / "a", rope_scaling=section | {"type": "mrope"}, rope_theta=1e6)
+    interleaved = section | {"rope_type": "default", "mrope_interleaved": True}
+    new = LAYOUTS["safeailab"]().write(tmp_path / "b", rope_scaling=interleaved, rope_theta=1e6)
+    plain = LAYOUTS["safeailab"]().write(tmp_path / "c", rope_theta=1e6)
+    assert load(old, facts).spec == load(new, facts).spec == load(plain, facts).spec
 
 
 def test_reports_say_who_wrote_it(tmp_path: Path, facts: TargetFacts) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from drafters.eagle import target_of
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.pairs import pair_of
+from specdec.loading.pairs import load_pair, pair_of
 from specdec.requests.sampling import SamplingParams
 from tests.head_layouts import LAYOUTS, SPECULATORS, target
 
@@ -79,3 +80,41 @@ def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
     assert pair_of(head, None).named_by is None
     (head / "config.json").write_text(json.dumps([1]))
     assert pair_of(head, None).named_by is None
+
+
+def in_cache(hub: Path, name: str, folder: Path) -> None:
+    """Put a folder into the hub's cache, in its layout."""
+    repo = hub / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repo / "snapshots" / ("a" * 40))
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text("a" * 40)
+
+
+def test_a_head_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, head = head_for(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    name = "RedHatAI/tiny-speculator.eagle3"
+    tried: list[Any] = []
+
+    def load(target: Any) -> str:
+        """As transformers: it fetches a configuration before it refuses it."""
+        tried.append(target)
+        if target == name:
+            in_cache(tmp_path / "hub", name, head)
+            raise ModelLoadError("it has no model_type")
+        return "loaded"
+
+    assert load_pair(name, None, None, load) == ("loaded", name)
+    assert tried == [name, str(folder)]
+    with SpeculativeModel.from_pretrained(name, tokenizer=LetterTokenizer(), **SIZES) as alone:  # from the cache
+        assert alone.head is not None and alone.checkpoint is not None and alone.checkpoint.name == str(folder)
+    tried.clear()
+    with pytest.raises(ModelLoadError, match="no such"):
+        load_pair("some/other", None, None, lambda target: refuse(tried, target))
+    assert tried == ["some/other"], "what is no head is tried once"
+
+
+def refuse(tried: list[Any], target: Any) -> str:
+    tried.append(target)
+    raise ModelLoadError("no such model")
