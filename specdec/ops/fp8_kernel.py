@@ -53,14 +53,14 @@ def tiling_of(tokens: int, rows: int) -> Tiling:
     >>> tiling_of(1, 4096)
     Tiling(tokens=16, rows=32, weight_first=False, warps=4, stages=10)
     >>> tiling_of(48, 28672)
-    Tiling(tokens=64, rows=128, weight_first=True, warps=4, stages=6)
+    Tiling(tokens=64, rows=128, weight_first=True, warps=8, stages=6)
     """
     if tokens <= 16:
         return Tiling(16, 32, False, 4, 10) if rows <= _FEW_ROWS else Tiling(16, 64, True, 4, 8)
     if tokens <= 32:
         return Tiling(32, 64, True, 4, 8)
     if tokens <= 64:
-        return Tiling(64, 64, True, 4, 8) if rows <= _FEW_ROWS else Tiling(64, 128, True, 4, 6)
+        return Tiling(64, 64, True, 4, 8) if rows <= _FEW_ROWS else Tiling(64, 128, True, 8, 6)
     if tokens <= 256:
         return Tiling(128, 64, False, 4, 6) if rows <= _FEW_ROWS else Tiling(128, 128, False, 8, 4)
     return Tiling(128, 128, False, 8, 4)
