@@ -13,6 +13,7 @@ from typing import Any
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
+from specdec.errors import UnsupportedModelError
 from specdec.target.fp8 import Scheme
 
 METHOD = "fp8"
@@ -30,15 +31,19 @@ def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
     """Load a target of this configuration inside. Nothing is done for one that is not quantised in FP8.
 
     Raises:
-        UnsupportedModelError: a scheme of FP8 that no operator serves, before weights are read.
+        UnsupportedModelError: a scheme of FP8 that no operator serves, or `dequantize`, before weights are read.
     """
     stored = getattr(config, "quantization_config", None)
     values: Mapping[str, Any] = stored if isinstance(stored, Mapping) else vars(stored) if stored else {}
     if values.get("quant_method") != METHOD:
         yield
         return
-    if not values.get("dequantize"):
-        _scheme(values).check(name)
+    if values.get("dequantize"):
+        raise UnsupportedModelError(
+            f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
+            "not rounded; leave it out, or load the model with transformers and give it as the target"
+        )
+    _scheme(values).check(name)
     before = AUTO_QUANTIZER_MAPPING[METHOD]
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp8Quantizer
     try:

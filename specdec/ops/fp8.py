@@ -57,8 +57,8 @@ def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         from specdec.ops.fp8_kernel import launch_quantise
 
         return launch_quantise(x)
-    values = _grouped(x.float())  # [T, G, 128]
-    scales = values.abs().amax(-1) / FP8_MAX
+    values = _grouped(x if x.dtype == torch.float64 else x.float())  # [T, G, 128]
+    scales = (values.abs().amax(-1) / FP8_MAX).float()
     quantised = (values / scales.clamp_min(LEAST_SCALE)[..., None]).to(FP8)
     return quantised.flatten(1)[:, : x.shape[1]].contiguous(), scales
 
@@ -72,7 +72,8 @@ def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 @torch.library.custom_op("specdec::fp8_quantise_by", mutates_args=())
 def fp8_quantise_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """x [T, I], a scale of one number -> x / scale in e4m3, clamped to ±448."""
-    return (x.float() / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
+    values = x if x.dtype == torch.float64 else x.float()
+    return (values / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
 
 
 @fp8_quantise_by.register_fake
@@ -92,7 +93,7 @@ def fp8_matmul(
         from specdec.ops.fp8_kernel import launch_fp8_matmul
 
         return launch_fp8_matmul(x, x_scale, weight, weight_scale, dtype)
-    return reference_matmul(x, x_scale, weight, weight_scale).to(dtype)
+    return reference_matmul(x, x_scale, weight, weight_scale, dtype)
 
 
 @fp8_matmul.register_fake
@@ -103,18 +104,23 @@ def _(
 
 
 def reference_matmul(
-    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """As `fp8_matmul`, in float32 throughout: what the kernels must come to."""
-    activations = (_grouped(x.float()) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
-    return activations @ dequantised(weight, weight_scale).t()
+    """As `fp8_matmul`, of weights and activations multiplied out in float32, or in float64 where that is the dtype."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    activations = (_grouped(x.to(wide)) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
+    return (activations @ dequantised(weight, weight_scale, wide).t()).to(dtype)
 
 
-def dequantised(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, float32."""
+def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, in that dtype."""
     rows, columns = weight.shape[-2:]
-    blocks = scale.float().repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    return weight.float() * blocks
+    blocks = scale.to(dtype).repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return weight.to(dtype) * blocks
 
 
 def _grouped(x: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,8 @@ def fp8_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights
     inner = _multiply(experts, kind, hidden[:, None], index)  # [T, k, F or 2·F]
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
     out = _multiply(experts, "down_proj", inner, index)  # [T, k, H]
-    return (out * weights[..., None].to(out.dtype)).float().sum(1).to(hidden.dtype)
+    weighted = out * weights[..., None].to(out.dtype)
+    return (weighted if out.dtype == torch.float64 else weighted.float()).sum(1).to(hidden.dtype)
 
 
 def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -66,7 +67,7 @@ def fp8_expert_matmul(
     for expert in index.unique().tolist():
         token, place = (index == expert).nonzero(as_tuple=True)
         chosen = token, place if x.shape[1] == width else torch.zeros_like(place)
-        out[token, place] = reference_matmul(x[chosen], x_scale[chosen], stack[expert], stack_scale[expert]).to(dtype)
+        out[token, place] = reference_matmul(x[chosen], x_scale[chosen], stack[expert], stack_scale[expert], dtype)
     return out
 
 
