@@ -189,14 +189,26 @@ def _check_layer(name: str, module: Any) -> None:
         raise UnsupportedModelError(f"{name} is a {kind.__name__}, an FP8 layer that specdec has no operator for")
     if isinstance(module, FP8Experts):
         _check_experts(name, module)
+    elif module.weight_scale_inv.shape != (expected := _scale_shape(module)):
+        raise UnsupportedModelError(
+            f"{name}.weight_scale_inv is {list(module.weight_scale_inv.shape)}; a weight of "
+            f"{list(module.weight.shape)} has scales {list(expected)}: is the checkpoint damaged?"
+        )
     for weight, parameter in module.named_parameters(recurse=False):
         if weight.endswith(("weight", "_proj")) and parameter.dtype != FP8:
             raise UnsupportedModelError(f"{name}.{weight} is {parameter.dtype}, not {FP8}")
-        if weight.endswith(("scale_inv", "activation_scale")) and not bool((parameter > 0).all() & parameter.isfinite().all()):
-            wrong = parameter[~((parameter > 0) & parameter.isfinite())].flatten()[0].item()
-            raise UnsupportedModelError(
-                f"{name}.{weight} holds {wrong}: a scale is a positive number; is the checkpoint damaged?"
-            )
+        if weight.endswith(("scale_inv", "activation_scale")):
+            wrong = parameter[~((parameter > 0) & parameter.isfinite())]
+            if len(wrong):
+                raise UnsupportedModelError(
+                    f"{name}.{weight} holds {wrong[0].item()}: a scale is a positive number; is the checkpoint damaged?"
+                )
+
+
+def _scale_shape(module: Any) -> tuple[int, ...]:
+    if module.block_size is None:
+        return ()
+    return math.ceil(module.weight.shape[0] / BLOCK), math.ceil(module.weight.shape[1] / BLOCK)
 
 
 def _check_experts(name: str, module: Any) -> None:

@@ -13,7 +13,7 @@ from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import ModelLoadError, SpecdecWarning, UnsupportedModelError
+from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
 from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
 from specdec.target.fp8 import Fp8Linear
@@ -124,7 +124,8 @@ def test_scales_that_are_none(tmp_path: Path, value: float) -> None:
 
 def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
     folder = write(tmp_path / "target", LLAMA)
-    with pytest.raises(ModelLoadError, match=r"of another shape \(model\.layers\.1\.mlp\.down_proj\.weight_scale_inv"):
+    # transformers 5.17 does not report them: then our own check does
+    with pytest.raises(SpecdecError, match=r"model\.layers\.1\.mlp\.down_proj\.weight_scale_inv.*\[2, 1\].*\[2, 3\]"):
         load(rewrite(folder, f"{DOWN}_scale_inv", lambda scale: scale[:, :1].clone()))
     with pytest.raises(ModelLoadError, match=r"1 tensor missing .*down_proj\.weight_scale_inv"):
         load(rewrite(folder, f"{DOWN}_scale_inv", lambda scale: None))
