@@ -67,6 +67,13 @@ def tiling_of(tokens: int, rows: int) -> Tiling:
 
 
 @triton.jit
+def quantised(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x [G, 128] float32 -> the same in 8 bits, and the scale of each group [G]."""
+    scale = tl.max(tl.abs(x), 1) / _MAX  # [G]
+    return (x / tl.maximum(scale, _LEAST_SCALE)[:, None]).to(dtype), scale
+
+
+@triton.jit
 def _quantise_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I]
     out_ptr,  # [T, I] contiguous, e4m3
@@ -82,9 +89,8 @@ def _quantise_kernel(  # type: ignore[no-untyped-def]
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)  # [G]
     column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
     x = tl.load(x_ptr + token * x_stride + column, mask=column < width, other=0.0).to(tl.float32)
-    scale = tl.max(tl.abs(x), 1) / _MAX  # [G]
-    quantised = (x / tl.maximum(scale, _LEAST_SCALE)[:, None]).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + token * width + column, quantised, mask=column < width)
+    rounded, scale = quantised(x, out_ptr.dtype.element_ty)
+    tl.store(out_ptr + token * width + column, rounded, mask=column < width)
     tl.store(scale_ptr + token * groups + group, scale, mask=group < groups)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +15,12 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
+from specdec.loading.states import check_backend_fits
+from specdec.loading.targets import load_target
 from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
 from specdec.target.fp8 import Fp8Linear
+from specdec.target.probing import probe_target
 from tests.fp8 import DEEPSEEK, FP8, LLAMA, QWEN, SCHEME, configure, greedy, prompts, reference, rewrite, write
 
 pytestmark = [pytest.mark.usefixtures("every_self_test"), pytest.mark.filterwarnings("ignore:.*runs on a CPU")]
@@ -148,3 +152,10 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
+
+
+def test_a_batch_invariant_backend_is_refused(tmp_path: Path) -> None:
+    backend: Any = SimpleNamespace(batch_invariant=True)
+    probed = probe_target(load_target(write(tmp_path / "target", LLAMA), torch.float32, torch.device("cpu")))
+    with pytest.raises(UnsupportedModelError, match="quantised in FP8, .* not with backend='batch_invariant'"):
+        check_backend_fits(probed, backend)
