@@ -1,8 +1,8 @@
 """Tiny checkpoints in fine-grained FP8, written as the published ones are, and what they must say.
 
 The oracle has neither our operators nor transformers' FP8 layers: plain layers with the weights multiplied out, whose
-inputs are rounded to 8 bits and back. It computes in float64: in float32, what is summed in another order may change the
-last bit of a value, which 8 bits then round to another neighbour, 6 % away.
+inputs are rounded to 8 bits and back. It computes in float64: in float32, what is summed in another order may change
+the last bit of a value, which 8 bits then round to another neighbour, 6 % away.
 """
 
 from __future__ import annotations

@@ -54,7 +54,9 @@ def _fuse(graph: Graph, source: Node, quantise: Node) -> None:
 def _replace(graph: Graph, old: Node, quantise: Node, target: Any, sums: list[Node]) -> None:
     """Compute at `old` what `quantise` gives; sums: nodes that stand for the residual sum, its first result."""
     values, scales = quantise.meta["val"]
-    total = [node.meta["val"] for node in sums[:1]] or ([old.meta["val"][0]] if target is _OURS.add_rms_norm_fp8.default else [])
+    total = [node.meta["val"] for node in sums[:1]] or (
+        [old.meta["val"][0]] if target is _OURS.add_rms_norm_fp8.default else []
+    )
     with graph.inserting_before(old):
         new = graph.call_function(target, old.args)
         new.meta["val"] = (*total, values, scales)

@@ -19,7 +19,7 @@ from specdec.target.fp8 import Scheme
 METHOD = "fp8"
 
 
-class Fp8Quantizer(FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+class Fp8Quantizer(FineGrainedFP8HfQuantizer):
     """transformers' quantizer for weights that stay in FP8, on any device."""
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
 """Norms and gated activations whose result is read by FP8 layers alone: quantised before it is ever written.
 
-Each is what `specdec.ops.norm` or `specdec.ops.silu` computes, rounded as there, and then `specdec.ops.fp8.fp8_quantise`
-of it: the same bits in one launch instead of two.
+Each is what `specdec.ops.norm` or `specdec.ops.silu` computes, rounded as there, and then the `fp8_quantise` of it: the
+same bits in one launch instead of two.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from drafters.base import HasInputConvention, Head
 from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
+from specdec.target.fp8_selftest import fp8_self_test
 from specdec.target.probing import TargetProbe
 from specdec.target.rereading import (
     dummy_ids,
@@ -73,7 +74,7 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     """
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if target.fp8 is not None:
-        target.fp8.self_test()
+        fp8_self_test(target.fp8)
     error = self_test(target)
     if report.unbuilt is None:
         return error if half else max(error, self_test(target, min(_LONG_ROW, room)))

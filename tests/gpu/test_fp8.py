@@ -1,4 +1,4 @@
-"""Fine-grained FP8 compiled: kernels against sums in float32, targets from CUDA graphs, and that no kernel is fetched."""
+"""Fine-grained FP8 on a GPU: kernels against sums in float32, targets from CUDA graphs; no kernel is fetched."""
 
 from __future__ import annotations
 

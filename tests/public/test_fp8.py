@@ -1,4 +1,4 @@
-"""Targets published in fine-grained FP8: loaded from a folder, with the tokens of the same arithmetic written plainly."""
+"""Targets published in fine-grained FP8: loaded from a folder; their tokens are those of the arithmetic, plainly."""
 
 from __future__ import annotations
 
@@ -52,9 +52,13 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "static"), [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), (QWEN, False)], ids=["llama", "static", "deepseek", "qwen"]
+    ("sizes", "static"),
+    [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), (QWEN, False)],
+    ids=["llama", "static", "deepseek", "qwen"],
 )
-def test_tokens_are_those_of_the_arithmetic_written_plainly(tmp_path: Path, sizes: dict[str, Any], static: bool) -> None:
+def test_tokens_are_those_of_the_arithmetic_written_plainly(
+    tmp_path: Path, sizes: dict[str, Any], static: bool
+) -> None:
     """K = 0 and K = 3; blocks that are whole and cut, experts, latent attention, one scale a weight."""
     folder = write(tmp_path / "target", sizes, static=static)
     oracle = reference(folder, sizes, float(torch.tensor(0.01)) if static else None)
@@ -69,9 +73,12 @@ def test_tokens_are_those_of_the_arithmetic_written_plainly(tmp_path: Path, size
         assert [c.token_ids for c in completions] == right
         emitted = [round_.emitted for c in completions for round_ in c.stats.rounds if round_.drafted == 3]
         assert min(emitted) == 1 < max(emitted), "drafts are accepted, and rejected"
-        assert model.hf_model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, do_sample=False)[
-            0, len(PROMPTS[0]) :
-        ].tolist() == right[0], "the model's own generate runs our operators too"
+        assert (
+            model.hf_model.generate(torch.tensor([PROMPTS[0]]), max_new_tokens=NEW, do_sample=False)[
+                0, len(PROMPTS[0]) :
+            ].tolist()
+            == right[0]
+        ), "the model's own generate runs our operators too"
 
 
 def test_weights_stay_in_8_bits_and_it_is_said(tmp_path: Path) -> None:
@@ -115,7 +122,9 @@ def test_an_operator_with_wrong_scales_is_refused(
     folder = write(tmp_path / "target", sizes)
     place = operators if sizes is LLAMA else fp8_experts
     monkeypatch.setattr(place, "reference_matmul", shifted(operators.reference_matmul))
-    with pytest.raises(UnsupportedModelError, match=r"a matmul in FP8 comes out wrong on cpu: relative error .*weight of"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"a matmul in FP8 comes out wrong on cpu: relative error .*weight of"
+    ):
         load(folder)
 
 
@@ -157,5 +166,5 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
 def test_a_batch_invariant_backend_is_refused(tmp_path: Path) -> None:
     backend: Any = SimpleNamespace(batch_invariant=True)
     probed = probe_target(load_target(write(tmp_path / "target", LLAMA), torch.float32, torch.device("cpu")))
-    with pytest.raises(UnsupportedModelError, match="quantised in FP8, .* not with backend='batch_invariant'"):
+    with pytest.raises(UnsupportedModelError, match=r"quantised in FP8, .* not with backend='batch_invariant'"):
         check_backend_fits(probed, backend)

@@ -28,7 +28,9 @@ from tests.specdec.compiler.test_passes import Norm, any_tokens, operators
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*runs on a CPU")
 TOKENS, HALF = 5, torch.bfloat16
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs the kernels compiled")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs the kernels compiled"
+)
 
 
 class Layer(nn.Module):

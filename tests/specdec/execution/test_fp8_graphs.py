@@ -1,4 +1,4 @@
-"""A target in fine-grained FP8 through the graph executor on a CPU: fused, compiled, and put back; see test_graphs.py."""
+"""A target in fine-grained FP8 through the graph executor on a CPU (see test_graphs.py): fused, compiled, put back."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_rounds_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> No
 @pytest.mark.slow
 def test_experts_and_latent_attention_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> None:  # noqa: F811
     """Fused: q_a and kv_a, which ends inside a block, of both layers; gate and up of the shared expert, whose width
-        blocks divide, and not those of the dense layer."""
+    blocks divide, and not those of the dense layer."""
     graphed(write(tmp_path / "target", DEEPSEEK), DEEPSEEK, 2 + 1)
 
 

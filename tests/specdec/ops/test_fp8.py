@@ -19,7 +19,9 @@ from specdec.target.alterations import Alterations
 from specdec.target.fp8 import Fp8Layers
 from tests.fp8 import multiplied_out, quantised, rounded
 
-interpreted = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs the kernels compiled")
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs the kernels compiled"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -148,7 +150,10 @@ def test_siblings_are_one_matmul_of_one_quantised_input(block: Block) -> None:
     layers.release()
     assert {type(m) for m in block.children()} == {FP8Linear}
     for name, p in block.named_parameters():
-        assert torch.equal(p.view(torch.uint8) if p.dtype == FP8 else p, values[name].view(torch.uint8) if p.dtype == FP8 else values[name])
+        assert torch.equal(
+            p.view(torch.uint8) if p.dtype == FP8 else p,
+            values[name].view(torch.uint8) if p.dtype == FP8 else values[name],
+        )
         assert p.untyped_storage().nbytes() == p.nbytes
 
 

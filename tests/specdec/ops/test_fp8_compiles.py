@@ -29,7 +29,8 @@ def compiled(kernel, kinds, constants, warps=4, stages=3):
     constants = constants | {n: 1 for n in ("x_scale_group", "weight_scale_group") if n in kernel.arg_names}
     signature, places, attributes = {}, {}, {}
     for i, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else kinds.get(name, BF16 if name.endswith("_ptr") else "i32")
+        other = BF16 if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constants else kinds.get(name, other)
         if name in constants:
             places[(i,)] = constants[name]
         elif name not in (*ANY, "eps"):
