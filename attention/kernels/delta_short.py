@@ -18,7 +18,10 @@ half precision are TF32 numbers as they are, before they are divided by their le
 products of TF32 (the state's upper and lower bits) and the scores one. The state times the queries is one, of the upper
 bits: it goes into the output only, which is rounded to half precision. Inputs in float32: three products each.
 
-Letters in the kernel: C tokens of a row (16), K key dimension (a power of two), B rows of the state of a program.
+A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, and to change it,
+when they still lie in the cache. Whole rows of 128 columns would not fit the registers of the matmuls.
+
+Letters in the kernel: C tokens of a row (16), B rows of the state of a program, L columns of a piece.
 
 Source: Yang et al., "Gated Delta Networks", arXiv 2412.06464, section 3.3. Imported on CUDA only.
 """
@@ -42,17 +45,18 @@ INPUTS_OF_ONE_CHUNK = 16
 
 @dataclass(frozen=True)
 class ShortTiling:
-    """Rows of the state a program holds, its warps, and registers a thread."""
+    """Rows of the state a program works on, columns of a piece of it, pieces in flight, and its warps."""
 
     block_dv: int
+    piece: int
+    stages: int
     warps: int
-    registers: int | None = None
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
     """Never eight warps: of tiles of 16 x 16 Triton 3.6 compiles sums among eight that read shared memory which is not
     there (see `attention.kernels.ssd_chunks.warps_of`)."""
-    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 4)
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 3, 4)
 
 
 @triton.jit
@@ -80,13 +84,13 @@ def upper_bits(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _exact_times(x, y, EXACT_Y: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x @ y as accurate as float32; EXACT_Y: y has TF32 numbers only."""
+def _exact_times(x, y, total, EXACT_Y: tl.constexpr):  # type: ignore[no-untyped-def]
+    """total + x @ y as accurate as float32; EXACT_Y: y has TF32 numbers only."""
     if EXACT_Y:
         upper = upper_bits(x)
-        return tl.dot(upper, y, tl.dot(x - upper, y, input_precision="tf32"), input_precision="tf32")
+        return tl.dot(upper, y, tl.dot(x - upper, y, total, input_precision="tf32"), input_precision="tf32")
     else:  # noqa: RET505 - one of the two is compiled
-        return tl.dot(x, y, input_precision="tf32x3")
+        return tl.dot(x, y, total, input_precision="tf32x3")
 
 
 @triton.jit
@@ -100,12 +104,12 @@ def _joined(own_at, is_own, ring_at, is_ring, REPLAY: tl.constexpr):  # type: ig
 
 
 @triton.jit
-def _inverse_lengths(x, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x [C, K] float32 -> 1 / |x_c|, or 1, [C]; the epsilon is that of transformers' `l2norm`."""
+def _inverse_length(squares, NORMALIZE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Sums of squares [C] -> 1 / length, or 1; the epsilon is that of transformers' `l2norm`."""
     if NORMALIZE:
-        return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+        return tl.rsqrt(squares + 1e-6)
     else:  # noqa: RET505 - one of the two is compiled
-        return tl.full((x.shape[0],), 1.0, tl.float32)
+        return tl.full(squares.shape, 1.0, tl.float32)
 
 
 @triton.jit
@@ -160,6 +164,8 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     DIM_V: tl.constexpr,
     WIDTH_K: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    PIECE: tl.constexpr,
+    STAGES: tl.constexpr,
     REPLAY: tl.constexpr,  # whether any row replays
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -179,19 +185,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     if (tokens == 0) | (count > CHUNK):
         return
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
-    column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
-    in_k, in_v = column < DIM_K, dv < DIM_V
-    state_at = state_ptr + slot * state_slot + (head * DIM_V + dv) * DIM_K + column  # [B, K]
-    S = tl.load(state_at, mask=in_v & (column < tl.where(start > replay, DIM_K, 0)), other=0.0)  # [B, K]
-
+    lane = tl.arange(0, PIECE)[None, :]  # [1, L]
+    in_v, known = dv < DIM_V, tl.where(start > replay, DIM_K, 0)
     key_head, ring_head = head // (HEADS // KEY_HEADS), head // (HEADS // RING_HEADS)
     own_i, own_j = (i >= replay) & (i < count), (j >= replay) & (j < count)
     place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
-    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + column)  # [C, K]
-    q = tl.load(q_at, mask=own_i & in_k, other=0.0).to(tl.float32)  # [C, K]
-    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + column)  # [C, K]
-    ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + column)  # [C, K]
-    raw_k = _joined(k_at, own_i & in_k, ring_k_at, (i < replay) & in_k, REPLAY)  # [C, K]
+    state_at = state_ptr + slot * state_slot + ((head * DIM_V + dv) * DIM_K + lane)  # [B, L]
+    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + lane)  # [C, L]
+    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + lane)  # [C, L]
+    ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + lane)  # [C, L]
     v_at = v_ptr + (first * v_token + head * v_head) + ((j - replay) * v_token + dv)  # [B, C]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
     raw_v = _joined(v_at, own_j & in_v, ring_v_at, (j < replay) & in_v, REPLAY)  # [B, C]
@@ -202,38 +204,54 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     ring_beta_at = ring_beta_ptr + slot * ring_beta_slot + (place_j * HEADS + head)  # [1, C]
     beta = _joined(beta_at, own_j, ring_beta_at, j < replay, REPLAY).to(tl.float32)  # [1, C]
 
-    k = raw_k.to(tl.float32)
-    keys, queries = tl.trans(k), tl.trans(q)  # [K, C]
-    of_k, of_q = _inverse_lengths(k, NORMALIZE), _inverse_lengths(q, NORMALIZE) * scale  # [C]
+    A, P = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
+    of_k, of_q = tl.zeros((CHUNK,), tl.float32), tl.zeros((CHUNK,), tl.float32)
+    read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
+    for piece in tl.range(0, WIDTH_K // PIECE, num_stages=STAGES):
+        begin = piece * PIECE
+        in_k = begin + lane < DIM_K
+        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+        k = _joined(k_at + begin, own_i & in_k, ring_k_at + begin, (i < replay) & in_k, REPLAY).to(tl.float32)  # [C, L]
+        q = tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32)  # [C, L]
+        keys, queries = tl.trans(k), tl.trans(q)  # [L, C]
+        of_k, of_q = of_k + tl.sum(k * k, 1), of_q + tl.sum(q * q, 1)
+        A = tl.dot(k, keys, A, input_precision=PRECISION)
+        P = tl.dot(k, queries, P, input_precision=PRECISION)
+        read = _exact_times(S, keys, read, EXACT)
+        if EXACT:
+            o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
+        else:
+            o = tl.dot(S, queries, o, input_precision="tf32x3")
+
+    of_k, of_q = _inverse_length(of_k, NORMALIZE), _inverse_length(of_q, NORMALIZE) * scale  # [C]
     between = tl.dot((j > i).to(tl.float32), tl.where(i <= j, g, 0.0), input_precision="tf32x3")  # of tokens i to j
     decay = tl.exp(tl.minimum(between, 0.0)) * of_k[:, None]  # [C, C]
-    A = tl.dot(k, keys, input_precision=PRECISION) * decay * (of_k[None, :] * beta)
-    P = tl.dot(k, queries, input_precision=PRECISION) * decay * of_q[None, :]
-    solved = unit_upper_inverse(tl.where(i < j, A, 0.0))  # [C, C]
+    solved = unit_upper_inverse(tl.where(i < j, A * decay * (of_k[None, :] * beta), 0.0))  # [C, C]
     since = tl.exp(tl.sum(tl.where(i <= j, g, 0.0), 0))[None, :]  # [1, C] of the stored state, at each token
-
-    read = _exact_times(S, keys, EXACT) * (since * of_k[None, :])  # [B, C]
+    read *= since * of_k[None, :]
     u = tl.dot(beta * (raw_v.to(tl.float32) - read), solved, input_precision="tf32x3")  # [B, C]
-    if EXACT:
-        o = tl.dot(upper_bits(S), queries, input_precision="tf32")  # [B, C]
-    else:
-        o = tl.dot(S, queries, input_precision="tf32x3")
-    o = o * (since * of_q[None, :]) + tl.dot(u, tl.where(i <= j, P, 0.0), input_precision=PRECISION)
+    P = tl.where(i <= j, P * decay * of_q[None, :], 0.0)
+    o = o * (since * of_q[None, :]) + tl.dot(u, P, input_precision=PRECISION)
     out_at = out_ptr + (first * HEADS + head) * DIM_V + ((j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
     tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=own_j & in_v)
 
     left = tl.exp(tl.sum(tl.where((i > j) & (i < committed), g, 0.0), 0))[None, :]  # [1, C] at the last committed token
     u = tl.where(j < committed, u * (left * of_k[None, :]), 0.0)
     kept = tl.exp(tl.sum(tl.sum(tl.where(i < committed, g, 0.0), 0, keep_dims=True), 1, keep_dims=True))  # [1, 1]
-    # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
-    S = tl.fma(S, tl.broadcast_to(kept, S.shape), _exact_times(u, k, EXACT))
     stored = tl.where((num_new > 0) & (num_new <= tokens), DIM_K, 0)
-    tl.store(state_at, S, mask=in_v & (column < stored))
-
     draft_i, draft_j = (i >= committed) & (i < count), (j >= committed) & (j < count)
+    owned = tl.where((block == 0) & (head % (HEADS // RING_HEADS) == 0), DIM_K, 0)  # by one program of a key head
+    for piece in tl.range(0, WIDTH_K // PIECE, num_stages=STAGES):
+        begin = piece * PIECE
+        in_k = begin + lane < DIM_K
+        S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+        raw_k = _joined(k_at + begin, own_i & in_k, ring_k_at + begin, (i < replay) & in_k, REPLAY)  # [C, L]
+        # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+        update = _exact_times(u, raw_k.to(tl.float32), tl.zeros(S.shape, tl.float32), EXACT)
+        S = tl.fma(S, tl.broadcast_to(kept, S.shape), update)
+        tl.store(state_at + begin, S, mask=in_v & (begin + lane < stored))
+        tl.store(ring_k_at + begin, raw_k, mask=draft_i & (begin + lane < owned))
     tl.store(ring_v_at, raw_v, mask=draft_j & in_v)
-    owns_key = (block == 0) & (head % (HEADS // RING_HEADS) == 0)
-    tl.store(ring_k_at, raw_k, mask=draft_i & (column < tl.where(owns_key, DIM_K, 0)))
     last = tl.where(block == 0, count, 0)
     tl.store(ring_g_at, g, mask=draft_i & (i < last))
     tl.store(ring_beta_at, beta, mask=draft_j & (j < last))
@@ -298,11 +316,12 @@ def launch_delta_short(
         DIM_V=dim_v,
         WIDTH_K=max(16, triton.next_power_of_2(dim_k)),
         BLOCK_DV=tiles.block_dv,
+        PIECE=min(tiles.piece, max(16, triton.next_power_of_2(dim_k))),
+        STAGES=tiles.stages,
         REPLAY=rows.max_replay > 0,
         NORMALIZE=l2_normalize,
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,
         num_stages=1,
-        maxnreg=tiles.registers,
         **dependent_launch(v.device),
     )
