@@ -45,18 +45,24 @@ INPUTS_OF_ONE_CHUNK = 16
 
 @dataclass(frozen=True)
 class ShortTiling:
-    """Rows of the state a program works on, columns of a piece of it, pieces in flight, and its warps."""
+    """Rows of the state a program works on, columns of a piece of it, pieces in flight, warps, and registers a thread."""
 
     block_dv: int
     piece: int
     stages: int
     warps: int
+    registers: int | None = None
 
 
-def short_tiling(dim_v: int) -> ShortTiling:
-    """Never eight warps: of tiles of 16 x 16 Triton 3.6 compiles sums among eight that read shared memory which is not
-    there (see `attention.kernels.ssd_chunks.warps_of`)."""
-    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 3, 4)
+def short_tiling(dim_v: int, half: bool) -> ShortTiling:
+    """By what Triton 3.6 and its ptxas make of it, not yet by times on a GPU.
+
+    With 168 registers a multiprocessor of 65,536 holds three programs, and 40 bytes a thread are spilled; without a
+    limit two, none spilled. Inputs in float32 take three products and all 255. Never eight warps: of tiles of 16 x 16
+    Triton 3.6 compiles sums among eight that read shared memory which is not there
+    (`attention.kernels.ssd_chunks.warps_of`).
+    """
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 3, 4, 168 if half else None)
 
 
 @triton.jit
@@ -275,7 +281,7 @@ def launch_delta_short(
     other rows are left as they are. g: [T, H]. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    tiles = short_tiling(dim_v) if tiling is None else tiling
+    tiles = short_tiling(dim_v, k.dtype != torch.float32) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))
@@ -323,5 +329,6 @@ def launch_delta_short(
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,
         num_stages=1,
+        maxnreg=tiles.registers,
         **dependent_launch(v.device),
     )

@@ -67,7 +67,7 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
 ) -> None:
     torch.manual_seed(0)
     case, rows = delta_case(TOKENS, (1, 2), dims, False), StateRows.of(ROUND)
-    monkeypatch.setattr(delta_short, "short_tiling", lambda _: ShortTiling(block_dv, 16, 2, 4))
+    monkeypatch.setattr(delta_short, "short_tiling", lambda *_: ShortTiling(block_dv, 16, 2, 4))
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
     monkeypatch.setattr(delta, "ONE_CHUNK", False)
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
@@ -120,8 +120,8 @@ def test_inverse_of_one_chunk(kind: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_many_rounds(dtype: torch.dtype) -> None:
-    """200 rounds of gates near 0, keys that repeat, accepted drafts replayed and others rejected: the state stays within
-    float32 of the rule's in float64, and every output with it."""
+    """200 rounds of gates near 0, keys that repeat, accepted drafts replayed and others rejected: the state stays
+    within float32 of the rule's in float64, and every output with it."""
     torch.manual_seed(5)
     drafts, size, names = 3, 7, ("q", "k", "v", "g", "beta")
     ours = delta_case(4, (1, 1), (16, 16), False, dtype, slots=2, ring_size=size)
