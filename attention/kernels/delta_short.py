@@ -3,8 +3,8 @@
 Token by token every token passes over the whole state, and from 8 rows on these instructions take longer than the bytes
 of the state (13 µs a token of 32 rows on an H200, where reading and storing the states takes 32). Here what depends on
 tokens alone is solved for all of them first, by matmuls of 16 x 16, and the state takes part in three matmuls on tensor
-cores, however many tokens there are. With Γ the sums of the gates, K, Q, V the row's keys, queries and values as columns,
-and S the stored state:
+cores, however many tokens there are. With Γ the sums of the gates, K, Q, V the row's keys, queries and values as
+columns, and S the stored state:
 
     u (I + A) = β (V - exp(Γ) S K)       A[i, j] = β_j exp(Γ_j - Γ_i) (k_i · k_j), i < j
     o = scale (exp(Γ) S Q + u P)         P[i, j] = exp(Γ_j - Γ_i) (k_i · q_j), i <= j
@@ -14,12 +14,12 @@ It is the rule of `attention/kernels/delta_chunks.py`, transposed, so that u lie
 between two tokens are added up for each pair: a difference of two long sums would have their error.
 
 Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
-half precision are TF32 numbers as they are, before they are divided by their lengths, so the state times the keys is two
-products of TF32 (the state's upper and lower bits) and the scores one. The state times the queries is one, of the upper
-bits: it goes into the output only, which is rounded to half precision. Inputs in float32: three products each.
+half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
+two products of TF32 (the state's upper and lower bits), and the scores are one. The state times the queries is one, of
+the upper bits: it goes into the output only, which is rounded to half precision. Inputs in float32: three products each.
 
-A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, and to change it,
-when they still lie in the cache. Whole rows of 128 columns would not fit the registers of the matmuls.
+A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, and to change
+it, when they still lie in a cache. Whole rows of 128 columns would not fit the registers of the matmuls.
 
 Letters in the kernel: C tokens of a row (16), B rows of the state of a program, L columns of a piece.
 
@@ -45,7 +45,7 @@ INPUTS_OF_ONE_CHUNK = 16
 
 @dataclass(frozen=True)
 class ShortTiling:
-    """Rows of the state a program works on, columns of a piece of it, pieces in flight, warps, and registers a thread."""
+    """Rows of the state a program works on, columns of a piece, pieces in flight, warps, and registers a thread."""
 
     block_dv: int
     piece: int

@@ -255,8 +255,8 @@ def launch_delta(
     tiling: DeltaTiling | None = None,
     least_inputs: int = 0,
 ) -> None:
-    """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, into out [T, H, Dv], and
-    zeros for tokens of no row; other rows are left as they are. See `attention.kernels.delta.gated_delta`."""
+    """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, into out [T, H, Dv],
+    and zeros for tokens of no row; other rows are left as they are. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     tiles = delta_tiling(heads * len(rows.slots), dim_k, dim_v) if tiling is None else tiling
