@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -39,7 +39,7 @@ from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
 from specdec.loading.sizes import num_drafts
-from specdec.loading.states import check_backend_fits, state_bytes, state_runner, uncapturable
+from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_runner, uncapturable
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -201,16 +201,20 @@ class SpeculativeModel:
         cuda_graphs: bool | Literal["auto"] = "auto",
         mtp_concat: Concat = "auto",
         mtp_feedback: Feedback = "post_norm",
+        head_overrides: Mapping[str, Any] | None = None,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
         seed: int = 0,
+        adapter: str | None = None,
+        merge_adapter: bool | Literal["auto"] = "auto",
         trust_remote_code: bool = False,
         revision: str | None = None,
     ) -> SpeculativeModel:
         """Load a target, and a draft head that fits it.
 
         Args:
-            target: built-in name, folder, hub name, or a loaded transformers model.
+            target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged).
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
@@ -265,6 +269,9 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
+            head_overrides: what you know better than an EAGLE-3 head's config.json, by its keys ("rope_theta",
+                "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
+                ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
                 of it changes the model's greedy tokens and is not supported (repetition_penalty, suppress_tokens, …)
                 is refused by the first request, by name. "ignore": only its eos ids apply, to requests with
@@ -273,6 +280,11 @@ class SpeculativeModel:
                 distribution under the request's temperature and filters, or "greedy", its most probable token. Both
                 leave the distribution of the answers as it is; they differ in how many drafts are accepted.
             seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
+            adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
+            merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
+                merge_and_unload, and costs nothing per token; in half precision the sum is rounded once. Over quantised
+                weights "auto" runs it live, True is an error. False: live, the arithmetic of the PeftModel itself: more
+                launches per layer, and no fused projections.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
                 modules.
@@ -296,7 +308,9 @@ class SpeculativeModel:
                 warm_compiler()
 
         code = options.trust_remote_code
-        model, checkpoint = open_target(target, dtype, device, options.revision, code, begin)
+        model, checkpoint = open_target(
+            target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
+        )
         return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
 
     @classmethod
@@ -318,9 +332,10 @@ class SpeculativeModel:
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
         log.info("loading the head")
         convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
-        head = None if draft is None else load_head(draft, checkpoint, probed, convention)
+        head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
         format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+        check_format_fits(probed, format)
         rows = Rows(
             num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
             max_model_len=length,

@@ -7,8 +7,10 @@ commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It i
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
@@ -107,9 +109,10 @@ class Name(Kind):
     allowed: str
 
     def read(self, name: str, value: Any) -> str:
-        if not isinstance(value, str) or not value:
+        text = str(value) if isinstance(value, PurePath) else value
+        if not isinstance(text, str) or not text:
             raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
-        return value
+        return text
 
     def from_word(self, name: str, word: Any) -> Any:
         """lm-eval reads a commit of digits only as a number."""
@@ -130,6 +133,35 @@ class Scales(Kind):
         if any(len(pair) != 2 for pair in pairs):
             raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
         return pairs
+
+
+@dataclass(frozen=True)
+class Overrides(Kind):
+    """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
+
+    def read(self, name: str, value: Any) -> dict[str, Any] | None:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
+            raise InvalidInputError(
+                f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
+            )
+        return dict(value) or None
+
+    def from_word(self, name: str, word: Any) -> Any:
+        if isinstance(word, Mapping) or word is None:
+            return word
+        words = word if isinstance(word, (list, tuple)) else [word]
+        pairs = [pair for text in words for pair in str(text).split(";") if pair.strip()]
+        bare = [pair for pair in pairs if "=" not in pair]
+        if bare:
+            raise InvalidInputError(f"{name}={short(bare[0])}: give KEY=VALUE, as in rope_theta=500000")
+        return {key.strip(): _json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
+
+
+def _json_or_text(word: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError:
+        return word
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})
@@ -258,6 +290,14 @@ class LoadOptions:
         default="post_norm",
         metadata=_about(Choice(get_args(Feedback)), "What such a module's next step gets.", _NO_TRAINING),
     )
+    head_overrides: Mapping[str, Any] | None = field(
+        default=None,
+        metadata=_about(
+            Overrides(),
+            "KEY=VALUE, repeatable: an EAGLE-3 head's aux_layers, feedback, or a key of its config.json, given anew.",
+            _NO_TRAINING,
+        ),
+    )
     generation_config: Use = field(
         default="model",
         metadata=_about(
@@ -279,6 +319,16 @@ class LoadOptions:
     )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
+    )
+    adapter: str | None = field(
+        default=None,
+        metadata=_about(Name("the folder or hub name of an adapter"), "Folder or hub name of a peft adapter."),
+    )
+    merge_adapter: bool | Literal["auto"] = field(
+        default="auto",
+        metadata=_about(
+            Switch(), "Add an adapter to the weights at loading; auto: unless those are quantised. no: run it live."
+        ),
     )
     trust_remote_code: bool = field(
         default=False, metadata=_about(Flag(), "Run the Python files of the target's checkpoint.")

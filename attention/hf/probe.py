@@ -110,7 +110,8 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
     """Record what the attention modules under `root` ask for while it runs; they get zeros back.
 
     Raises (from inside the run):
-        UnsupportedAttentionError: an argument that would be ignored, a mask, or several calls of one module.
+        UnsupportedAttentionError: an argument that would be ignored, a mask, attention in both directions, or several
+            calls of one module.
     """
     calls: list[AttentionCall] = []
     configs = attention_configs(root)
@@ -156,6 +157,11 @@ def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: 
         )
     if mask is not None:
         raise UnsupportedAttentionError(f"{type(module).__name__} builds its own attention mask")
+    if getattr(module, "is_causal", True) is False:
+        raise UnsupportedAttentionError(
+            f"{type(module).__name__} attends in both directions (is_causal=False): tokens of a prompt see later ones, "
+            "and the paged attention is causal"
+        )
 
 
 def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:

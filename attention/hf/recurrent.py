@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from threading import Lock, get_ident
+from threading import RLock, get_ident
 from types import ModuleType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -38,18 +39,25 @@ class RecurrentCall:
 
 
 class _Entered:
-    """The layer with recurrent calls whose forward began last: channel and number of its first call, and how many it
-    has made. Not the layer itself: what the compiler follows outlives models."""
+    """The layer with recurrent calls whose forward began last: channel, number of its first call, how many it has; and
+    how many it has made. Not the layer itself: what the compiler follows outlives models."""
 
     def __init__(self) -> None:
-        self.place: tuple[RecurrenceChannel, int] | None = None
+        self.place: tuple[RecurrenceChannel, int, int] | None = None
         self.calls = 0
 
     def next(self) -> tuple[RecurrenceChannel, int]:
-        """The channel, and the number of the call that is being made."""
-        if self.place is None:
-            raise UnsupportedAttentionError("a recurrence was called by a layer that the probe did not see")
-        channel, first = self.place
+        """The channel, and the number of the call that is being made.
+
+        Raises:
+            UnsupportedAttentionError: it is none of the layer's: it would be served by another call's states.
+        """
+        if self.place is None or self.calls == self.place[2]:
+            raise UnsupportedAttentionError(
+                "a recurrence was called by a layer that the probe did not see; does a hook on the model run another "
+                "model of the same modeling file?"
+            )
+        channel, first, _ = self.place
         self.calls += 1
         return channel, first + self.calls - 1
 
@@ -68,7 +76,8 @@ class RecurrentPort:
     def __init__(self, calls: Sequence[RecurrentCall]) -> None:
         self._channel = RecurrenceChannel()
         self._modules = list(dict.fromkeys(call.module for call in calls))
-        self._first = {module: [c.module for c in calls].index(module) for module in self._modules}
+        owners = [call.module for call in calls]
+        self._bound = {m: (self._channel, owners.index(m), owners.count(m)) for m in self._modules}
         self._hooks: list[RemovableHandle] = [m.register_forward_pre_hook(_enter) for m in self._modules]
         self._places = modeling_files(self._modules)
 
@@ -80,14 +89,15 @@ class RecurrentPort:
             return
         thread = get_ident()
         with self._channel.carrying(recur), replaced(self._places):
-            for module, first in self._first.items():
+            for module, bound in self._bound.items():
                 if getattr(module, _BOUND, (None,))[0] is not self._channel:
-                    setattr(module, _BOUND, (self._channel, first))
-            _entered[thread], _serving[thread] = _Entered(), partial(self._next, recur, thread)
+                    setattr(module, _BOUND, bound)
             try:
+                _entered[thread], _serving[thread] = _Entered(), partial(self._next, recur, thread)
                 yield
             finally:
-                del _entered[thread], _serving[thread]
+                _serving.pop(thread, None)
+                _entered.pop(thread, None)
 
     def release(self) -> None:
         """Undo what was done to the model. Idempotent."""
@@ -97,6 +107,7 @@ class RecurrentPort:
         for module in self._modules:
             if getattr(module, _BOUND, (None,))[0] is self._channel:
                 delattr(module, _BOUND)
+        restore_unused(self._places)  # an interrupt may have struck while they were put back
 
     @staticmethod
     def _next(recur: Recur, thread: int) -> Mixing:
@@ -137,9 +148,17 @@ class _Numbered:
         return self._recur.selective_scan(self._call, *inputs)
 
 
-_lock = Lock()
-_replaced: dict[str, int] = {}
-"""Forwards of ours in which the functions of a modeling file are replaced now, by the file's name."""
+_lock = RLock()
+"""Reentrant: an engine may become garbage, and release its port, in any line."""
+
+
+class _Use:
+    """A forward of ours in which functions of modeling files are replaced. It ends with its frame at the latest:
+    an interrupt may strike while it is taken back."""
+
+
+_uses: dict[str, WeakSet[_Use]] = {}
+"""By the name of a modeling file, forwards of ours in which its functions are replaced now."""
 _stand_ins: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]] = {}
 """By file and function: the original and its stand-in. The same for as long as the original is."""
 
@@ -147,18 +166,26 @@ _stand_ins: dict[tuple[str, str], tuple[Callable[..., Any], Callable[..., Any]]]
 @contextmanager
 def replaced(files: Sequence[ModuleType]) -> Iterator[None]:
     """Replace the functions of modeling files; several threads may do so at a time."""
-    with _lock:
-        for file in files:
-            _replaced[file.__name__] = _replaced.get(file.__name__, 0) + 1
-            _replace(file)  # whatever the count is: an interrupt may have come between the two
+    use = _Use()
     try:
+        with _lock:
+            for file in files:
+                _uses.setdefault(file.__name__, WeakSet()).add(use)
+                _replace(file)  # whatever others do: an interrupt may have struck in theirs
         yield
     finally:
         with _lock:
             for file in files:
-                _replaced[file.__name__] -= 1
-                if not _replaced[file.__name__]:
-                    _restore(file)
+                _uses[file.__name__].discard(use)
+        restore_unused(files)
+
+
+def restore_unused(files: Sequence[ModuleType]) -> None:
+    """Put the functions of modeling files back that no forward of ours runs through. Idempotent."""
+    with _lock:
+        for file in files:
+            if not _uses.get(file.__name__):
+                _restore(file)
 
 
 def _replace(file: ModuleType) -> None:

@@ -23,7 +23,13 @@ class Layout(Enum):
     EAGLE1 = "EAGLE-1/2 (fc over [embedding, hidden], plain layers)"
     PEAGLE = "P-EAGLE (mask_hidden)"
     SPECULATORS = "speculators"
-    DFLASH = "DFlash (dflash_config)"
+    DFLASH = "DFlash (block diffusion; dflash_config)"
+    DSPARK = "DSpark (dspark_config)"
+    MEDUSA = "Medusa (independent heads; medusa_num_heads)"
+    HYDRA = "Hydra (hydra_num_heads)"
+    MLP_SPECULATOR = "MLP speculator (n_predict)"
+    PARALLEL = "EAGLE-3 with parallel draft heads (parallel_draft_heads)"
+    GEMMA_ASSISTANT = "Gemma 4 assistant"
     MTP_NEMOTRON = "Nemotron-H MTP (mtp.layers.*.mixer)"
     MTP_QWEN = "Qwen-style MTP (mtp.*)"
     MTP_DEEPSEEK = "DeepSeek-style MTP (*.eh_proj)"
@@ -56,18 +62,51 @@ def detect(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
         config: config.json.
         shapes: tensor shapes by name, wrapper prefixes stripped.
     """
-    if "speculators_model_type" in config or "speculators_config" in config:
-        return Layout.SPECULATORS
-    if "dflash_config" in config:
-        return Layout.DFLASH
+    by_config = detect_by_config(config)
+    if by_config is not None:
+        return by_config
     for marker, layout in _MARKERS:
         if any(marker in f".{name}" for name in shapes):
             return layout
     return _detect_eagle(config, shapes)
 
 
+def detect_by_config(config: Config) -> Layout | None:
+    """The family that config.json alone names; None where the tensors must say it.
+
+    Some kinds keep their weights in files that are not listed here (Medusa: medusa_lm_head.pt).
+    """
+    if "speculators_model_type" in config or "speculators_config" in config:
+        return Layout.SPECULATORS
+    architectures = config.get("architectures")
+    words = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
+    name = " ".join(word for word in words if isinstance(word, str)).lower()
+    for layout, keys, part in _NAMED:
+        if any(key in config for key in keys) or part in name:
+            return layout
+    return None
+
+
+_NAMED: tuple[tuple[Layout, tuple[str, ...], str], ...] = (
+    (Layout.DSPARK, ("dspark_config",), "dspark"),
+    (Layout.DFLASH, ("dflash_config",), "dflash"),
+    (Layout.MEDUSA, ("medusa_num_heads", "medusa_num_layers"), "medusa"),
+    (Layout.HYDRA, ("hydra_num_heads", "hydra_num_layers"), "hydra"),
+    (Layout.MLP_SPECULATOR, ("n_predict",), "mlpspeculator"),
+    (Layout.PEAGLE, (), "peagle"),
+    (Layout.GEMMA_ASSISTANT, (), "gemma4_assistant"),
+)
+"""Kinds, keys of config.json that only they have, and what is in the name of their class or model_type.
+
+Source: z-lab DFlash and DSpark config.json; FasterDecoding/Medusa MedusaConfig; zankner/Hydra HydraConfig;
+foundation-model-stack MLPSpeculatorConfig; transformers gemma4_assistant.
+"""
+
 _MARKERS = (
     (".mask_hidden", Layout.PEAGLE),
+    (".parallel_draft_heads.", Layout.PARALLEL),
+    (".medusa_head.", Layout.MEDUSA),
+    (".hydra_head.", Layout.HYDRA),
     (".mtp.layers.0.mixer.", Layout.MTP_NEMOTRON),
     (".mtp.", Layout.MTP_QWEN),
     (".eh_proj.", Layout.MTP_DEEPSEEK),
@@ -108,4 +147,11 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
                 "target, and a head as draft"
             )
         detail = f"; its first tensors are {', '.join(listed[:6])}" if listed else "; it has no tensors"
-    raise HeadLoadError(f"this loader reads {wanted.value} heads, the checkpoint's layout is {found.value}{detail}")
+    known = f"; {_SERVED}" if found in _UNSERVED else ""
+    raise HeadLoadError(
+        f"this loader reads {wanted.value} heads, the checkpoint's layout is {found.value}{detail}{known}"
+    )
+
+
+_UNSERVED = frozenset({*(layout for layout, _, _ in _NAMED), Layout.PARALLEL})
+_SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"

@@ -14,10 +14,11 @@ from safetensors.torch import save_file
 
 from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
-from drafters.checkpoints.layouts import Layout, detect, require, strip_prefixes
-from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
+from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
+from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
 from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.layout import Eagle3Overrides, TargetSizes, canonical_names, resolve_spec, spec_to_config
+from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
+from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.vocab import check_map, mask_of, offsets_of
@@ -131,30 +132,53 @@ def _deep_norms(weights: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Te
     return [(name, t) for name, t in weights.items() if name.startswith("layers.") and "input_layernorm" in name]
 
 
+def check_kind(path: str | Path) -> Path:
+    """Refuse a kind of head that its config.json names and no loader here reads; the folder of any other.
+
+    Before its weights are looked for: some kinds keep them in files of their own.
+
+    Raises:
+        HeadLoadError: it is one, or config.json cannot be read.
+    """
+    folder = locate(path)
+    config = read_json(folder / "config.json")
+    found = detect_by_config(config)
+    if found is not None:
+        try:
+            require(found, Layout.EAGLE3, config, ())
+        except HeadLoadError as error:
+            raise HeadLoadError(f"{folder}: {error}") from error
+    return folder
+
+
 def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
-    folder = open_folder(path)
+    folder = open_folder(check_kind(path))
     files = folder.tensors
-    short = strip_prefixes(files)
+    stray = rotary_buffers(list(files))
+    short = strip_prefixes(name for name in files if name not in stray)
     layout = detect(folder.config, {name: files[full].shape for name, full in short.items()})
     require(layout, Layout.EAGLE3, folder.config, short)
     names = canonical_names(list(files))
     try:
-        sizes = TargetSizes(target.hidden_size, _vocab_size(folder, target), target.num_layers)
+        sizes = TargetSizes(target.hidden_size, _vocab_size(folder, target, overrides), target.num_layers)
         shapes = {parameter: files[full].shape for parameter, full in names.items()}
         spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
     except HeadMismatchError as error:
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
+    if stray:
+        ignored = "rotary buffers: they follow from the configuration"
+        fields = (*fields, Field("ignored tensors", ", ".join(stray), ignored))
     opened = _Opened(folder, names, spec, fields)
     _check_shapes(opened)
     return opened
 
 
-def _vocab_size(folder: CheckpointFolder, target: TargetFacts) -> int:
+def _vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
     """The target's V; or the rows of its padded embedding when the head counts those."""
     padded = len(target.embedding)
-    return padded if lookup(folder.config, "vocab_size") == padded else target.vocab_size
+    return padded if lookup(overrides.applied(folder.config), "vocab_size") == padded else target.vocab_size
 
 
 def _check_shapes(opened: _Opened) -> None:

@@ -10,20 +10,28 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from drafters.base import FINAL_NORM
 from drafters.checkpoints.config_fields import Config, Field, by_presence, lookup, read
 from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
+from drafters.eagle3.overrides import (
+    AUX_LAYERS,
+    MTP_LAYERNORM,
+    NESTED_AUX_LAYERS,
+    PARALLEL_DRAFT_STEP,
+    USE_AUX,
+    Eagle3Overrides,
+)
 from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 Shapes = Mapping[str, tuple[int, ...]]
-_NESTED_AUX_LAYERS = "eagle_config.eagle_aux_hidden_state_layer_ids"
-_TOP_AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 _LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
+_DEEP_LAYER = re.compile(r"layers\.(\d+)\.")
+_ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 
 
 @dataclass(frozen=True)
@@ -35,30 +43,20 @@ class TargetSizes:
     num_layers: int
 
 
-@dataclass(frozen=True)
-class Eagle3Overrides:
-    """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
-
-    Attributes:
-        aux_layers: boundaries, or None for the checkpoint's.
-        feedback: which state is fed back, or None for the checkpoint's.
-    """
-
-    aux_layers: tuple[int, ...] | None = None
-    feedback: Literal["pre_norm", "post_norm"] | None = None
-
-
 def canonical_names(names: list[str]) -> dict[str, str]:
     """Map the head's parameter names to the names in the files.
 
     `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm`
     (SGLang; it wins over an `input_layernorm` beside it) or `input_layernorm`.
 
+    Rotary buffers, which older releases of transformers stored, are left out: see `rotary_buffers`.
+
     Raises:
         HeadLoadError: two tensors are the same parameter.
     """
     canonical: dict[str, str] = {}
-    for short, name in sorted(strip_prefixes(names).items()):
+    stray = set(rotary_buffers(names))
+    for short, name in sorted(strip_prefixes(name for name in names if name not in stray).items()):
         parameter = _parameter_name(short)
         if parameter in canonical:
             raise HeadLoadError(f"tensors {canonical[parameter]} and {name} are both {parameter}")
@@ -66,6 +64,11 @@ def canonical_names(names: list[str]) -> dict[str, str]:
     for parameter in [name for name in canonical if _DEEP_NORM.fullmatch(name)]:
         canonical[_DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)] = canonical.pop(parameter)
     return canonical
+
+
+def rotary_buffers(names: list[str]) -> list[str]:
+    """Stored buffers of rotary embeddings. No weights: they follow from the configuration, which is what counts."""
+    return sorted(name for name in names if _ROTARY_BUFFER.fullmatch(name))
 
 
 def _parameter_name(short: str) -> str:
@@ -88,9 +91,11 @@ def resolve_spec(
         HeadMismatchError: made for a target of another hidden size or vocabulary.
         HeadLoadError: the configuration is incomplete, contradictory or needs something unsupported.
     """
+    config = overrides.applied(config)
     _refuse_unsupported(config)
     fields = (
         *_sizes(config, target),
+        _num_layers(config, shapes, target),
         *_vocabulary(config, shapes),
         _aux_layers(config, target, overrides),
         read(config, "rms_norm_eps", float, default=1e-6),
@@ -98,7 +103,7 @@ def resolve_spec(
         *_modules(config, shapes),
         _feedback(config, overrides),
     )
-    return Eagle3Spec(**{field.name: field.value for field in fields}), fields
+    return Eagle3Spec(**{field.name: field.value for field in fields}), overrides.marked(fields)
 
 
 def _refuse_unsupported(config: Config) -> None:
@@ -109,6 +114,20 @@ def _refuse_unsupported(config: Config) -> None:
         raise HeadLoadError(f"EAGLE-3 heads use the activation silu, config.json says {activation!r}")
     if "sliding_attention" in (lookup(config, "layer_types") or []):
         raise HeadLoadError("EAGLE-3 heads with sliding-window layers are not supported")
+    # Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py (eagle_config).
+    for key in PARALLEL_DRAFT_STEP:
+        steps = lookup(config, key)
+        if steps not in (None, 1):
+            raise HeadLoadError(
+                f"config.json says {key} = {steps!r}: the head drafts several tokens at once by heads of their own "
+                "(parallel_draft_heads), which is not supported"
+            )
+    for key in MTP_LAYERNORM:
+        if lookup(config, key):
+            raise HeadLoadError(
+                f"config.json says {key} = {lookup(config, key)!r}: the head normalises its inputs like a "
+                "multi-token-prediction module (enorm, hnorm), which is not supported for EAGLE-3 heads"
+            )
 
 
 def _sizes(config: Config, target: TargetSizes) -> list[Field]:
@@ -134,8 +153,24 @@ def _sizes(config: Config, target: TargetSizes) -> list[Field]:
         heads,
         _or_other(config, "num_kv_heads", "num_key_value_heads", heads),
         _head_dim(config, hidden.value, heads.value),
-        read(config, "num_layers", int, "num_hidden_layers", default=1),
     ]
+
+
+def _num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
+    """Decoder layers, counted by their tensors.
+
+    Many published heads of one layer have their target's config.json with the target's number of layers in it
+    (SafeAILab's Vicuna heads, AngelSlim's templates): that number says nothing of the head.
+    """
+    stored = 1 + len({found[1] for name in shapes if (found := _DEEP_LAYER.match(name))})
+    said = read(config, "num_layers", int, "num_hidden_layers", default=stored, default_source="tensors")
+    if said.value == stored:
+        return said
+    if stored == 1 and said.value == target.num_layers:
+        return Field("num_layers", 1, f"tensors (config num_hidden_layers = {said.value} is the target's)")
+    raise HeadLoadError(
+        f"config.json says num_hidden_layers = {said.value}, but the checkpoint has tensors of {stored} layer(s)"
+    )
 
 
 def _or_other(config: Config, name: str, key: str, other: Field) -> Field:
@@ -148,10 +183,8 @@ def _head_dim(config: Config, hidden_size: int, num_heads: int) -> Field:
 
 
 def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
-    tied = bool(lookup(config, "tie_word_embeddings"))
+    # tie_word_embeddings is not read: it is copied from the target's config.json, and the tensor decides.
     has_lm_head = "lm_head.weight" in shapes
-    if tied and has_lm_head:
-        raise HeadLoadError("config.json says tie_word_embeddings = true, but the checkpoint has lm_head.weight")
     vocab = read(config, "vocab_size", int)
     draft = _or_other(config, "draft_vocab_size", "draft_vocab_size", vocab)
     if not has_lm_head and draft.value != vocab.value:
@@ -170,14 +203,16 @@ def _presence(name: str, shapes: Shapes) -> str:
 def _aux_layers(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
     """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
     unless the largest id is the number of layers: then, like top-level ids, they are boundaries already."""
-    listed = _listed_layers(config, target.num_layers)
     if overrides.aux_layers is not None:
         field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
-    elif lookup(config, "eagle_config.use_aux_hidden_state") is False:
-        return Field("aux_layers", (FINAL_NORM,), "config eagle_config.use_aux_hidden_state")
-    elif len(set(listed.values())) > 1:
+        _check_aux_layers(config, field, target)
+        return field
+    if lookup(config, USE_AUX) is False:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
+        return Field("aux_layers", (FINAL_NORM,), f"config {USE_AUX}")
+    listed = _listed_layers(config, target.num_layers)
+    if len(set(listed.values())) > 1:
         raise HeadLoadError(f"config.json names different aux layers: {listed} (as boundaries); choose with overrides")
-    elif listed:
+    if listed:
         field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:
         field = Field("aux_layers", default_aux_layers(target.num_layers), "default 2, N//2, N-3")
@@ -187,7 +222,7 @@ def _aux_layers(config: Config, target: TargetSizes, overrides: Eagle3Overrides)
 
 def _listed_layers(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
     listed = {}
-    for key, nested in ((_NESTED_AUX_LAYERS, True), (_TOP_AUX_LAYERS, False)):
+    for key, nested in ((NESTED_AUX_LAYERS, True), (AUX_LAYERS, False)):
         ids = lookup(config, key)
         if ids is None:
             continue
@@ -270,6 +305,6 @@ def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:
     nested = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [b - 1 for b in spec.aux_layers]}
     return {
         "eagle_config": nested,
-        _TOP_AUX_LAYERS: list(spec.aux_layers),
+        AUX_LAYERS: list(spec.aux_layers),
         "num_aux_hidden_states": len(spec.aux_layers),
     }

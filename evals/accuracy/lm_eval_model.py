@@ -30,6 +30,7 @@ from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec
 from specdec.errors import InvalidInputError
 from specdec.options import LoadOptions
+from specdec.requests.chat import for_template
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats, RoundRecord, pool
 
@@ -101,7 +102,7 @@ class EngineLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         text: str = self.tokenizer.apply_chat_template(
-            chat_history,
+            for_template(chat_history, self.tokenizer),
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
@@ -169,13 +170,15 @@ class EngineLM(TemplateLM):
         """Prompt ids and sampling of a request.
 
         Raises:
-            InvalidInputError: a generation argument that this model does not have; without it the results were others.
+            InvalidInputError: a generation argument that this model does not have; without it the results were others;
+                or no room for a prompt.
         """
         context, gen_kwargs = request.args
         kwargs: dict[str, Any] = dict(normalize_gen_kwargs(gen_kwargs, self._max_gen_toks))
         unknown = sorted(set(kwargs) - _KNOWN_KWARGS)
         if unknown:
             raise InvalidInputError(f"generation arguments not supported: {unknown}; known are {sorted(_KNOWN_KWARGS)}")
+        self._check_room(kwargs["max_gen_toks"])
         ids, most = maybe_truncate(self.tok_encode(context), kwargs["max_gen_toks"], self.max_length, side="left")
         params = SamplingParams(
             max_new_tokens=most,
@@ -188,6 +191,14 @@ class EngineLM(TemplateLM):
             num_speculative_tokens=self._arm.k,
         )
         return ids, params
+
+    def _check_room(self, max_gen_toks: int) -> None:
+        """Refuse an answer so long that lm-eval would cut the whole prompt off."""
+        if max_gen_toks >= self.max_length:
+            raise InvalidInputError(
+                f"the task generates up to {max_gen_toks:,} tokens, which leaves no room for a prompt in max_model_len="
+                f"{self.max_length:,}; raise max_model_len (--max-model-len) to {max_gen_toks:,} and a prompt's length"
+            )
 
     def _cut(self, text: str, request: Instance) -> str:
         until = normalize_gen_kwargs(request.args[1], self._max_gen_toks)["until"]

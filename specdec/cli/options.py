@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specdec.options import Choice, Flag, Kind, LoadOptions, Share, Switch, Whole, option_of
+from specdec.options import Choice, Flag, Kind, LoadOptions, Overrides, Share, Switch, Whole, option_of
 from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:
@@ -80,6 +80,9 @@ def _click_option(option: Field[Any], **changes: Any) -> Callable[[Any], Any]:
     elif isinstance(about.kind, Switch):
         # Without a word it means yes, as it did when it was a flag.
         settings |= {"type": click.Choice(["auto", "yes", "no"]), "is_flag": False, "flag_value": "yes"}
+    elif isinstance(about.kind, Overrides):
+        words.insert(0, words[-1].removesuffix("s"))  # one at a time: --head-override a=1 --head-override b=2
+        settings |= {"type": str, "multiple": True, "metavar": "KEY=VALUE"}
     else:
         settings["type"] = _click_type(about.kind)
     return click.option(*words, option.name, **(settings | changes))

@@ -47,7 +47,8 @@ class Admission:
             Its most tokens, the prompt's and new ones together.
 
         Raises:
-            InvalidInputError: empty or too long prompt, an id outside the vocabulary, K larger than the engine's.
+            InvalidInputError: empty or too long prompt, an id outside the vocabulary or one that stands for an image, K
+                larger than the engine's.
             CacheTooSmallError: the KV cache could not hold the request even alone.
         """
         self._check_prompt(token_ids)
@@ -93,7 +94,19 @@ class Admission:
                 f"the prompt has {len(prompt)} tokens; with max_model_len={self._config.max_model_len} at most "
                 f"{self._config.max_model_len - 1} are allowed (one place is kept for a new token)"
             )
+        self._check_text_only(prompt)
         self._check_ids("", prompt)
+
+    def _check_text_only(self, prompt: Sequence[int]) -> None:
+        """Generated tokens pass: what the model says of itself is read back as the text that it is."""
+        marks = self._target.placeholders
+        found = next((t for t in prompt if t in marks), None) if marks else None
+        if found is not None:
+            raise InvalidInputError(
+                f"the prompt has token id {found}, which stands for an image, a video or sound ({marks[found]} of the "
+                f"model's configuration), at place {list(prompt).index(found)}; only text is served: leave it out, or "
+                "use the model's own generate (model.hf_model)"
+            )
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
         largest = self._target.num_embeddings - 1

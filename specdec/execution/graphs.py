@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import time
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -48,7 +49,6 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
-from specdec.execution.fixed import FixedRound, FixedRounds
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
@@ -59,7 +59,7 @@ from specdec.execution.verification import ChainedVerification, DraftedVerificat
 from specdec.ops.argmax import greedy_drafts, greedy_ids
 from specdec.ops.experts import mixtures, using_capturable_experts
 from specdec.rounds.ahead import ahead_inputs
-from specdec.rounds.buckets import loop_limits, static_shape
+from specdec.rounds.buckets import graph_rows, loop_limits, static_shape
 from specdec.rounds.drafting import accepted_by_row, rows_after
 from specdec.rounds.fields import DeviceRound, HeadPagesSection, VerificationSection
 from specdec.rounds.randomness import SamplingRound
@@ -71,20 +71,6 @@ from specdec.target.selftest import invariance_test, matmul_test
 from specdec.target.target import Target
 
 log = logging.getLogger("specdec")
-
-
-def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
-    """The buckets, largest first: powers of two and the most rows there can be.
-
-    A batch of one token in all would be compiled once more (sizes 0 and 1 are special to the compiler): two rows at
-    least then.
-
-    >>> graph_rows(12, 6), graph_rows(4, 1), graph_rows(1, 1)
-    ((12, 8, 4, 2, 1), (4, 2), (2,))
-    """
-    least = 2 if query_len == 1 else 1
-    powers = {1 << i for i in range(max_num_seqs.bit_length()) if least <= 1 << i < max_num_seqs}
-    return tuple(sorted(powers | {max(max_num_seqs, least)}, reverse=True))
 
 
 class GraphExecutor:
@@ -125,7 +111,6 @@ class GraphExecutor:
         self._num_modules = drafter.loop.num_modules if drafter is not None and drafting else 0
         self._transfer = AheadTransfer(self._num_modules, config, device)
         self._fixed = {n: fixed_target(config, n, self._num_modules, device) for n in rows}
-        self._rounds = FixedRounds(config, self._fixed, self._num_modules, device)
         self._loop: StaticLoop | None = None
         self._steps: dict[int, StaticSteps] = {}
         self._buckets: dict[int, Bucket] = {}
@@ -233,16 +218,15 @@ class GraphExecutor:
     @property
     def transfers(self) -> int:
         """See `Executor.transfers`."""
-        return self._transfer.transfers + self._rounds.transfers + self._sent
+        return self._transfer.transfers + self._sent
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: SamplingRound | None) -> Round:
         """See `Executor.send`. `draft` is None: every round with a head drafts before it is read."""
-        fixed = self._rounds.choose(target)
-        if fixed is None:
+        rows = self._bucket_of(target)
+        if rows is None:
             return Round(target, self._transfer.send(target), None, sampling)
-        self._send_verification(fixed)
-        following = self._rounds.send_following(fixed)
-        return Round(target, None, fixed.bucket, sampling, following)
+        self._send_verification(rows, target)
+        return Round(target, None, rows, sampling)
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> None:
         """See `Executor.draft`: nothing is left to be launched."""
@@ -256,9 +240,6 @@ class GraphExecutor:
         if round_.sampling is not None:
             self._send_sampling(round_.sampling)
             bucket.decide.replay()
-        if round_.following is not None:
-            rest = bucket.result.tokens[round_.num_rows :]
-            rest[: len(round_.following)].copy_(round_.following)
         read = self.reads.start(bucket.result.rows(round_.num_rows), bucket.num_drafts[: round_.num_rows])
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
@@ -333,7 +314,7 @@ class GraphExecutor:
         """Launch the steps after a draft prefill; each is planned while the one before runs."""
         assert self._loop is not None
         target = round_.target
-        bucket = self._rounds.fitting(len(target.start))
+        bucket = round_.bucket or self._fitting(len(target.start))
         graphs = self._buckets[bucket].draft
         assert graphs is not None
         rows = rows_after(target, accepted_by_row(target, num_accepted))
@@ -348,15 +329,28 @@ class GraphExecutor:
                     step.choose.replay()
         return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
 
-    def _send_verification(self, round_: FixedRound) -> None:
+    def _send_verification(self, rows: int, target: TargetArrays) -> None:
         """Send and plan a verification and the draft prefill after it."""
-        bucket = self._buckets[round_.bucket]
-        batch, passes, _ = self._fixed[round_.bucket].send(round_.target, round_.num_own)
+        bucket = self._buckets[rows]
+        batch, passes, _ = self._fixed[rows].send(target)
         self._sent += 1
         bucket.planner.replan(batch)
         if bucket.draft is not None:
             for planner, own in zip(bucket.draft.prefill_planners, passes, strict=True):
                 planner.replan(own)
+
+    def _bucket_of(self, target: TargetArrays) -> int | None:
+        """The smallest bucket that holds a round of verifications only; None for any other round.
+
+        Before position M-1 a request has no rows yet for the later ones of M modules; a fixed shape has them all.
+        """
+        if not target.only_bonus_tokens or (self._num_modules > 1 and target.start.min() < self._num_modules - 1):
+            return None
+        return self._fitting(len(target.start))
+
+    def _fitting(self, rows: int) -> int:
+        """The smallest bucket that holds so many rows."""
+        return self._sizes[bisect_left(self._sizes, rows)]
 
     def _empty_round(self, rows: int) -> EmptyRound:
         """A round without rows in the fixed shape, at the addresses that the graphs read."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from specdec.rounds.randomness import SamplingRound
 from specdec.rounds.transfer import SentRound
 from specdec.rounds.verification import TargetArrays
@@ -21,14 +19,12 @@ class Round:
         bucket: rows of the CUDA graphs that verify it; None where it runs by segments or operator by operator.
         sampling: of a round from graphs with sampled rows: sent once its verification is launched, which does not need
             it; then the sampled rows are decided again, after the graph has decided all rows greedily.
-        following: of rounds in virtual rows, see `specdec.rounds.virtual_rows.VirtualRows`, on the device.
     """
 
     target: TargetArrays
     sent: SentRound | None
     bucket: int | None
     sampling: SamplingRound | None = None
-    following: torch.Tensor | None = None
 
     @property
     def sampled(self) -> bool:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors import SafetensorError, safe_open
 from transformers import CONFIG_MAPPING
@@ -21,7 +21,16 @@ from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.values import short
 
-_HEADS = frozenset({Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH})
+_HEADS = frozenset(
+    {
+        *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
+        *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
+    }
+)
+
+
+Merge = bool | Literal["auto"]
+"""See the load option merge_adapter."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,7 @@ class Checkpoint:
         revision: branch, tag or commit on the hub; None is its main branch.
         trust_remote_code: whether Python files of the checkpoint may run.
         local_files_only: the hub does not answer: only its local cache is looked at.
+        adapter: what is applied to the model when it is loaded, or None.
     """
 
     name: str
@@ -41,6 +51,7 @@ class Checkpoint:
     revision: str | None = None
     trust_remote_code: bool = False
     local_files_only: bool = False
+    adapter: Adapter | None = None
 
     @property
     def builtin(self) -> bool:
@@ -60,6 +71,27 @@ class Checkpoint:
             "local_files_only": self.local_files_only,
             **({} if self.revision is None else {"revision": self.revision}),
         }
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that is applied to a target when that is loaded.
+
+    Attributes:
+        name: as the user gave it; checkpoint: where it lies.
+        kind: its peft_type. base: the model that it was trained for, by its configuration; "" where that names none.
+        merge: see the load option merge_adapter.
+    """
+
+    name: str
+    checkpoint: Checkpoint
+    kind: str
+    base: str
+    merge: Merge
+
+    def __str__(self) -> str:
+        trained = f", trained for {self.base}" if self.base else ""
+        return f"{self.name} ({self.kind}{trained})"
 
 
 def find_checkpoint(
@@ -106,11 +138,6 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     folder = Path(checkpoint.path)
     names = {entry.name for entry in folder.iterdir()}
     what = f"cannot load the target model {checkpoint.name!r}"
-    if "adapter_config.json" in names:
-        raise ModelLoadError(
-            f"{what}: the folder holds an adapter (adapter_config.json), not a model; merge it into its base model "
-            "with peft's merge_and_unload(), save that, and give its folder"
-        )
     if "config.json" not in names:
         raise ModelLoadError(f"{what}: {_without_config(names)}\n{_give()}")
     config = _read_json(folder / "config.json", what)

@@ -11,6 +11,7 @@ from attention.groups import GroupedRunner
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
 from specdec.requests.generation_config import unsupported
+from specdec.target.live import adapter_layers, adapter_states, in_words
 from specdec.values import short
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "target": model.hf_model.name_or_path or type(model.hf_model).__name__,
         "revision": None if checkpoint is None else checkpoint.revision,
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
+        "adapter": _adapter(model),
         "architecture": type(model.hf_model).__name__,
         "parameters": sum(p.numel() for p in model.hf_model.parameters()),
         "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
+        "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
         "dtype": str(model.dtype).removeprefix("torch."),
         "device": str(model.device),
         "backend": model.backend_name,
@@ -91,6 +94,15 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "kernels": {build.name: build.state for build in model.builds},
         "start": _start(model.start_seconds),
     }
+
+
+def _adapter(model: Loaded) -> str | None:
+    """The adapter that was loaded, and whether it runs live; those that a given model came with; None for none."""
+    live = in_words(adapter_states(adapter_layers(model.hf_model)))
+    named = None if model.checkpoint is None else model.checkpoint.adapter
+    if named is None:
+        return f"live: {live}" if live else None
+    return f"{named}, {'live' if live else 'merged'}"
 
 
 def _own_config(model: Loaded) -> str:

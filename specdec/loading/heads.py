@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from drafters.base import Head
 from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from drafters.eagle3.checkpoint import TargetFacts, check_kind, load_eagle3
+from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
@@ -18,9 +21,14 @@ from specdec.loading.builtin import BUILTIN_HEADS, builtin_name, resolve
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.objects import check_head_place, check_head_type
 from specdec.target.probing import TargetProbe
+from specdec.values import short
 
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
+_NO_EAGLE = (
+    "they are read with an EAGLE-3 head's configuration, and this is a multi-token-prediction module, for which "
+    "mtp_concat and mtp_feedback say how it is read"
+)
 
 
 def resolve_head(draft: str | Path, target_name: str | None) -> str:
@@ -61,6 +69,7 @@ def load_head(
     target_name: str | Checkpoint | None,
     probed: TargetProbe,
     convention: MtpConvention | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> Head:
     """Load a draft head for a probed target, in the target's dtype and on its device.
 
@@ -68,15 +77,18 @@ def load_head(
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
         convention: input convention of a multi-token-prediction module; default that of its family's reference code.
+        overrides: of an EAGLE-3 head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
 
     Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`.
+        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`;
+            overrides of a head that is none of EAGLE-3.
         InvalidInputError: no head, or an input convention for a head that is no such module or is loaded already.
     """
     check_head_type(draft)
     how = convention or MtpConvention()
     if not isinstance(draft, (str, Path)):
         _check_no_convention(how, "the head is loaded already")
+        _check_no_overrides(overrides, "the head is loaded already")
         check_head_place(draft, probed.model)
         _check_fits(draft, probed)
         return draft
@@ -84,12 +96,20 @@ def load_head(
     if str(draft) == MTP_HEAD:
         if target is None:
             raise HeadLoadError("draft='mtp' reads the target's checkpoint, but this model has no name; give a folder")
+        _check_no_overrides(overrides, _NO_EAGLE)
         return _load_mtp_head(locate(target.path, target.revision), probed, how)
-    path, model = resolve_head(draft, None if target is None else target.name), probed.model
+    path, model = check_kind(resolve_head(draft, None if target is None else target.name)), probed.model
     if has_mtp(path):
+        _check_no_overrides(overrides, _NO_EAGLE)
         return _load_mtp_head(path, probed, how)
     _check_no_convention(how, f"{path} has no multi-token-prediction module")
-    return load_eagle3(path, target_facts(probed), model.dtype, model.device)
+    chosen = Eagle3Overrides.of(overrides or {})
+    return load_eagle3(path, target_facts(probed), model.dtype, model.device, chosen)
+
+
+def _check_no_overrides(overrides: Mapping[str, Any] | None, reason: str) -> None:
+    if overrides:
+        raise InvalidInputError(f"head_overrides={short(dict(overrides))}: {reason}; leave them out")
 
 
 def _check_no_convention(convention: MtpConvention, reason: str) -> None:

@@ -20,7 +20,7 @@ _WRAPPERS = {
     "DistributedDataParallel": "a model wrapped for several processes; give the model inside, its attribute .module",
     "FullyShardedDataParallel": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
     "FSDPModule": "a model sharded by FSDP, whose weights are spread over processes; load it unsharded",
-    "PeftModel": "a model with an adapter of peft; give what its merge_and_unload() returns",
+    "PeftMixedModel": "a model with adapters of several kinds; give what its merge_and_unload() returns",
     "SpeculativeModel": "a SpeculativeModel already; give its hf_model to wrap it anew",
 }
 """By class name: no package is imported to recognise its classes."""
@@ -51,6 +51,7 @@ def check_loaded_target(model: PreTrainedModel) -> None:
             in training mode.
     """
     name = type(model).__name__
+    _check_not_dispatched(model)
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedModelError(f"{name} has an encoder and a decoder; causal language models are supported")
     if not model.can_generate():
@@ -69,6 +70,26 @@ def check_loaded_target(model: PreTrainedModel) -> None:
         raise InvalidInputError(
             f"the model is in training mode ({part}), where dropout changes its output; call model.eval()"
         )
+
+
+def _check_not_dispatched(model: PreTrainedModel) -> None:
+    """Refuse a model whose parts accelerate moves between devices in each forward (`device_map`, offload).
+
+    Raises:
+        InvalidInputError: the message names the hook, and where the parts lie.
+    """
+    hooked = [(name, m._hf_hook) for name, m in model.named_modules() if getattr(m, "_hf_hook", None) is not None]
+    if not hooked:
+        return
+    name, hook = hooked[0]
+    places = {str(place) for place in (getattr(model, "hf_device_map", None) or {}).values()}
+    spread = f", its parts lie on {', '.join(sorted(places))}" if places else ""
+    raise InvalidInputError(
+        f"the model is run by hooks of accelerate ({type(hook).__name__} on {name or type(model).__name__!r}{spread}): "
+        "they move weights or inputs between devices in each forward (device_map with several devices, CPU or disk "
+        "offload), which is not supported; load the model onto one device (device_map={'': 0}, or without device_map), "
+        "or take the hooks off with accelerate.hooks.remove_hook_from_module(model, recurse=True)"
+    )
 
 
 def check_head_type(draft: Any) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from attention.backends.base import AttentionBackend
+from attention.cache.kv_cache import KVFormat
 from attention.cache.state import StateGroup
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
 from specdec.config import EngineConfig, state_slots
-from specdec.errors import UnsupportedModelError
+from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.groups import Rows
 from specdec.target.probing import TargetProbe
 
@@ -23,6 +24,19 @@ def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
         raise UnsupportedModelError(
             f"{type(probed.model).__name__} has recurrent layers ({kinds}), which sum a prompt in chunks and a "
             "verification token by token: not with backend='batch_invariant'; use backend='flashinfer'"
+        )
+
+
+def check_format_fits(probed: TargetProbe, format: KVFormat) -> None:
+    """Refuse a KV cache in 8 bits for a target that has none.
+
+    Raises:
+        InvalidInputError: no layer attends, and the cache was to be in 8 bits.
+    """
+    if format.dtype is not None and not probed.calls:
+        raise InvalidInputError(
+            f"kv_cache_dtype='fp8': no layer of {type(probed.model).__name__} attends, so it has no KV cache; give "
+            "'auto' (states of recurrent layers are float32)"
         )
 
 

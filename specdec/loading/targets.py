@@ -8,20 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_MASKED_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from drafters.mtp.checkpoint import module_names
-from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.errors import InvalidInputError
+from specdec.loading.adapters import applied, unwrapped, with_adapter
+from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import Checkpoint, Merge, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
@@ -37,7 +32,7 @@ weights are read; for a loaded model, before it is run."""
 def load_target(
     name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None = None
 ) -> PreTrainedModel:
-    """Load a causal language model through transformers.
+    """Load a causal language model, or a model with one inside (`auto_classes`), through transformers.
 
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
@@ -47,11 +42,11 @@ def load_target(
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
-        check_causal(config, checkpoint)
+        found = auto_class(config, checkpoint.name)
         if on_config is not None:
             on_config(config, dtype, device)
-        with _module_tensors_expected(config), _without_progress_bar() if checkpoint.builtin else nullcontext():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+        with _module_tensors_expected(config, found), _without_progress_bar() if checkpoint.builtin else nullcontext():
+            loaded: Any = found.loader.from_pretrained(
                 checkpoint.path,
                 config=config,
                 dtype=dtype,
@@ -59,34 +54,17 @@ def load_target(
                 ignore_mismatched_sizes=True,  # reported by name in check_complete
                 **checkpoint.options,
             )
-        model, found = loaded
-        check_complete(checkpoint.name, model, found)
+        model, info = loaded
+        check_complete(checkpoint.name, model, info)
+    if checkpoint.adapter is not None:
+        model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
     placed: PreTrainedModel = model.to(device).eval()
     return placed
 
 
-def check_causal(config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
-    """Refuse encoders, image models and the like.
-
-    Raises:
-        ModelLoadError: transformers has no causal language model for this configuration.
-    """
-    kind, custom = type(config), getattr(config, "auto_map", None) or {}
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING and "AutoModelForCausalLM" not in custom:
-        reason = "an encoder and a decoder" if getattr(config, "is_encoder_decoder", False) else "no such model"
-    elif kind in MODEL_FOR_MASKED_LM_MAPPING and getattr(config, "is_decoder", True) is False:
-        reason = "an encoder (is_decoder is false)"
-    else:
-        return
-    raise ModelLoadError(
-        f"cannot load the target model {checkpoint.name!r}: causal language models are supported, and "
-        f"model_type={config.model_type!r} is {reason}"
-    )
-
-
 @contextmanager
-def _module_tensors_expected(config: PreTrainedConfig) -> Iterator[None]:
+def _module_tensors_expected(config: PreTrainedConfig, found: AutoClass) -> Iterator[None]:
     """transformers reports no multi-token-prediction tensors as unexpected: it drops them, `load_mtp` reads them.
 
     Each model class keeps patterns of such names in `_keys_to_ignore_on_load_unexpected`; most cover only the published
@@ -95,7 +73,7 @@ def _module_tensors_expected(config: PreTrainedConfig) -> Iterator[None]:
     text = config.get_text_config()
     modules = getattr(text, "num_nextn_predict_layers", None) or 0
     patterns = module_names(getattr(text, "num_hidden_layers", 0), modules)
-    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    kind = model_class(config, found)
     before = kind._keys_to_ignore_on_load_unexpected
     own = "_keys_to_ignore_on_load_unexpected" in vars(kind)
     kind._keys_to_ignore_on_load_unexpected = [*(before or ()), *patterns]
@@ -127,20 +105,26 @@ def open_target(
     revision: str | None = None,
     trust_remote_code: bool = False,
     on_config: OnConfig | None = None,
+    adapter: str | Path | None = None,
+    merge_adapter: Merge = "auto",
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
+    Args:
+        adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
+
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
-        UnsupportedModelError: a loaded model that is no causal language model.
+        UnsupportedModelError: a loaded model that is no causal language model, or an adapter that is not supported.
         InvalidInputError: an object that is no model, an option for a model that is loaded already, or a model in
             training mode.
     """
+    target = unwrapped(target)
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
-        checkpoint = find_checkpoint(target, revision, trust_remote_code)
+        checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
         model = load_target(checkpoint, kind, place, on_config)
         check_loaded_target(model)
         return model, checkpoint
@@ -148,6 +132,11 @@ def open_target(
         raise InvalidInputError(
             f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
             f"{target.device}); move it with model.to(…) before"
+        )
+    if adapter is not None or merge_adapter != "auto":
+        raise InvalidInputError(
+            f"adapter={short(adapter)}, merge_adapter={merge_adapter!r}: the model is loaded already; give "
+            "peft.PeftModel.from_pretrained(model, adapter) as the target, or what its merge_and_unload() returns"
         )
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")

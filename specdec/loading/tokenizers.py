@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
+from transformers.utils.hub import cached_file
 
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.values import short
+
+_TEMPLATE_FILE = "chat_template.json"
 
 
 def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
@@ -26,7 +30,7 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     if tokenizer is None:
         if checkpoint is None:
             raise InvalidInputError("the model has no name to load a tokenizer by; give tokenizer=…")
-        return load_tokenizer(checkpoint)
+        return load_tokenizer(_with_own_files(checkpoint))
     lacking = [name for name in ("__call__", "decode") if not callable(getattr(tokenizer, name, None))]
     if lacking or isinstance(tokenizer, type):
         missing = "it is a class" if isinstance(tokenizer, type) else f"it lacks {' and '.join(lacking)}"
@@ -37,6 +41,14 @@ def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
     return tokenizer
 
 
+def _with_own_files(checkpoint: Checkpoint) -> Checkpoint:
+    """Where the tokenizer lies: in the adapter's folder when one was saved there (its chat template may be another)."""
+    adapter = checkpoint.adapter
+    if adapter is not None and (Path(adapter.checkpoint.path) / "tokenizer_config.json").is_file():
+        return adapter.checkpoint
+    return checkpoint
+
+
 def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """Load a tokenizer by its model's name.
 
@@ -45,7 +57,20 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
-        return AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        if getattr(tokenizer, "chat_template", None) is None:
+            tokenizer.chat_template = _processor_template(checkpoint)
+    return tokenizer
+
+
+def _processor_template(checkpoint: Checkpoint) -> str | None:
+    """The chat template that older checkpoints keep for their processor alone, or None."""
+    options = {"revision": checkpoint.revision, "local_files_only": checkpoint.local_files_only}
+    file = cached_file(checkpoint.path, _TEMPLATE_FILE, **options, _raise_exceptions_for_missing_entries=False)
+    if file is None:
+        return None
+    template = json.loads(Path(file).read_text(encoding="utf-8"))["chat_template"]
+    return template if isinstance(template, str) else None
 
 
 def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:

@@ -15,7 +15,10 @@ Prompts = Any
 
 _KINDS = "a str, a list of token ids, a list of chat messages, or a list of these; or a tensor, array or BatchEncoding"
 _BESIDE = {"attention_mask", "token_type_ids", "special_tokens_mask", "length"}
-"""Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to a causal model."""
+"""Fields allowed next to input_ids in a BatchEncoding: the mask is read, the others mean nothing to most causal models
+(for the rest see `submission`)."""
+_MEDIA_TYPES = "mm_token_type_ids"
+"""What a processor gives beside the ids: 0 for text, others for images, videos and sound."""
 _MASK_HINT = (
     "padding is described by an attention_mask: give the tokenizer's whole BatchEncoding (or a dict of input_ids and "
     "attention_mask), or the rows without padding"
@@ -117,10 +120,15 @@ def _batch_rows(batch: Mapping[str, Any]) -> Sequence[list[int]]:
     keys = set(batch)
     if "input_ids" not in keys:
         raise InvalidInputError(f"{_shown(batch)} has no input_ids; a chat message goes in a list; give {_KINDS}")
-    odd = sorted(str(key) for key in keys - _BESIDE - {"input_ids"})
+    odd = sorted(str(key) for key in keys - _BESIDE - {"input_ids", _MEDIA_TYPES})
     if odd:
         raise InvalidInputError(
-            f"a prompt has input_ids and attention_mask; not supported next to them: {', '.join(odd)}"
+            f"a prompt has input_ids and attention_mask (only text is served); not supported next to them: "
+            f"{', '.join(odd)}"
+        )
+    if _MEDIA_TYPES in keys and any(map(any, _rows(_MEDIA_TYPES, batch[_MEDIA_TYPES]))):
+        raise InvalidInputError(
+            f"{_MEDIA_TYPES} says that the prompt has an image, a video or sound in it; only text is served"
         )
     ids = _rows("input_ids", batch["input_ids"])
     mask = batch["attention_mask"] if "attention_mask" in keys else None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import signature
 from typing import Any
 
+import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from specdec.errors import InvalidInputError
@@ -38,6 +40,7 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
     Raises:
         InvalidInputError: a bad prompt, bad parameters, or a model's generation_config that cannot be honoured.
     """
+    _check_token_types(prompts, model)
     ids = encode_prompts(prompts, tokenizer)
     found: list[Submission] = []
     for prompt, given in zip(ids, _one_each(params, len(ids)), strict=True):
@@ -45,6 +48,23 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
         eos = eos_ids(model.generation_config)
         found += [Submission(prompt, own, i, eos) for i in range(own.n)]
     return found
+
+
+def _check_token_types(prompts: Prompts, model: PreTrainedModel) -> None:
+    """Refuse token types beside a prompt's ids that this model reads: of images, or of a second text.
+
+    For other models they mean nothing, and 0 is text; some tokenizers give them out of habit.
+    """
+    several = isinstance(prompts, (list, tuple)) and prompts and not isinstance(prompts[0], (int, str))
+    for prompt in prompts if several else (prompts,):
+        types = prompt.get("token_type_ids") if isinstance(prompt, Mapping) else None
+        if types is None or "token_type_ids" not in signature(model.forward).parameters:
+            continue
+        if torch.as_tensor(types).any():
+            raise InvalidInputError(
+                f"token_type_ids beside the prompt's ids are not all 0, and {type(model).__name__} reads them (images, "
+                "or a second text); only text of type 0 is served"
+            )
 
 
 def from_generation_config(

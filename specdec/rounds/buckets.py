@@ -43,6 +43,20 @@ def rounded(size: LoopSize) -> LoopSize:
     return LoopSize(power_of_two(size.rows), power_of_two(size.tokens), size.pages, size.drafts)
 
 
+def graph_rows(max_num_seqs: int, query_len: int) -> tuple[int, ...]:
+    """Rows for which CUDA graphs are captured, largest first: powers of two and the most there can be.
+
+    A batch of one token in all would be compiled once more (sizes 0 and 1 are special to the compiler): two rows at
+    least then.
+
+    >>> graph_rows(12, 6), graph_rows(4, 1), graph_rows(1, 1)
+    ((12, 8, 4, 2, 1), (4, 2), (2,))
+    """
+    least = 2 if query_len == 1 else 1
+    powers = {1 << i for i in range(max_num_seqs.bit_length()) if least <= 1 << i < max_num_seqs}
+    return tuple(sorted(powers | {max(max_num_seqs, least)}, reverse=True))
+
+
 def static_shape(config: EngineConfig, rows: int) -> StaticShape:
     """The shape of the rounds that CUDA graphs of so many rows read: fixed addresses, whatever the lengths.
 

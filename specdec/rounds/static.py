@@ -1,8 +1,7 @@
 """Verifications of one fixed shape, written straight into the buffers that captured CUDA graphs read.
 
 Every row gets exactly `query_len` tokens (K+1) and the batch exactly `rows` rows. Attention is causal, so the tokens
-after a row's own change nothing for it: they stand at position 0 and write to slot 0 of the null page. Prompts may
-stand in several rows (`virtual_rows.py`), whose tokens are all committed.
+after a row's own change nothing for it: they stand at position 0 and write to slot 0 of the null page.
 
     a row at position 20 with 1 of K=3 drafts, page size 16: tokens bonus, draft, -, - ; slots s(20), s(21), 0, 0 ;
     seq_len 24 (what the kernel masks by), two pages
@@ -175,19 +174,8 @@ class _TargetPlace:
             sources[:] = rows_before(batch.query_start_loc, rows)
         own.logits_indices[:] = places.reshape(-1)
         own.logit_index[:] = places
-        self.draft_places = own.draft_places[: rows * (query_len - 1)].reshape(rows, query_len - 1)
-        self.draft_places[:] = self._after_first = places[:, 1:]
-        self._virtual = slice(0, 0)
-        self.has_virtual = False
+        own.draft_places[: rows * (query_len - 1)] = places[:, 1:].reshape(-1)
         own.draft_sources[: rows * (query_len - 1)] = np.arange(rows * (query_len - 1))
-
-    def place_drafts(self, virtual: slice, elsewhere: int) -> None:
-        """Drafts go to the tokens after the first of each row, but with those of `virtual` rows, whose tokens are
-        committed, to the token row `elsewhere`, all of them."""
-        if self._virtual != virtual:
-            self.draft_places[self._virtual] = self._after_first[self._virtual]
-        self.draft_places[virtual] = elsewhere
-        self._virtual, self.has_virtual = virtual, virtual.start < virtual.stop
 
 
 class FixedTarget:
@@ -223,23 +211,13 @@ class FixedTarget:
         hosts = self._arena.hosts(self._bucket)
         self._places = [_TargetPlace(host, shape, passes, self.later, windows, recurrent) for host in hosts]
 
-    def holds(self, target: TargetArrays) -> bool:
-        """Whether the lists have room for the rows' pages: rows that share pages may list more than there are."""
-        last = target.start + (self._shape.query_len - 1)
-        pages = int((last // self._shape.page_size).sum()) + len(last)
-        return pages + len(self._rows) - len(last) <= self._shape.page_entries
-
-    def send(self, target: TargetArrays, num_own: int | None = None) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
+    def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
 
         The batches are the arena's memory: they are good until the round after the next.
-
-        num_own: rows of the batch, the first ones, where virtual rows come after them, see `VirtualRows`.
         """
         place = self._places[self._arena.begin()]
         own = self._write_tokens(place, target)
-        if num_own is not None or place.has_virtual:
-            self._write_virtual(place, target, num_own)
         if place.states is not None:
             place.states.write(target)
         pages, within = np.divmod(place.positions, self._shape.page_size)
@@ -291,16 +269,6 @@ class FixedTarget:
             batches.append(each.pages.batch.over(table))
         return batches
 
-    def _write_virtual(self, place: _TargetPlace, target: TargetArrays, num_own: int | None) -> None:
-        """The tokens of virtual rows, and what keeps drafts away from them."""
-        if num_own is None:
-            place.place_drafts(slice(0, 0), 0)
-            return
-        virtual = slice(num_own, len(target.start))
-        place.token_ids[virtual] = target.tokens[virtual]
-        # A prompt's own row has one token; what is drafted after it is read by nobody.
-        place.place_drafts(virtual, int(target.drafts[:num_own].argmin()) * self._shape.query_len + 1)
-
     def _write_tokens(self, place: _TargetPlace, target: TargetArrays) -> np.ndarray | None:
         """Token ids, positions and drafts; returns [rows, query_len] bool, the rows' own tokens; None where all are."""
         count, start, lens = len(target.start), place.start, self._lens
@@ -309,7 +277,7 @@ class FixedTarget:
         start[:count] = target.start
         lens[:count] = target.drafts
         place.num_drafts[:] = lens
-        lens[:count] += target.num_new
+        lens[:count] += 1
         own = None if lens.min() == len(self._offsets) else self._offsets < lens[:, None]
         np.add(start[:, None], self._offsets, out=place.positions)
         if own is not None:

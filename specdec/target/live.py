@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from specdec.errors import ModelChangedError
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
+_OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
 
 def part_in_training(model: nn.Module) -> str | None:
@@ -27,6 +28,51 @@ def part_in_training(model: nn.Module) -> str | None:
     """
     named = ((name, m) for name, m in model.named_modules() if m.training and not isinstance(m, nn.Linear))
     return next((name or type(m).__name__ for name, m in named), None)
+
+
+@dataclass(frozen=True)
+class AdapterState:
+    """What decides how one of peft's layers computes beside its weights.
+
+    Attributes:
+        active: names of the adapters in use; merged: those that are in the weights. disabled: none is used.
+        scaling: (name, factor) of each adapter.
+    """
+
+    active: tuple[str, ...]
+    merged: tuple[str, ...]
+    disabled: bool
+    scaling: tuple[tuple[str, Any], ...]
+
+
+def adapter_layers(model: nn.Module) -> tuple[nn.Module, ...]:
+    """The layers that peft has put into a model (its tuner layers, and modules saved with an adapter)."""
+    # By what they have, without importing peft; a PreTrainedModel has a method of that name.
+    return tuple(m for m in model.modules() if isinstance(getattr(type(m), "disable_adapters", None), property))
+
+
+def adapter_states(layers: tuple[nn.Module, ...]) -> tuple[AdapterState, ...]:
+    """How they compute now."""
+    return tuple(_adapter_state(layer) for layer in layers)
+
+
+def _adapter_state(layer: Any) -> AdapterState:
+    scaling = getattr(layer, "scaling", None)
+    return AdapterState(
+        tuple(layer.active_adapters),
+        tuple(getattr(layer, "merged_adapters", ())),
+        bool(layer.disable_adapters),
+        tuple(scaling.items()) if isinstance(scaling, dict) else (),
+    )
+
+
+def in_words(states: tuple[AdapterState, ...]) -> str:
+    """The adapters in use, for messages; "" for a model without."""
+    disabled = any(state.disabled for state in states)
+    names = dict.fromkeys(name for state in states for name in state.active)
+    merged = dict.fromkeys(name for state in states for name in state.merged)
+    text = "disabled" if disabled else ", ".join(names)
+    return f"{text} (merged: {', '.join(merged)})" if merged else text
 
 
 @dataclass(frozen=True)
@@ -72,6 +118,7 @@ class LiveModel:
         parts: of every module what must stay; kinds: dtypes and devices of its parameters; vocabulary: rows of its
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
         snapshot: to see quickly that nothing has changed.
+        adapted: layers of peft in it, () for most models; adapters: how they computed.
     """
 
     model: PreTrainedModel
@@ -80,13 +127,19 @@ class LiveModel:
     vocabulary: tuple[int, ...]
     addresses: tuple[int, ...]
     snapshot: _Snapshot
+    adapted: tuple[nn.Module, ...]
+    adapters: tuple[AdapterState, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel, captured: bool) -> LiveModel:
         """The model as it is now; `captured`: whether graphs hold its weights."""
         addresses = _addresses(model) if captured else ()
         snapshot = _Snapshot.of(tuple(model.modules()), captured)
-        return cls(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot)
+        adapted = adapter_layers(model)
+        return cls(
+            *(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot),
+            *(adapted, adapter_states(adapted)),
+        )
 
     def check(self) -> None:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.
@@ -94,6 +147,7 @@ class LiveModel:
         Raises:
             ModelChangedError: what has changed, and what to do.
         """
+        self._check_adapters()
         if self.snapshot.is_right and _vocabulary(self.model) == self.vocabulary:
             return
         self._check_mode()
@@ -118,6 +172,14 @@ class LiveModel:
                 "the model's weights lie in other memory than when its graphs were captured (was it moved, or loaded "
                 f"with assign=True?){_AGAIN}; new values in place are fine"
             )
+
+    def _check_adapters(self) -> None:
+        """Adapters switched, scaled, merged, disabled: the same parameters, and another model."""
+        now = adapter_states(self.adapted)
+        if now != self.adapters:
+            before, after = in_words(self.adapters), in_words(now)
+            found = f"{before} when it was wrapped and are {after} now" if before != after else f"{before}, scaled anew"
+            raise ModelChangedError(f"the adapters of the model were {found}; switch them back{_OR_AGAIN}")
 
     def _check_mode(self) -> None:
         part = part_in_training(self.model)

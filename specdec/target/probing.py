@@ -63,6 +63,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
     except torch.OutOfMemoryError:
         raise
     except UNNAMED_ERRORS as error:
+        _check_reads_text(model)
         raise UnsupportedModelError(
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
             f"and no mask its forward raises {type(error).__name__}: {error}"
@@ -74,6 +75,21 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         _check_attention_alone(model, calls)
         layers = _decoder_layers(model, calls)
     return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent)
+
+
+def _check_reads_text(model: PreTrainedModel) -> None:
+    """Refuse a model whose own forward needs more than text, such as an image with every prompt."""
+    ids = torch.zeros((1, 4), dtype=torch.long, device=model.device)
+    try:
+        with torch.no_grad():
+            model(input_ids=ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except UNNAMED_ERRORS as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} does not read text alone: on four tokens its own forward raises "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:

@@ -20,6 +20,7 @@ from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.target.alterations import Alterations
+from specdec.target.placeholders import placeholders
 from specdec.target.probing import TargetProbe
 
 
@@ -156,6 +157,7 @@ class Target:
         runner: the attention of its layers.
         states: the states of its recurrent layers; None where it has none.
         num_layers: decoder layers.
+        placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
         alterations: what was done to the model for this target and its executor.
     """
 
@@ -173,6 +175,7 @@ class Target:
         self.runner = runner
         self.states = states
         self.num_layers = len(probed.layers)
+        self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)

@@ -98,7 +98,8 @@ def test_every_type_of_the_mapping_is_a_case() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     names = {case.model_type for case in all_cases()}
-    assert {kind.model_type for kind in MODEL_FOR_CAUSAL_LM_MAPPING} <= names
+    own = [kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING if kind.__module__.partition(".")[0] == "transformers"]
+    assert len(own) > 100 and {kind.model_type for kind in own} <= names  # others registered theirs in this process
     assert len({case.name for case in all_cases()}) == len(all_cases())
 
 

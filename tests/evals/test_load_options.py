@@ -17,7 +17,7 @@ from evals.runs.worker import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError
-from specdec.options import Choice, Flag, LoadOptions, Scales, Share, Switch, Whole, option_of
+from specdec.options import Choice, Flag, LoadOptions, Overrides, Scales, Share, Switch, Whole, option_of
 
 FIELDS = {each.name: each for each in fields(LoadOptions)}
 
@@ -37,6 +37,8 @@ def word(each: Field[Any]) -> str | None:
         return next(choice for choice in kind.words if choice != each.default)
     if isinstance(kind, Whole):
         return "7"
+    if isinstance(kind, Overrides):
+        return "rope_theta=5.5;feedback=post_norm"
     return "0.5" if isinstance(kind, Share) else "0.5:0.25;2:4" if isinstance(kind, Scales) else "abc"
 
 
@@ -45,6 +47,8 @@ def value(each: Field[Any]) -> Any:
     kind, text = option_of(each).kind, word(each)
     if isinstance(kind, Scales):
         return ((0.5, 0.25), (2.0, 4.0))
+    if isinstance(kind, Overrides):
+        return {"rope_theta": 5.5, "feedback": "post_norm"}
     if isinstance(kind, Switch):
         return False
     if isinstance(kind, Flag):

@@ -140,7 +140,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "a quantisation nobody knows": (settings(quantization_config={"quant_method": "nosuch"}), "nosuch.*does not know"),
     "a quantisation that is none": (settings(quantization_config=3), "quantization_config=3"),
     "an adapter beside a model": (adapter, "adapter.*merge_and_unload"),
-    "an adapter": (only(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"")), "adapter"),
+    "an adapter": (only(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"")), "has no peft_type"),
     "GGUF": (only(("model.gguf", b"GGUF")), "GGUF files, which are not supported"),
     "nothing": (only(), "the folder is empty"),
 }
@@ -206,14 +206,14 @@ def test_a_damaged_head(name: str, saved: Path, tmp_path: Path) -> None:
     assert not (folder / "made").exists(), "nothing of a pickle was run"
 
 
-class PeftModel(torch.nn.Module):
+class PeftMixedModel(torch.nn.Module):
     """Called like peft's."""
 
 
 OBJECTS: dict[str, tuple[Callable[[], Any], type[SpecdecError], str]] = {
     "compiled": (lambda: torch.compile(tiny_llama()), InvalidInputError, "compiled by torch.compile; give the model"),
     "parallel": (lambda: torch.nn.DataParallel(tiny_llama()), InvalidInputError, "DataParallel; give the model inside"),
-    "peft": (PeftModel, InvalidInputError, "adapter of peft; give what its merge_and_unload"),
+    "peft": (PeftMixedModel, InvalidInputError, "adapters of several kinds; give what its merge_and_unload"),
     "a module": (lambda: torch.nn.Sequential(tiny_llama()), InvalidInputError, "plain torch module"),
     "a representation": (lambda: repr(tiny_llama()), ModelLoadError, "no folder of that name, and the hub has no such"),
     "no output layer": (lambda: tiny_llama().model, UnsupportedModelError, "LlamaModel has no output layer"),
@@ -375,7 +375,19 @@ CHATS: dict[str, tuple[list[Any], str]] = {
     "no content": ([{"role": "user"}], "chat message 1 .* has content=None"),
     "a number as content": ([{"role": "user", "content": 3}], "chat message 1 .* has content=3"),
     "a later one": ([{"role": "user", "content": "a"}, {"role": "user", "content": b"b"}], "chat message 2 .*b'b'"),
-    "parts that it cannot read": ([{"role": "user", "content": [{"type": "image"}]}], "the chat template refuses"),
+    "parts that it cannot read": ([{"role": "user", "content": [{"type": "thought"}]}], "the chat template refuses"),
+    "an image": (
+        [{"role": "user", "content": [{"type": "image", "url": "a"}]}],
+        "chat message 1 .*'image'; only text",
+    ),
+    "an image's address": (
+        [{"role": "user", "content": "a"}, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
+        "chat message 2 has a part of type 'image_url'; only text is served",
+    ),
+    "a video without a type": (
+        [{"role": "user", "content": [{"video": "a.mp4"}]}],
+        "type 'video'; only text is served",
+    ),
 }
 
 

@@ -18,12 +18,18 @@ from attention.recurrence import reference
 from attention.recurrence.registry import Recurrences
 from specdec import SamplingParams
 from specdec.cli.tables import fit_lines, route_rows, size
-from specdec.errors import CacheTooSmallError, SpecdecWarning, UnsupportedModelError
+from specdec.errors import (
+    CacheTooSmallError,
+    InvalidInputError,
+    RoundFailedError,
+    SpecdecWarning,
+    UnsupportedModelError,
+)
 from specdec.loading.groups import Rows
 from specdec.loading.memory import check_cache_fits
 from specdec.loading.states import check_backend_fits, state_bytes
 from specdec.target.probing import probe_target
-from tests.hybrids import RecallHead, greedy_text, tiny_config, tiny_hybrid
+from tests.hybrids import TYPES, RecallHead, greedy_text, tiny_config, tiny_hybrid
 
 PROMPTS = random_prompts([17, 3, 9])
 NEW = 16
@@ -63,7 +69,15 @@ def test_the_facts_name_layers_kernel_and_bytes() -> None:
 def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, layer_types=["full_attention"] * 4)).eval()
-    wrapped = wrap(model, max_model_len=64)
+    enlarge(model)
+    model.generation_config = GenerationConfig()
+    right = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
+        right.append(out[0].tolist())
+    wrapped = wrap(model, RecallHead(right, 0.6), **OPTIONS)
+    assert [p + tokens for p, tokens in zip(PROMPTS, said(wrapped), strict=True)] == right
     facts = wrapped.describe()
     assert facts["recurrent"] is None and facts["prefix_caching"] == "on" and not wrapped.config.recurrent
 
@@ -74,6 +88,14 @@ def test_batch_invariance_is_refused_by_name() -> None:
         UnsupportedModelError, match=r"Qwen3NextForCausalLM has recurrent layers \(short convolution, gat"
     ):
         check_backend_fits(probe_target(tiny_hybrid("qwen3_next")), backend)
+
+
+def test_a_cache_in_8_bits_is_refused_where_there_is_none_and_changes_nothing_between_drafts_and_none() -> None:
+    with pytest.raises(InvalidInputError, match=r"kv_cache_dtype='fp8': no layer of Mamba2ForCausalLM attends"):
+        wrap(tiny_hybrid("mamba2"), max_model_len=64, kv_cache_dtype="fp8")
+    alone = said(wrap(tiny_hybrid("qwen3_next"), max_model_len=128, kv_cache_dtype="fp8"))
+    head = RecallHead([prompt + tokens for prompt, tokens in zip(PROMPTS, alone, strict=True)], 0.6)
+    assert said(wrap(tiny_hybrid("qwen3_next"), head, kv_cache_dtype="fp8", **OPTIONS)) == alone
 
 
 def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> None:
@@ -133,20 +155,45 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
 
 
+@pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
-    monkeypatch: pytest.MonkeyPatch,
+    after: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It comes after the forward was counted and before anything is replaced."""
+    """It comes after the forward was counted and before anything is replaced, or after."""
     wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_replace"]
+    file = sys.modules[type(wrapped.hf_model).__module__]
+    functions = dict(vars(file))
 
     def interrupted(file: Any) -> None:
         monkeypatch.setattr(recurrent, "_replace", plain)
+        if after:
+            plain(file)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(recurrent, "_replace", interrupted)
     with pytest.raises(KeyboardInterrupt):
         said(wrapped)
+    assert vars(file) == functions
     assert said(wrapped) == right_of("qwen3_next")
+    assert vars(file) == functions
+    wrapped.close()
+
+
+def test_an_interrupt_while_functions_are_put_back_is_made_good_at_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_restore"]
+    file = sys.modules[type(wrapped.hf_model).__module__]
+    functions = dict(vars(file))
+
+    def interrupted(file: Any) -> None:
+        monkeypatch.setattr(recurrent, "_restore", plain)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recurrent, "_restore", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        said(wrapped)
+    assert vars(file) != functions  # they serve others by the originals
+    wrapped.close()
+    assert vars(file) == functions
 
 
 @pytest.mark.parametrize("after", [4, 12])
@@ -172,6 +219,106 @@ def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> 
             hit += 1
     assert hit == 1 and list(requests.values()) == right_of("qwen3_next")
     assert free_everywhere(wrapped)
+
+
+def test_another_model_of_the_file_that_a_hook_runs_is_refused_by_name() -> None:
+    """Its recurrences would read and write the rows' states."""
+    wrapped, other = recalling("qwen3_next"), tiny_hybrid("qwen3_next")
+    seen: list[int] = []
+
+    def hook(module: torch.nn.Module, args: Any) -> None:
+        seen.append(args[0].shape[1])
+        other(torch.zeros(1, seen[-1], dtype=torch.long), use_cache=False)  # as many tokens
+
+    handle = wrapped.hf_model.model.layers[1].register_forward_pre_hook(hook)
+    with pytest.raises(RoundFailedError, match="the probe did not see; does a hook on the model run another model"):
+        said(wrapped)
+    handle.remove()
+    assert seen and said(wrapped) == right_of("qwen3_next")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_next", "jamba"])
+def test_a_layer_called_alone_on_another_thread_is_served_by_the_originals(name: str) -> None:
+    wrapped, x = recalling(name), torch.randn(1, 5, 32)
+    layer = wrapped.hf_model.model.layers[0]
+    mixer = layer.linear_attn if name == "qwen3_next" else layer.mamba
+    with torch.no_grad():
+        own = mixer(x).clone()
+    stop, found = threading.Event(), list[bool]()
+
+    def users() -> None:
+        with torch.no_grad():
+            while not stop.is_set():
+                found.append(torch.equal(mixer(x), own))
+
+    thread = threading.Thread(target=users)
+    thread.start()
+    rounds = [said(wrapped) for _ in range(2)]
+    stop.set()
+    thread.join()
+    assert rounds == [right_of(name)] * 2 and found and all(found)
+
+
+def test_two_over_one_model_close_in_any_order() -> None:
+    model = tiny_hybrid("falcon_h1")
+    first, second = (recalling("falcon_h1", model, num_speculative_tokens=k) for k in (3, 2))
+    assert said(first) == said(second) == said(first) == right_of("falcon_h1")
+    first.close()
+    assert said(second) == right_of("falcon_h1")
+    second.close()
+    assert not any(hooks_of(m) != (0, 0) or hasattr(m, "_specdec_recurrence") for m in model.modules())
+
+
+def test_streams_dropped_midway_leave_their_slots_as_good_as_new() -> None:
+    wrapped = recalling("mamba2", max_num_seqs=2)
+    for count in (1, 2, 4):
+        stream = wrapped.stream(PROMPTS, SamplingParams(NEW))
+        for _ in range(count):
+            next(stream)
+        stream.close()
+        assert said(wrapped) == right_of("mamba2")
+    assert free_everywhere(wrapped)
+
+
+def test_new_weights_in_place_are_used() -> None:
+    model = tiny_hybrid("qwen3_next")
+    wrapped = recalling("qwen3_next", model)
+    assert said(wrapped) == right_of("qwen3_next")
+    with torch.no_grad():
+        for layer in (0, 2):
+            model.model.layers[layer].linear_attn.A_log.add_(1.0)
+            model.model.layers[layer].linear_attn.conv1d.weight.mul_(1.5)
+    wrapped.refresh()
+    right = []
+    for prompt in PROMPTS:
+        ids = torch.tensor([prompt])
+        out = model.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
+        right.append(out[0, len(prompt) :].tolist())
+    assert said(wrapped) == right != right_of("qwen3_next")
+
+
+@pytest.mark.skipif("lfm3" not in TYPES, reason="no lfm3 in this transformers")
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_windows_beside_recurrent_layers_say_the_same_with_their_pages_freed_and_kept(kind: str) -> None:
+    torch.manual_seed(0)
+    layers = ["conv", "sliding_attention", "conv", kind]
+    config = tiny_config("lfm3", layer_types=layers, sliding_window=20, max_position_embeddings=640)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    enlarge(model)
+    model.generation_config = GenerationConfig()
+    prompts, right = random_prompts([5, 200, 70, 1]), []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(ids, max_new_tokens=24, do_sample=False, attention_mask=torch.ones_like(ids))
+        right.append(out[0].tolist())
+    sizes = {"num_speculative_tokens": 3, "kv_cache_tokens": 1200, "max_num_batched_tokens": 60}
+    for freed in (True, False):
+        with wrap(model, RecallHead(right, 0.6), hybrid_kv_cache=freed, **sizes) as wrapped:
+            completions = wrapped.generate(prompts, SamplingParams(24))
+            assert bool(wrapped.config.windowed) == (freed and kind == "full_attention")
+        assert [p + list(c.token_ids) for p, c in zip(prompts, completions, strict=True)] == right
 
 
 def test_mamba2s_least_step_holds_for_every_token() -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from drafters.base import FINAL_NORM
 from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3, load_eagle3, save_eagle3
 from drafters.eagle3.head import Eagle3Head
-from drafters.eagle3.layout import Eagle3Overrides
+from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.rope import RopeSpec
@@ -230,7 +230,6 @@ def poison(weight: torch.Tensor) -> torch.Tensor:
         (set_config(norm_before_fc=True), "norm_before_fc"),
         (set_config(fc_norm=True), "fc_norm"),
         (set_config(attention_bias=True), "attention_bias"),
-        (set_config(tie_word_embeddings=True), "tie_word_embeddings"),
         (set_config(head_dim=8), "shape of midlayer"),
         (set_config(num_aux_hidden_states=2), "num_aux_hidden_states"),
         (set_config(eagle_aux_hidden_state_layer_ids=[1, 3, 4]), "different aux layers"),

@@ -51,29 +51,3 @@ def test_prompts_in_chunks_beside_verifications(
     assert (len(decided) > 0) == sampled and (len(drawn) > before) == sampled
     assert sum(graph.replays for graph in graphs_on_cpu) > 20
     assert free_everywhere(graphed)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 1), ("mimo", 2)])
-@pytest.mark.parametrize("sampled", [False, True])
-def test_short_prompts_stand_in_virtual_rows(
-    graphs_on_cpu: list[Replayed],  # noqa: F811
-    make: Callable[..., Any],  # noqa: F811
-    monkeypatch: pytest.MonkeyPatch,
-    name: str,
-    modules: int,
-    sampled: bool,
-) -> None:
-    """Of one module; those of two go by segments."""
-    ragged = count_calls(monkeypatch, RaggedTarget, "logits")
-    prompts = [prompt[:20] for prompt in PROMPTS]
-    params = [
-        SamplingParams(max_new_tokens=16, seed=i, temperature=0.5 * (sampled and i % 2), return_drafts=True)
-        for i in range(len(prompts))
-    ]
-    sizes: dict[str, Any] = {"num_speculative_tokens": 3, "max_num_seqs": 32, "max_num_batched_tokens": 128}
-    expected = make(name, modules, **sizes).generate(prompts, params)
-    graphed = with_graphs(make, name, modules, **sizes)
-    assert found(graphed.generate(prompts, params)) == found(expected)
-    assert bool(ragged) == (modules > 1)
-    assert free_everywhere(graphed)

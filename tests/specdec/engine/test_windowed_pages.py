@@ -178,7 +178,7 @@ def test_rows_are_preempted_when_the_windowed_pool_is_full() -> None:
 
 
 def test_a_request_that_the_windowed_pool_could_never_hold_is_refused() -> None:
-    target: Any = type("Target", (), {"num_embeddings": 1000})()
+    target: Any = type("Target", (), {"num_embeddings": 1000, "placeholders": {}})()
     tokenizer: Any = None
     config = EngineConfig(DRAFTS, LONGEST, SEQS, BUDGET, PAGE, 60)
     tables = WindowedTables(LEAST - 1, SEQS, LONGEST, PAGE, WINDOW)

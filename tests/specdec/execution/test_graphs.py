@@ -48,10 +48,11 @@ from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.scheduler import Scheduler
-from specdec.execution.graphs import GraphExecutor, graph_rows
+from specdec.execution.graphs import GraphExecutor
 from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
 from specdec.requests.sampling import SamplingParams
+from specdec.rounds.buckets import graph_rows
 from specdec.rounds.randomness import SamplingRound
 from tests.sampled_rounds import kernels_by_reference
 

@@ -68,18 +68,6 @@ def test_tokens_are_transformers_own(
     assert wrapped.graphs == "on"
 
 
-def test_a_short_prompt_is_not_read_in_virtual_rows(
-    graphs_on_cpu: list[Replayed],  # noqa: F811
-    capturable: None,
-) -> None:
-    """They are computed side by side, and would share a state."""
-    prompts = random_prompts([6, 9, 5, 11])
-    wrapped = with_graphs("qwen3_next", 3, prompts, max_num_seqs=12)
-    completions = wrapped.generate(prompts, SamplingParams(NEW))
-    right = [greedy_text("qwen3_next", prompt, NEW) for prompt in prompts]
-    assert [p + list(c.token_ids) for p, c in zip(prompts, completions, strict=True)] == right
-
-
 class Compiled:
     """A backend of the compiler that runs what it traced, and counts it."""
 

@@ -16,10 +16,11 @@ from benchmarks.mixed import mixed_rounds
 from benchmarks.serving import Rounds
 from benchmarks.workload import Arrival, Load
 from specdec.execution.graphs import GraphExecutor
-from specdec.execution.ragged import RaggedPrefill
+from specdec.execution.ragged import RaggedPrefill, RaggedTarget
 from specdec.execution.readback import HostReads
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.static import FixedSampling, FixedTarget
+from specdec.rounds.transfer import AheadTransfer
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import Replayed, graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401
 
@@ -103,10 +104,11 @@ def test_sampling_is_laid_out_while_the_device_verifies(
     monkeypatch: pytest.MonkeyPatch,
     planted: bool,
 ) -> None:
-    """Between a verification's arrays and the launch of its graph the device may wait. Planted: it is sent there."""
+    """Between a round's arrays and the launch of its verification the device may wait. Planted: it is sent before."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=4, max_num_batched_tokens=24)
     order: list[str] = []
-    for owner, name in ((FixedTarget, "send"), (Replayed, "replay"), (FixedSampling, "send")):
+    launches = ((AheadTransfer, "send"), (RaggedTarget, "logits"), (FixedTarget, "send"), (Replayed, "replay"))
+    for owner, name in (*launches, (FixedSampling, "send")):
         plain, tag = getattr(owner, name), f"{owner.__name__}.{name}"
 
         def noted(*args: Any, plain: Any = plain, tag: str = tag) -> Any:
@@ -126,8 +128,9 @@ def test_sampling_is_laid_out_while_the_device_verifies(
     params = SamplingParams(max_new_tokens=20, temperature=0.8, seed=1)
     graphed.generate([[1, 2, 3]], params)
     sent = [i for i, tag in enumerate(order) if tag == "FixedSampling.send"]
-    late = [order[i - 2 : i] == ["FixedTarget.send", "Replayed.replay"] for i in sent]
-    assert len(late) > 4 and all(late) == (not planted)
+    before = [tuple(order[max(i - 2, 0) : i]) for i in sent]
+    launched = {("AheadTransfer.send", "RaggedTarget.logits"), ("FixedTarget.send", "Replayed.replay")}
+    assert len(before) > 4 and (set(before) == launched) == (not planted)
 
 
 def test_a_copy_more_is_seen(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -30,7 +30,7 @@ def test_the_twin_of_a_published_size_is_exact_and_quick(kind: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     started = time.perf_counter()
-    report = twin_test(SimpleNamespace(model=model, calls=()), 100_000)  # type: ignore[arg-type]
+    report = twin_test(SimpleNamespace(model=model, calls=(), recurrence_specs=()), 100_000)  # type: ignore[arg-type]
     assert report.unbuilt is None
     assert time.perf_counter() - started < 10, "0.2 to 1 s on an idle core"
 

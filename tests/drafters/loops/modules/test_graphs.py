@@ -364,8 +364,8 @@ def test_a_stale_plan_of_a_later_pass_shows(
     later: list[HostBatch] = []
     replan = FixedPlaceBuilder.replan
 
-    def send(self: Any, target: Any, num_own: int | None = None) -> Any:
-        result = sent(self, target, num_own)
+    def send(self: Any, target: Any) -> Any:
+        result = sent(self, target)
         later[:] = result[1][1:2]
         return result
 

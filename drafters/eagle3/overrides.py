@@ -1,0 +1,113 @@
+"""What a user knows better than a head's config.json: keys of it that are given anew before it is read."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from drafters.checkpoints.config_fields import Config, Field
+from drafters.errors import HeadLoadError
+
+AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
+NESTED_AUX_LAYERS = "eagle_config." + AUX_LAYERS
+USE_AUX = "eagle_config.use_aux_hidden_state"
+PARALLEL_DRAFT_STEP = ("parallel_draft_step", "eagle_config.parallel_draft_step")
+MTP_LAYERNORM = ("use_mtp_layernorm", "eagle_config.use_mtp_layernorm")
+
+KEYS = (
+    *(
+        "hidden_size",
+        "target_hidden_size",
+        "vocab_size",
+        "draft_vocab_size",
+        "intermediate_size",
+        "intermediate_size_mlp",
+    ),
+    *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "rms_norm_eps", "model_type"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor"),
+    *(AUX_LAYERS, NESTED_AUX_LAYERS, USE_AUX, "num_aux_hidden_states"),
+    *("bias", "norm_before_fc", "eagle_config.norm_before_fc", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
+    *("norm_before_residual", "norm_output", "eagle_config.norm_output"),
+    *("attention_bias", "qkv_bias", "use_qk_norm"),
+    *("hidden_act", "layer_types", "quantization_config", *PARALLEL_DRAFT_STEP, *MTP_LAYERNORM),
+)
+"""The keys of config.json that decide how an EAGLE-3 head is read."""
+_FEEDBACK = ("pre_norm", "post_norm")
+
+
+@dataclass(frozen=True)
+class Eagle3Overrides:
+    """Choices that a user makes against a checkpoint's own configuration (older exporters wrote them wrong).
+
+    Attributes:
+        aux_layers: boundaries, or None for the checkpoint's.
+        feedback: which state is fed back, or None for the checkpoint's.
+        config: (key of config.json, value), the key dotted where it is nested; None as value removes the key.
+    """
+
+    aux_layers: tuple[int, ...] | None = None
+    feedback: Literal["pre_norm", "post_norm"] | None = None
+    config: tuple[tuple[str, Any], ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> Eagle3Overrides:
+        """The overrides that a user named: `aux_layers`, `feedback`, or keys of config.json.
+
+        Raises:
+            HeadLoadError: a name that decides nothing, or a value of another type.
+        """
+        known = ("aux_layers", "feedback", *KEYS)
+        odd = [key for key in given if key not in known and not key.startswith(("rope_scaling.", "rope_parameters."))]
+        if odd:
+            near = difflib.get_close_matches(odd[0], known, n=1)
+            hint = f" (is {near[0]} meant?)" if near else ""
+            raise HeadLoadError(f"head_overrides: {odd[0]!r} decides nothing{hint}; known are {', '.join(known)}")
+        return cls(
+            _boundaries(given.get("aux_layers")),
+            _feedback(given.get("feedback")),
+            tuple((key, value) for key, value in given.items() if key not in ("aux_layers", "feedback")),
+        )
+
+    def applied(self, config: Config) -> dict[str, Any]:
+        """config.json with these keys given anew."""
+        changed = dict(config)
+        for key, value in self.config:
+            place, (*parents, last) = changed, key.split(".")
+            for parent in parents:
+                inner = place.get(parent)
+                place[parent] = dict(inner) if isinstance(inner, Mapping) else {}
+                place = place[parent]
+            place[last] = value
+        return changed
+
+    def marked(self, fields: tuple[Field, ...]) -> tuple[Field, ...]:
+        """The fields with a word at those that overridden keys decided."""
+        given = {key for key, _ in self.config}
+        return tuple(
+            Field(f.name, f.value, f"{f.source} (chosen by the user)") if given & _words(f.source) else f
+            for f in fields
+        )
+
+
+def _words(source: str) -> set[str]:
+    """Keys named in a source, with those that hold them: of "rope_scaling.factor" the word "rope_scaling" too."""
+    words = {word.strip(",;:()") for word in source.split()}
+    return words | {word.rpartition(".")[0] for word in words if "." in word}
+
+
+def _boundaries(given: Any) -> tuple[int, ...] | None:
+    if given is None:
+        return None
+    layers = tuple(given) if isinstance(given, (list, tuple)) else ()
+    if not layers or not all(type(layer) is int for layer in layers):
+        raise HeadLoadError(f"head_overrides: aux_layers={given!r}: give a list of layer boundaries, as [2, 16, 29]")
+    return layers
+
+
+def _feedback(given: Any) -> Literal["pre_norm", "post_norm"] | None:
+    if given is not None and given not in _FEEDBACK:
+        raise HeadLoadError(f"head_overrides: feedback={given!r}: allowed are {', '.join(_FEEDBACK)}")
+    chosen: Literal["pre_norm", "post_norm"] | None = given
+    return chosen

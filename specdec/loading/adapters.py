@@ -1,0 +1,223 @@
+"""Adapters of peft: a PeftModel, an adapter's folder, or an adapter beside its base -> the model that computes both.
+
+What runs is the transformers model inside of a PeftModel, whose layers peft has replaced by its own: those add the
+adapter's part to each layer's output ("live"), or their weights hold it ("merged"). peft is imported here alone, and
+only when there is an adapter.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+from transformers.utils.peft_utils import find_adapter_config_file
+
+from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
+from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
+from specdec.loading.load_errors import loading_named
+from specdec.values import short
+
+CONFIG = "adapter_config.json"
+KINDS = frozenset(
+    (
+        *("LORA", "ADALORA", "IA3", "LOHA", "LOKR", "OFT", "BOFT", "VERA", "FOURIERFT", "HRA", "VBLORA", "LN_TUNING"),
+        *("RANDLORA", "SHIRA", "C3A", "MISS", "ROAD", "TRAINABLE_TOKENS", "HIRA", "DELORA", "WAVEFT"),
+    )
+)
+"""peft_types that change what layers compute, token by token. Each was compared with its PeftModel's own generate."""
+_INPUTS = frozenset({"PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT"})
+_CACHE = frozenset({"PREFIX_TUNING", "CARTRIDGE"})
+_SHARED = ("vblora_vector_bank",)
+"""Parameters that several layers share; a file has them once."""
+_WEIGHTS = (".safetensors", ".bin")
+
+
+def unwrapped(target: Any) -> Any:
+    """The transformers model inside of a PeftModel; anything else as it is. Nothing is changed, and nothing merged.
+
+    Raises:
+        UnsupportedModelError: an adapter of a kind that changes inputs or cache.
+    """
+    peft: Any = sys.modules.get("peft")  # whoever has an object of its classes has imported it
+    if peft is None or not isinstance(target, peft.PeftModel):
+        return target
+    check_kinds(type(target).__name__, target.peft_config.values())
+    return target.get_base_model()
+
+
+def check_kinds(name: str, configs: Iterable[Any]) -> None:
+    """Refuse adapters that are not computed by the layers alone.
+
+    Args:
+        configs: of peft, or adapter_config.json as read.
+
+    Raises:
+        UnsupportedModelError: the message names the kind.
+    """
+    for config in configs:
+        values: Mapping[str, Any] = config if isinstance(config, Mapping) else vars(config)
+        kind = str(getattr(values.get("peft_type"), "value", values.get("peft_type")))
+        if kind in _INPUTS:
+            reason = "puts trained vectors before the prompt, which changes the model's inputs"
+        elif kind in _CACHE:
+            reason = "puts trained keys and values into the model's cache"
+        elif values.get("alora_invocation_tokens"):
+            reason = "is switched on by tokens of the prompt (alora_invocation_tokens)"
+        elif kind not in KINDS:
+            reason = f"is none of those that specdec serves: {', '.join(sorted(KINDS))}"
+        else:
+            continue
+        raise UnsupportedModelError(f"{name}: an adapter of peft_type {kind} {reason}; it is not supported")
+
+
+def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merge) -> Checkpoint:
+    """Where a target is read from, with the adapter that is to be applied to it.
+
+    Args:
+        checkpoint: what the user gave as the target: a model, or an adapter, whose configuration names its base.
+        adapter: folder or hub name of one, or None.
+        merge: see the load option merge_adapter.
+
+    Raises:
+        ModelLoadError: an adapter that is missing, damaged or names no base.
+        InvalidInputError: an adapter for a target that is one, or `merge` without an adapter.
+        UnsupportedModelError: see `check_kinds`.
+    """
+    own = _config(checkpoint, "the target model")
+    if adapter is not None:
+        if own is not None:
+            raise InvalidInputError(
+                f"adapter={short(str(adapter))}: the target {checkpoint.name!r} is an adapter itself; give its base "
+                "model as the target"
+            )
+        place = find_checkpoint(adapter, what="the adapter")
+        config = _config(place, "the adapter")
+        if config is None:
+            raise ModelLoadError(f"cannot load the adapter {place.name!r}: it has no {CONFIG}")
+        return replace(checkpoint, adapter=_adapter(place, config, merge))
+    if own is None:
+        if merge != "auto":
+            raise InvalidInputError(f"merge_adapter={merge!r}: there is no adapter; give adapter=…, or leave it out")
+        return checkpoint
+    found = _adapter(checkpoint, own, merge)
+    if not found.base:
+        raise ModelLoadError(
+            f"cannot load the target model {checkpoint.name!r}: it is an adapter, and its {CONFIG} names no base model "
+            f"(base_model_name_or_path); give the base as the target and adapter={checkpoint.name!r}"
+        )
+    base = find_checkpoint(
+        found.base, own.get("revision"), checkpoint.trust_remote_code, what=f"the base model of {checkpoint.name!r},"
+    )
+    return replace(base, adapter=found)
+
+
+def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adapter:
+    check_kinds(place.name, [config])
+    base = config.get("base_model_name_or_path")
+    return Adapter(place.name, place, str(config["peft_type"]), base if isinstance(base, str) else "", merge)
+
+
+def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
+    """adapter_config.json of a folder or a hub model; None where it has none.
+
+    Raises:
+        ModelLoadError: it is damaged, or lies in one folder with a whole model.
+    """
+    try:
+        file = find_adapter_config_file(
+            checkpoint.path, revision=checkpoint.revision, local_files_only=checkpoint.local_files_only
+        )
+    except OSError:
+        return None  # no such model: reported where it is loaded
+    if file is None:
+        return None
+    names = os.listdir(checkpoint.path) if checkpoint.is_folder else []
+    weights = [name for name in names if name.endswith(_WEIGHTS) and not name.startswith("adapter_model")]
+    if weights and "config.json" in names:
+        raise ModelLoadError(
+            f"cannot load {what} {checkpoint.name!r}: the folder holds a model ({sorted(weights)[0]}) and an "
+            f"adapter ({CONFIG}); what is meant? Put the adapter into a folder of its own, and give that as adapter=…, "
+            "or merge it with peft's merge_and_unload() and save that"
+        )
+    try:
+        config = json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelLoadError(
+            f"cannot load {what} {checkpoint.name!r}: {file} cannot be read as JSON: {error}"
+        ) from error
+    if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+        raise ModelLoadError(
+            f"cannot load {what} {checkpoint.name!r}: {file} has no peft_type; it is no adapter of peft"
+        )
+    return config
+
+
+def import_peft(name: str) -> Any:
+    """The package peft.
+
+    Args:
+        name: of the adapter that needs it.
+
+    Raises:
+        ModelLoadError: it is not installed.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ModelLoadError(
+            f'cannot load the adapter {name!r}: the package peft is needed ({error}); pip install "specdec-hf[peft]"'
+        ) from error
+    return peft
+
+
+def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
+    """The model with an adapter, merged or live. The model is changed: it must be one that was just loaded.
+
+    Raises:
+        ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, or are of modules that
+            the model does not have; it cannot be merged.
+    """
+    peft, place = import_peft(adapter.name), adapter.checkpoint
+    quantised = getattr(model, "hf_quantizer", None) is not None
+    merge = not quantised if adapter.merge == "auto" else adapter.merge
+    if merge and quantised:
+        raise ModelLoadError(
+            f"cannot merge the adapter {adapter.name!r}: the target's weights are quantised, and merged ones would be "
+            "rounded again; give merge_adapter=False"
+        )
+    where = {} if place.revision is None else {"revision": place.revision}
+    with loading_named(place, "the adapter"):
+        config = peft.PeftConfig.from_pretrained(place.path, **where)
+        config.inference_mode = True
+        wrapped = peft.PeftModel(model, config)
+        names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
+        found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
+    missing = [key for key in found.missing_keys if not any(part in key for part in _SHARED)]
+    problems = [f"{len(missing)} tensors are missing from it ({short(missing)})"] if missing else []
+    if found.unexpected_keys:
+        problems.append(
+            f"{len(found.unexpected_keys)} of its tensors belong to modules that the model does not have "
+            f"({short(sorted(found.unexpected_keys))})"
+        )
+    if problems:
+        raise ModelLoadError(
+            f"cannot load the adapter {adapter.name!r}: {'; '.join(problems)}; is it for another base model?"
+        )
+    wrapped.eval()
+    return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
+
+
+def _merged(wrapped: Any, adapter: Adapter) -> PreTrainedModel:
+    try:
+        model: PreTrainedModel = wrapped.merge_and_unload(safe_merge=True)
+    except (RuntimeError, ValueError, NotImplementedError, AttributeError) as error:
+        raise ModelLoadError(
+            f"cannot merge the adapter {adapter.name!r} ({adapter.kind}): {error}; give merge_adapter=False"
+        ) from error
+    return model.eval()
