@@ -16,7 +16,7 @@ between two tokens are added up for each pair: a difference of two long sums wou
 Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
 half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
 two products of TF32 (the state's upper and lower bits), and the scores are one. The state times the queries is one, of
-the upper bits: it goes into the output only, which is rounded to half precision. Inputs in float32: three products each.
+the upper bits: it goes into the output only, which is rounded to half precision. Inputs in float32: three each.
 
 A program goes over its rows of the state in pieces of columns, twice: for what is read from the state, and to change
 it, when they still lie in a cache. Whole rows of 128 columns would not fit the registers of the matmuls.
