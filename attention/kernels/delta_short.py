@@ -172,7 +172,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
-    REPLAY: tl.constexpr,  # whether any row replays
+    REPLAY: tl.constexpr,  # whether a row may replay
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -324,7 +324,7 @@ def launch_delta_short(
         BLOCK_DV=tiles.block_dv,
         PIECE=min(tiles.piece, max(16, triton.next_power_of_2(dim_k))),
         STAGES=tiles.stages,
-        REPLAY=rows.max_replay > 0,
+        REPLAY=ring.k.shape[1] > 1,  # a ring of 2K + 1 places: one kernel for all rounds of an engine
         NORMALIZE=l2_normalize,
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,
