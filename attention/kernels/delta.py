@@ -1,8 +1,12 @@
 """The gated delta rule on a GPU: which kernel serves which rows. Imported on CUDA only.
 
-    a gate of a head            up to 16 tokens, the replayed ones counted: one chunk   (delta_short)
-    more replayed, or a gate    up to 16 tokens of its own: token by token              (delta_tokens)
-    of every key dimension      more: in chunks of 64                                   (delta_chunks)
+    a gate of a head            2 to 16 tokens, the replayed ones counted: one chunk    (delta_short)
+    one token and no replay,    up to 16 tokens of its own: token by token              (delta_tokens)
+    more replayed, or a gate    more: in chunks of 64                                   (delta_chunks)
+    of every key dimension
+
+One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 73 to 76 µs
+against 52, 79 and 143 of 1, 3 and 7 tokens).
 
 The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for
 every replay of a CUDA graph.
@@ -48,10 +52,10 @@ def gated_delta(
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device)
     inputs = (q, k, v, g, beta, scale, l2_normalize, state, ring, rows, out)
-    one_chunk = ONE_CHUNK and g.dim() == 2
+    most = rows.max_replay + min(rows.max_query_len, TOKENS_OF_SHORT_ROWS)
+    one_chunk = ONE_CHUNK and g.dim() == 2 and most > 1
     if one_chunk:
         launch_delta_short(*inputs)
-    most = rows.max_replay + min(rows.max_query_len, TOKENS_OF_SHORT_ROWS)
     if not one_chunk or most > INPUTS_OF_ONE_CHUNK:
         least = INPUTS_OF_ONE_CHUNK + 1 if one_chunk else 0
         launch_delta(*inputs, most_tokens=TOKENS_OF_SHORT_ROWS, least_inputs=least)

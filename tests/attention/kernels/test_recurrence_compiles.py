@@ -67,7 +67,7 @@ if what == "delta chunks":
     found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
     found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
 if what == "delta short":
-    tiles = delta_short.short_tiling(128, True)
+    tiles = delta_short.short_tiling(1024, 128)
     own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
     for replay in (False, True):
         found[f"short {replay}"] = compiled(delta_short._short_kernel, own | {"REPLAY": replay}, tiles.warps)
