@@ -127,20 +127,20 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
 @pytest.fixture(scope="session", autouse=True)
 def right_targets_once() -> Iterator[None]:
     """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
-    import specdec.model
+    import specdec.loading.assembly
 
-    with patch.multiple(specdec.model, twin_test=_twin_test_once, check_target=_check_target_once):
+    with patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once):
         yield
 
 
 @pytest.fixture(scope="module")
 def every_self_test(right_targets_once: None) -> Iterator[None]:
     """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
-    import specdec.model
+    import specdec.loading.assembly
     from specdec.target.selftest import check_target
     from specdec.target.twin import twin_test
 
-    with patch.multiple(specdec.model, twin_test=twin_test, check_target=check_target):
+    with patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target):
         yield
 
 
