@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,28 +46,13 @@ class FakesFinder(MetaPathFinder):
 sys.meta_path.append(FakesFinder())
 
 
-def _list_builtins_once() -> None:
-    """Triton's interpreter lists what `triton.language` holds whenever a kernel is launched or a function called in it.
-
-    That is most of its time. Which of the names are builtins does not change; what they name now is read every time.
-    """
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    names: dict[Any, list[str]] = {}
-
-    def members(owner: Any) -> list[tuple[str, Any]]:
-        if owner not in names:
-            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
-        return [(name, getattr(owner, name)) for name in names[owner]]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
-
-
 @pytest.fixture(scope="session", autouse=True)
-def builtins_once() -> None:
+def quick_interpreter() -> None:
+    """Triton's interpreter at half of its time: see tests/interpreter.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
-        _list_builtins_once()
+        from tests.interpreter import hasten
+
+        hasten()
 
 
 _right_twins: dict[Any, Any] = {}
