@@ -47,10 +47,8 @@ class SiblingFp8Linear(Fp8Linear):
     def _parts(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Each parameter with its slice of the fused tensor."""
         blocks = slice(self.rows.start // BLOCK, -(-self.rows.stop // BLOCK))
-        found: list[tuple[torch.Tensor, torch.Tensor]] = [
-            (self.weight, self.fused_weight[self.rows]),
-            (self.weight_scale_inv, self.fused_scale[blocks]),
-        ]
+        found: list[tuple[torch.Tensor, torch.Tensor]]
+        found = [(self.weight, self.fused_weight[self.rows]), (self.weight_scale_inv, self.fused_scale[blocks])]
         if self.bias is not None and self.fused_bias is not None:
             found.append((self.bias, self.fused_bias[self.rows]))
         return found
