@@ -184,3 +184,12 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     """Random prompts."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(VOCAB, (n,), generator=generator).tolist() for n in lengths]
+
+
+def gaps(oracle: PreTrainedModel, answer: Any) -> torch.Tensor:
+    """How far each token of an answer is from the oracle's best, which reads that answer; in its logits' deviations."""
+    ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
+    with torch.no_grad():
+        logits = oracle(ids).logits[0, len(answer.prompt_token_ids) - 1 : -1]
+    chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    return (logits.max(-1).values - chosen) / logits.std(-1)

@@ -92,9 +92,9 @@ def _is_one_row_of_tokens(node: Node) -> bool:
 
 
 def _erase(graph: Graph, node: Node) -> None:
-    """Erase what nothing reads any more: the node's users first, then what only it has read."""
+    """Erase what nothing reads any more: parts of the node's result first, then what only it has read."""
     for user in list(node.users):
-        if not user.users:
+        if user.target is operator.getitem and not user.users:
             graph.erase_node(user)
     if not node.users and node.op == "call_function":
         inputs = node.all_input_nodes
