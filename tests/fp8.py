@@ -188,8 +188,9 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
 
 def gaps(oracle: PreTrainedModel, answer: Any) -> torch.Tensor:
     """How far each token of an answer is from the oracle's best, which reads that answer; in its logits' deviations."""
-    ids = torch.tensor([answer.prompt_token_ids + answer.token_ids])
+    ids = torch.tensor([answer.prompt_token_ids + answer.token_ids], device=oracle.device)
     with torch.no_grad():
         logits = oracle(ids).logits[0, len(answer.prompt_token_ids) - 1 : -1]
+    logits = logits.double().cpu()
     chosen = logits.gather(1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     return (logits.max(-1).values - chosen) / logits.std(-1)
