@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from transformers.integrations.finegrained_fp8 import FP8Linear
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning, UnsupportedModelError
+from specdec.loading.memory import check_weights_fit
 from specdec.loading.states import check_backend_fits
 from specdec.loading.targets import load_target
 from specdec.ops import fp8 as operators
@@ -161,6 +163,17 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
+
+
+def test_room_for_the_weights_is_counted_in_bytes_of_8_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load_target(write(tmp_path / "target", LLAMA), torch.bfloat16, torch.device("cpu"))
+    needed = sum(
+        p.numel() * (1 if p.dtype == FP8 else 4 if "scale" in n else 2) for n, p in model.named_parameters()
+    ) + sum(b.nbytes for b in model.buffers())
+    for free, fits in ((needed, True), (needed - 1, False)):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, free=free: (free, 80 << 30))
+        with nullcontext() if fits else pytest.raises(ModelLoadError, match="the weights of 'tiny' take"):
+            check_weights_fit(model, torch.device("cuda"), "tiny")
 
 
 def test_a_batch_invariant_backend_is_refused(tmp_path: Path) -> None:
