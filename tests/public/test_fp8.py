@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import LetterTokenizer, table_head
+from safetensors.torch import load_file, save_file
 from transformers.integrations import finegrained_fp8
 from transformers.integrations.finegrained_fp8 import FP8Linear
 
@@ -23,7 +24,20 @@ from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
 from specdec.target.fp8 import Fp8Linear
 from specdec.target.probing import probe_target
-from tests.fp8 import DEEPSEEK, FP8, LLAMA, QWEN, SCHEME, configure, greedy, prompts, reference, rewrite, write
+from tests.fp8 import (
+    DEEPSEEK,
+    FP8,
+    LLAMA,
+    QWEN,
+    SCHEME,
+    configure,
+    greedy,
+    prompts,
+    quantised,
+    reference,
+    rewrite,
+    write,
+)
 
 pytestmark = [pytest.mark.usefixtures("every_self_test"), pytest.mark.filterwarnings("ignore:.*runs on a CPU")]
 
@@ -81,6 +95,28 @@ def test_tokens_are_those_of_the_arithmetic_written_plainly(
             ].tolist()
             == right[0]
         ), "the model's own generate runs our operators too"
+
+
+@pytest.mark.slow
+def test_a_prediction_module_in_fp8_beside_its_target(tmp_path: Path) -> None:
+    """As in DeepSeek-V3's own checkpoint: the module is multiplied out, the target is not, and says the same."""
+    folder = write(tmp_path / "target", {**DEEPSEEK, "num_nextn_predict_layers": 1})
+    file, width = folder / "model.safetensors", DEEPSEEK["hidden_size"]
+    stored, plain = load_file(file), torch.ones(width, dtype=torch.bfloat16)
+    module = {n.replace("layers.1.", "layers.2."): t.clone() for n, t in stored.items() if ".layers.1." in n}
+    names = ("enorm.weight", "hnorm.weight", "shared_head.norm.weight")
+    module |= {f"model.layers.2.{name}": plain.clone() for name in names}
+    module["model.layers.2.embed_tokens.weight"] = stored["model.embed_tokens.weight"].clone()
+    module["model.layers.2.shared_head.head.weight"] = stored["lm_head.weight"].clone()
+    projection = "model.layers.2.eh_proj.weight"
+    module[projection], module[f"{projection}_scale_inv"] = quantised(torch.randn(width, 2 * width) / 16)
+    save_file({**stored, **module}, file, metadata={"format": "pt"})
+    said = []
+    for draft, drafts in ((None, 0), ("mtp", 3)):
+        with load(folder, draft, num_speculative_tokens=drafts) as model:
+            said.append(tokens(model))
+            assert all(p.dtype != FP8 for p in model.head.parameters()) if draft else model.head is None
+    assert said[0] == said[1]
 
 
 def test_weights_stay_in_8_bits_and_it_is_said(tmp_path: Path) -> None:
