@@ -1,8 +1,9 @@
 """Triton's interpreter, hastened: the same results and the same checks, without what it does again at every call.
 
-Half of its time goes into preparations: which names of `triton.language` are builtins, listed at every launch and at
-every call of a device function; a table of dtypes, made whenever one is looked up; and integer sums and products that
-are computed a second time in int64, to see whether they overflow, for an assertion that is not made.
+More than half of its time goes into preparations: which names of `triton.language` are builtins, listed at every launch
+and at every call of a device function; a table of dtypes, made whenever one is looked up; the shape of every tensor;
+and integer sums and products that are computed a second time in int64, to see whether they overflow, for an assertion
+that is not made.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import inspect
 from types import SimpleNamespace
 from typing import Any
 
-from triton.language.core import is_builtin
+from triton.language.core import is_builtin, tensor
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -21,6 +22,7 @@ def hasten() -> None:
     _list_builtins_once()
     _patch_once_a_launch()
     _look_dtypes_up()
+    _share_shapes()
     _sanitize_for_debug_alone()
 
 
@@ -73,6 +75,22 @@ def _look_dtypes_up() -> None:
         return by_name[name]
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _share_shapes() -> None:
+    """Tensors of one shape hold the same object for it; nobody changes one."""
+    plain, shapes = tensor.__init__, dict[tuple[int, ...], tuple[Any, Any]]()
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            plain(self, handle, type)
+            shapes[key] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    tensor.__init__ = init
 
 
 def _sanitize_for_debug_alone() -> None:
