@@ -11,6 +11,7 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 from triton.language.core import is_builtin, tensor
 from triton.language.semantic import TritonSemantic
@@ -41,7 +42,7 @@ def _list_builtins_once() -> None:
 def _patch_once_a_launch() -> None:
     """A device function patches the language again, which stays until its launch ends: once for each file it is in."""
     launch, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
-    plain, patched, inside = interpreter._patch_lang, set[int](), [False]
+    plain, patched, inside = vars(interpreter)["_patch_lang"], set[int](), [False]
 
     def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
         patched.clear()
@@ -60,12 +61,12 @@ def _patch_once_a_launch() -> None:
 
     interpreter.GridExecutor.__call__ = launching
     interpreter.InterpretedFunction.__call__ = calling
-    interpreter._patch_lang = patch_lang
+    patch.object(interpreter, "_patch_lang", patch_lang).start()
 
 
 def _look_dtypes_up() -> None:
     """numpy's dtype of a type is that of its elements, by name; of any pointer the same."""
-    plain, by_name = interpreter._get_np_dtype, dict[str, Any]()
+    plain, by_name = vars(interpreter)["_get_np_dtype"], dict[str, Any]()
 
     def np_dtype(kind: Any) -> Any:
         scalar = kind.scalar
@@ -74,7 +75,7 @@ def _look_dtypes_up() -> None:
             by_name[name] = plain(kind)
         return by_name[name]
 
-    interpreter._get_np_dtype = np_dtype
+    patch.object(interpreter, "_get_np_dtype", np_dtype).start()
 
 
 def _share_shapes() -> None:
