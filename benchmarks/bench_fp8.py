@@ -112,7 +112,9 @@ def main(tokens: str, sweep: bool, out: Path) -> None:
     """Measure every shape with every number of tokens."""
     for (rows, width), count in product(LLAMA, [int(each) for each in tokens.split(",")]):
         line = {"benchmark": "fp8", **measured(rows, width, count, sweep), **provenance()}
-        best = f"; best of {line['swept']}: {', '.join(f'{us:.1f} {shown(t)}' for us, t in line['best'])}" if sweep else ""
+        best = (
+            f"; best of {line['swept']}: {', '.join(f'{us:.1f} {shown(t)}' for us, t in line['best'])}" if sweep else ""
+        )
         click.echo(
             f"{rows} x {width}, {count} tokens: {line['us']:.1f} us {shown(line['chosen'])}, floor "
             f"{line['floor_us']:.1f}, bf16 {line['bf16_us']:.1f}, quantise {line['quantise_us']:.1f}{best}"
