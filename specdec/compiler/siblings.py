@@ -18,6 +18,7 @@ from torch import nn
 
 from attention.hf.gate import gate_of
 from attention.hf.interface import attention_configs
+from attention.hf.weights import address_of, computes_plainly
 from specdec.target.alterations import Alterations
 
 
@@ -113,8 +114,8 @@ def _let_go(siblings: list[SiblingLinear], holder: object, configs: Sequence[Any
 
 def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     """Fuse what reads the same tensor while `run` runs; the number of groups."""
-    names = {module: name for name, module in root.named_modules() if type(module) is nn.Linear}
-    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
+    names = {module: name for name, module in root.named_modules() if computes_plainly(module)}
+    owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]
     readers: dict[tuple[str, int], list[str]] = {}
     kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
@@ -139,8 +140,8 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
 def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
     layers: list[Any] = [root.get_submodule(name) for name in group]
     kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-    plain = all(layer.weight.is_contiguous() and type(layer.weight.data) is torch.Tensor for layer in layers)
-    return plain and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
+    whole = all(layer.weight.is_contiguous() for layer in layers)
+    return whole and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
 
 
 def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
+from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
+from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported
 from specdec.target.live import adapter_layers, adapter_states, in_words
 from specdec.values import short
@@ -69,8 +71,9 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "adapter": _adapter(model),
         "architecture": type(model.hf_model).__name__,
-        "parameters": sum(p.numel() for p in model.hf_model.parameters()),
-        "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
+        "parameters": sum(num_elements(p) for p in model.hf_model.parameters()),
+        "weights_bytes": model_bytes(model.hf_model),
+        "quantisation": facts_of_quantisation(model.hf_model, None if checkpoint is None else checkpoint.quantisation),
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
         "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
