@@ -18,9 +18,9 @@ _EXPERTS = "Mxfp4GptOssExperts"
 """transformers' class of experts in MXFP4, whose matrices are no parameters but objects of its kernels' package."""
 _NARROW = 1
 """Bytes of a number that no model computes in: 8 bits or fewer, or packed into bytes."""
-_MARKS = ("qweight", "W_q", "weight_packed", "weight_qtype")
+_MARKS = ("qweight", "W_q", "weight_packed", "weight_qtype", "_packed_params")
 """Attributes of quantised linear layers whose tensors need not show it: GPTQ, AWQ and HQQ pack 4-bit numbers into wider
-ones; a layer of optimum-quanto that is not frozen rounds its weight at every call."""
+ones; a layer of optimum-quanto that is not frozen rounds its weight at every call; torch.ao's holds no tensors."""
 
 
 def computes_plainly(layer: nn.Module) -> bool:
@@ -29,7 +29,8 @@ def computes_plainly(layer: nn.Module) -> bool:
     Not so where the class is another, the instance has a forward of its own (compressed-tensors puts one there that
     rounds activations), or the weight is packed, in 8 bits or a tensor of other tensors (torchao).
     """
-    return type(layer) is nn.Linear and "forward" not in vars(layer) and is_plain_weight(layer.weight)
+    own_forward = "forward" in vars(layer) or type(vars(layer).get("_parameters")) is not dict  # offloading libraries
+    return type(layer) is nn.Linear and not own_forward and is_plain_weight(layer.weight)
 
 
 def is_plain_weight(weight: Any) -> bool:
@@ -58,6 +59,11 @@ def is_quantised(layer: nn.Module) -> bool:
     made_of_others = (type(t.data) is not torch.Tensor for t in own)
     packed = (t.element_size() <= _NARROW and t.dtype is not torch.bool for t in own if type(t.data) is torch.Tensor)
     return any(chain(made_of_others, packed))
+
+
+def runs_plainly(layer: nn.Module) -> bool:
+    """Whether a layer is not quantised, or was and is decompressed to an `nn.Linear` that computes as any other."""
+    return not is_quantised(layer) or computes_plainly(layer)
 
 
 def memory_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

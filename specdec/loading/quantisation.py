@@ -169,17 +169,23 @@ def without_kernels(method: str, device: torch.device) -> str:
 def settle(model: PreTrainedModel) -> None:
     """Decompress a model of compressed-tensors now, as its own first forward would.
 
-    The library's hook would do so in the middle of a forward of ours. Layers whose weights alone were quantised then
-    compute what a plain `nn.Linear` does, so that they get that forward back: it can be compiled.
+    The library's hook would do so in the middle of a forward of ours, and put each module's parameters behind an
+    offloading cache, which no compiler looks through. Layers whose weights alone were quantised then compute what a
+    plain `nn.Linear` does, so that they get that forward back: it can be compiled.
 
-    Source: compressed_tensors/compressors/model_compressors/model_compressor.py, `add_decompress_hook`;
+    Source: compressed_tensors/compressors/model_compressors/model_compressor.py, `decompress_model`;
     quantization/lifecycle/forward.py, `set_forward_quantized`.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if not hasattr(model, "ct_decompress_hook") or quantizer is None:
         return
+    from compressed_tensors.compressors import decompress_module
+
+    compressor = quantizer.compressor
     with torch.no_grad():
-        quantizer.compressor.decompress_model(model)
+        for layer in model.modules():
+            decompress_module(layer, compressor.force_compression_format)  # of layers without a scheme nothing
+    compressor.remove_decompression_hook(model)
     for layer in model.modules():
         scheme: Any = getattr(layer, "quantization_scheme", None)
         status = getattr(getattr(layer, "quantization_status", None), "value", "")
