@@ -33,6 +33,7 @@ from specdec.loading.facts import facts_of
 from specdec.loading.graphs import Graphs
 from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
+from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
@@ -240,7 +241,8 @@ class SpeculativeModel:
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
                 changes what the model says a little; with and without speculation it still says the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
-                1.0 everywhere, which cuts off values beyond ±448.
+                the calibrated ones of the checkpoint (compressed-tensors, ModelOpt), else 1.0 everywhere, which cuts
+                off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
                 "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
                 changes no token: only where a key lies.
@@ -334,7 +336,8 @@ class SpeculativeModel:
         convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
         head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
         length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
-        format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+        scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
+        format = kv_format(options.kv_cache_dtype, *scales)
         check_format_fits(probed, format)
         rows = Rows(
             num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),

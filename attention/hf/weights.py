@@ -18,9 +18,10 @@ _EXPERTS = "Mxfp4GptOssExperts"
 """transformers' class of experts in MXFP4, whose matrices are no parameters but objects of its kernels' package."""
 _NARROW = 1
 """Bytes of a number that no model computes in: 8 bits or fewer, or packed into bytes."""
-_MARKS = ("qweight", "W_q", "weight_packed", "weight_qtype", "_packed_params")
-"""Attributes of quantised linear layers whose tensors need not show it: GPTQ, AWQ and HQQ pack 4-bit numbers into wider
-ones; a layer of optimum-quanto that is not frozen rounds its weight at every call; torch.ao's holds no tensors."""
+_MARKS = ("quantization_scheme", "qweight", "W_q", "weight_packed", "weight_qtype", "_packed_params")
+"""Attributes of quantised linear layers whose tensors need not show it: compressed-tensors decompresses weights; GPTQ,
+AWQ and HQQ pack 4-bit numbers into wider ones; a layer of optimum-quanto that is not frozen rounds its weight at every
+call; torch.ao's holds no tensors."""
 
 
 def computes_plainly(layer: nn.Module) -> bool:
@@ -45,8 +46,6 @@ def is_plain_weight(weight: Any) -> bool:
 
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer's own weights are stored by a quantisation library, or its activations rounded by one."""
-    if getattr(layer, "quantization_scheme", None) is not None:  # compressed-tensors, decompressed or not
-        return True
     if type(layer).__name__ == _EXPERTS:
         return True
     if isinstance(layer, nn.Embedding):
@@ -116,7 +115,9 @@ def model_bytes(model: nn.Module) -> int:
     layers = [m for m in model.modules() if is_quantised(m)]
     buffers = (b for m in layers for b in m._buffers.values() if b is not None)
     experts = (t for m in layers if type(m).__name__ == _EXPERTS for t in _mxfp4_memory(m))
-    return sum(stored_bytes(t) for t in chain(model.parameters(), buffers, experts))
+    moved = (getattr(getattr(m, "state", None), "SCB", None) for m in layers)  # bitsandbytes' scales of 8-bit rows
+    rows = (t for t in moved if isinstance(t, torch.Tensor))
+    return sum(stored_bytes(t) for t in chain(model.parameters(), buffers, experts, rows))
 
 
 def _mxfp4_memory(experts: Any) -> Iterator[torch.Tensor]:

@@ -11,6 +11,7 @@ from attention.groups import GroupedRunner
 from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
+from specdec.loading.kv_scales import scales_in_words
 from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported
 from specdec.target.live import adapter_layers, adapter_states, in_words
@@ -82,6 +83,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
+        "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,

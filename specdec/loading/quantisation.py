@@ -22,11 +22,16 @@ from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
 from specdec.errors import ModelLoadError, SpecdecWarning
+from specdec.target.neighbours import rounds_activations
 from specdec.values import short
 
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "bnb_4bit_quant_type", "fmt", "version")
 """Fields of a `quantization_config` that say how numbers are stored, in all methods' configurations."""
 
+_ROUNDED = (
+    "rounded at every call: a value between two steps goes to either, so tokens whose logits are close may come out "
+    "otherwise in another batch, as in half precision"
+)
 MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
@@ -195,7 +200,7 @@ def settle(model: PreTrainedModel) -> None:
 
 
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
-    """What a loaded model is, given the `quantization_config` of its checkpoint before it was loaded (None: unknown)."""
+    """What a loaded model is; `stored`: the `quantization_config` of its checkpoint before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
     if stored is None:
         kinds = ", ".join(dict.fromkeys(_kind(layer) for layer in model.modules() if is_quantised(layer)))
@@ -237,6 +242,7 @@ def facts_of_quantisation(model: PreTrainedModel, found: Quantisation | None) ->
         "scheme": found.scheme or None,
         "runs": runs,
         "layers": ", ".join(f"{count} {kind}" for kind, count in layers.items()) or None,
+        "activations": _ROUNDED if rounds_activations(model) else None,
     }
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from attention.backends.base import AttentionBackend
-from attention.hf.weights import runs_plainly
 from attention.cache.kv_cache import KVFormat
 from attention.cache.state import StateGroup
+from attention.hf.weights import runs_plainly
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
 from specdec.config import EngineConfig, state_slots
