@@ -214,3 +214,59 @@ def add_tensors(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Add tensors to a folder's weights."""
     file = folder / "model.safetensors"
     save_file({**load_file(file), **tensors}, file, {"format": "pt"})
+
+
+class Int8Pair(torch.Tensor):
+    """A weight as torchao's tensors are made: int8 numbers [O, I] and scales [O, 1], a matrix of float32 to others."""
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor, scales: torch.Tensor) -> Int8Pair:
+        made: Int8Pair = torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scales.dtype)  # type: ignore[attr-defined]
+        made.numbers, made.scales = numbers, scales
+        return made
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int8Pair:
+        """weight [O, I], rounded row by row."""
+        scales = weight.abs().amax(1, keepdim=True) / 127
+        return cls((weight / scales).round().to(torch.int8), scales)
+
+    def dequantize(self) -> torch.Tensor:
+        """[O, I] in the dtype of the scales."""
+        return self.numbers * self.scales
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["numbers", "scales"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts: dict[str, torch.Tensor], *_: Any) -> Int8Pair:
+        return cls(parts["numbers"], parts["scales"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Itself where it is only looked at or copied; multiplied out in all other operators."""
+        if function.overloadpacket.__name__ in ("detach", "alias", "clone", "_to_copy"):
+            return cls(args[0].numbers, args[0].scales)
+        dense = torch.utils._pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        return function(*dense[0], **dense[1])
+
+
+class RoundedByTensor(torch.nn.Linear):
+    """A quantised layer that rounds what it reads by the largest number of the whole batch; `by_row`: of each token."""
+
+    by_row = False
+    weight_qtype = "int8"
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        largest = input.abs().amax(-1, keepdim=True) if self.by_row else input.abs().max()
+        scale = largest.clamp(min=1e-9) / 127
+        return torch.nn.functional.linear((input / scale).round() * scale, self.weight, self.bias)
+
+
+class RoundedByRow(RoundedByTensor):
+    """The same by the largest number of each token."""
+
+    by_row = True

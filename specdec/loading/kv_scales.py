@@ -126,7 +126,9 @@ def _check_same(
     given: Sequence[Pair], pairs: Sequence[Pair], layers: Sequence[int], what: str, stored: StoredScales
 ) -> None:
     if len(given) != len(pairs):
-        return  # refused with both numbers by `CacheGroup`
+        raise InvalidInputError(
+            f"{what}: kv_cache_scales of {len(given)} layers were given; the model has {len(pairs)}"
+        )
     for layer, ours, theirs in zip(layers, given, pairs, strict=True):
         if not all(isclose(a, b, rel_tol=_SAME) for a, b in zip(ours, theirs, strict=True)):
             raise InvalidInputError(

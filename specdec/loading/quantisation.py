@@ -202,7 +202,7 @@ def settle(model: PreTrainedModel) -> None:
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
     """What a loaded model is; `stored`: the `quantization_config` of its checkpoint before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
-    if stored is None:
+    if stored is None or method_of(stored) == MODELOPT:  # of which the KV cache alone is read, see `kv_scales`
         kinds = ", ".join(dict.fromkeys(_kind(layer) for layer in model.modules() if is_quantised(layer)))
         return Quantisation(kinds) if kinds else None
     method = method_of(stored) or "unknown"

@@ -66,6 +66,7 @@ def _load(
         if on_config is not None:
             on_config(config, dtype, device)
         if is_quanto_folder(checkpoint):
+            method = "quanto"
             model, stored = load_quanto(checkpoint, found.loader, config, dtype)
         else:
             if method is not None and without_kernels(method, device):
@@ -76,7 +77,7 @@ def _load(
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
     placed: PreTrainedModel = model.to(device).eval()
-    quantisation = quantisation_of(placed, stored) if method or stored else None
+    quantisation = None if method is None else quantisation_of(placed, stored)
     warn_of_dense(checkpoint.name, placed, quantisation)
     if quantisation is not None:
         log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
