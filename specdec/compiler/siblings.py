@@ -120,7 +120,7 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        name = names[module]  # type: ignore[index]
+        name = names[module]
         kept.append(args[0])
         readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
 

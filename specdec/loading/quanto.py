@@ -54,7 +54,7 @@ def load_quanto(
     tensors = folder.load(folder.tensors)
     kind = config.dtype if isinstance(dtype, str) else dtype
     with init_empty_weights(include_buffers=False):
-        model: PreTrainedModel = loader.from_config(config, dtype=kind)
+        model: Any = loader.from_config(config, dtype=kind)
     if unknown := sorted(set(layers) - {name for name, _ in model.named_modules()}):
         raise ModelLoadError(f"{what}: {_MAP} names layers that the model does not have: {', '.join(unknown[:3])}")
     requantize(model, state_dict=tensors, quantization_map=layers)

@@ -63,6 +63,7 @@ def _load(
         found = auto_class(config, checkpoint.name)
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
+        place = placed_at(method, device)
         if on_config is not None:
             on_config(config, dtype, device)
         if is_quanto_folder(checkpoint):
@@ -71,17 +72,24 @@ def _load(
         else:
             if method is not None and without_kernels(method, device):
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            model = _from_pretrained(checkpoint, config, found, dtype, placed_at(method, device))
+            model = _from_pretrained(checkpoint, config, found, dtype, place)
     settle(model)
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
-    placed: PreTrainedModel = model.to(device).eval()
+    placed = _at(model, device) if not place else model  # a library that packed it for a device may refuse to move it
+    placed.eval()
     quantisation = None if method is None else quantisation_of(placed, stored)
     warn_of_dense(checkpoint.name, placed, quantisation)
     if quantisation is not None:
         log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
     return placed, quantisation
+
+
+def _at(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model on a device; transformers' decorators hide from type checkers what `to` takes."""
+    moved: PreTrainedModel = model.to(device)
+    return moved
 
 
 def _from_pretrained(

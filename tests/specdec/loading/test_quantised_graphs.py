@@ -21,6 +21,7 @@ from specdec.target.alterations import Alterations
 from specdec.target.probing import probe_target
 from tests.quantised import Int8Pair, RoundedByRow, make, own_model, plain_llama
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, Replayed, graphs_on_cpu, recorded_on_cpu  # noqa: F401
+from tests.specdec.loading.test_graphs import broken
 
 PROMPTS = random_prompts((5, 17))
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
@@ -127,16 +128,18 @@ def test_real_checkpoints_run_from_graphs(
         assert len(siblings) == (0 if name.startswith("torchao") else 15), "what is decompressed is fused"
 
 
-def test_what_cannot_be_compiled_is_named(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
-    class Breaking(RoundedByRow):
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            torch._dynamo.graph_break()
-            return super().forward(input)
-
+def test_what_cannot_be_compiled_is_named(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken(monkeypatch, "compile", RuntimeError("a graph break in a kernel"))
     model: Any = plain_llama()
     for layer in model.model.layers:
-        layer.mlp.down_proj.__class__ = Breaking
-    with pytest.warns(SpecdecWarning, match=r"with quantised layers \(Breaking\) runs without CUDA graphs.*: Unsupp"):
+        layer.mlp.down_proj.__class__ = RoundedByRow
+    words = (
+        r"LlamaForCausalLM with quantised layers \(RoundedByRow\) runs without CUDA graphs.*a graph break in a kernel"
+    )
+    with pytest.warns(SpecdecWarning, match=words):
         wrapped = load(model, table_head(plain_llama(), 0.1, aux_layers=(1, 2, 3)))
     with wrapped:
-        assert wrapped.describe()["graphs"]["state"].startswith("off: Unsupported")
+        assert wrapped.describe()["graphs"]["state"] == "off: RuntimeError: a graph break in a kernel"
