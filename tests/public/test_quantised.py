@@ -57,7 +57,10 @@ def ours(wrapped: Any) -> list[list[int]]:
     return [c.token_ids for c in said]
 
 
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in ("compressed-tensors fp8", EXACT[-1]) else n for n in EXACT],
+)
 def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
     model = own_model(folder)

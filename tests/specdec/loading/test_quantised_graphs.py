@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from fakes import backend_of_ours, random_prompts, table_head, wrap
 from torch import nn
 
 from attention.hf.mla import absorbed_attention
+from drafters.mtp.spec import mtp_target
 from specdec import SamplingParams, SpecdecWarning, SpeculativeModel
 from specdec.compiler.products import product_weights
 from specdec.compiler.siblings import SiblingLinear, fuse_siblings
-from specdec.errors import UnsupportedModelError
+from specdec.errors import HeadLoadError, HeadMismatchError, UnsupportedModelError
+from specdec.loading.heads import target_facts
 from specdec.loading.states import check_backend_fits
 from specdec.target.alterations import Alterations
 from specdec.target.probing import probe_target
@@ -143,3 +146,16 @@ def test_what_cannot_be_compiled_is_named(
         wrapped = load(model, table_head(plain_llama(), 0.1, aux_layers=(1, 2, 3)))
     with wrapped:
         assert wrapped.describe()["graphs"]["state"] == "off: RuntimeError: a graph break in a kernel"
+
+
+def test_heads_share_a_dense_copy_of_a_quantised_output_embedding() -> None:
+    model = of_pairs("lm_head")
+    for facts in (target_facts(probe_target(model)), mtp_target(model)):
+        assert type(facts.lm_head) is torch.Tensor
+        assert torch.equal(facts.lm_head, model.lm_head.weight.dequantize())
+        assert facts.embedding is model.model.embed_tokens.weight
+    model.lm_head.weight = nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(HeadLoadError, match=r"output embedding \(lm_head\) is quantised \(Linear\)"):
+        target_facts(replace(probe_target(plain_llama()), model=model))
+    with pytest.raises(HeadMismatchError, match=r"the target's lm_head is quantised \(Linear\)"):
+        mtp_target(model)
