@@ -25,7 +25,7 @@ from specdec.errors import ModelLoadError, SpecdecWarning
 from specdec.target.neighbours import rounds_activations
 from specdec.values import short
 
-_SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "bnb_4bit_quant_type", "fmt", "version")
+_SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
 """Fields of a `quantization_config` that say how numbers are stored, in all methods' configurations."""
 
 _ROUNDED = (
@@ -36,6 +36,10 @@ MODELOPT = "modelopt"
 """quant_method of NVIDIA ModelOpt, which transformers does not know."""
 MODELOPT_FILE = "hf_quant_config.json"
 """Where ModelOpt says beside config.json what it quantised."""
+_OF_BITSANDBYTES = {
+    "bitsandbytes_4bit": ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_use_double_quant"),
+    "bitsandbytes_8bit": ("llm_int8_threshold",),
+}
 
 
 @dataclass(frozen=True)
@@ -242,7 +246,7 @@ def facts_of_quantisation(model: PreTrainedModel, found: Quantisation | None) ->
         "scheme": found.scheme or None,
         "runs": runs,
         "layers": ", ".join(f"{count} {kind}" for kind, count in layers.items()) or None,
-        "activations": _ROUNDED if rounds_activations(model) else None,
+        "activations": _ROUNDED if rounds_activations(model) else "not rounded",
     }
 
 
@@ -258,8 +262,9 @@ def _dtype(model: PreTrainedModel) -> str:
 
 def _scheme(stored: Mapping[str, Any]) -> str:
     """How numbers are stored, in a few words of the configuration's own."""
-    groups = stored.get("config_groups")
-    words = [f"{name}={short(stored[name])}" for name in _SHOWN if stored.get(name) is not None]
+    groups, method = stored.get("config_groups"), method_of(stored)
+    names = _OF_BITSANDBYTES.get(method or "", _SHOWN)  # whose configuration names the fields of both kinds
+    words = [f"{name}={short(stored[name])}" for name in names if stored.get(name) is not None]
     for group in (groups or {}).values() if isinstance(groups, Mapping) else ():
         for part in ("weights", "input_activations", "output_activations"):
             if isinstance(group, Mapping) and isinstance(numbers := group.get(part), Mapping):
