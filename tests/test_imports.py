@@ -112,6 +112,8 @@ ROOMS = [
     "drafters/loops",
     "drafters/unroll.py",
     "drafters/eagle3",
+    "drafters/eagle1",
+    "drafters/eagle.py",
     "drafters/mtp",
     "drafters/oracle.py",
     "drafters/training",
