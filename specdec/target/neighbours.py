@@ -13,9 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from attention.hf.weights import is_quantised
 from specdec.errors import UnsupportedModelError
+from specdec.target.rereading import errors_named
 
 _ROWS = 32
 """Tokens of a call: above the 16 that integer matmuls of cuBLAS need."""
@@ -27,11 +29,12 @@ _LINEAR = 1e-4
 
 
 @torch.inference_mode()
-def neighbour_test(model: nn.Module) -> None:
+def neighbour_test(model: PreTrainedModel) -> None:
     """Give one quantised linear layer of each kind the same row beside faint rows and beside loud ones.
 
     Raises:
-        UnsupportedModelError: the row comes out differently; the message names the layer and the likely cause.
+        UnsupportedModelError: the row comes out differently, or the layer fails; the message names the layer and the
+            likely cause.
     """
     for name, layer in _one_of_each_kind(model):
         run, x = _runner(layer, model)
@@ -39,7 +42,8 @@ def neighbour_test(model: nn.Module) -> None:
         for scale in (_FAINT, _LOUD):
             batch = x * scale
             batch[0] = x[0]
-            results.append(run(batch)[0].double())
+            with errors_named(model, f"{name} ({type(layer).__name__}) reads {_ROWS} tokens"):
+                results.append(run(batch)[0].double())
         difference = _relative(results[1], results[0])
         if not difference <= _SAME:
             raise UnsupportedModelError(

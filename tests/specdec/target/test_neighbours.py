@@ -59,3 +59,12 @@ def test_quantised_weights_alone_round_no_token() -> None:
     assert found["quantisation"]["activations"] == "not rounded"
     saved = 3 * (64 * 64 * 3 - 64 * 4)
     assert found["weights_bytes"] == sum(p.nbytes for p in plain_llama().parameters()) - saved
+
+
+def test_a_layer_that_fails_is_named() -> None:
+    class Failing(RoundedByRow):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise RuntimeError("no kernel for this")
+
+    with pytest.raises(UnsupportedModelError, match=r"down_proj \(Failing\) reads 32 tokens: RuntimeError: no kernel"):
+        neighbour_test(llama_of(Failing))
