@@ -18,6 +18,7 @@ from specdec.loading.backends import begin_kernels, expected_keys, kv_format, kv
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import load_head
+from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
@@ -138,7 +139,8 @@ def _sized(
     """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
     device, page_size = probed.model.device, options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
-    format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+    scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
+    format = kv_format(options.kv_cache_dtype, *scales)
     check_format_fits(probed, format)
     rows = _rows(head, longest, options)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
