@@ -50,6 +50,7 @@ from specdec.requests.request import Completion
 from specdec.requests.submission import Params, submissions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
+from specdec.target.long_rope import find_long_rope
 from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.selftest import check_target, self_test, self_test_head
@@ -141,7 +142,8 @@ class SpeculativeModel:
         group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
         runner = runner_of(backend, group, config.windowed, dtype, device)
         states = state_runner(probed, config)
-        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states)
+        positions = config.max_model_len + config.num_speculative_tokens + 1
+        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
@@ -360,7 +362,12 @@ class SpeculativeModel:
         prefix_caching = choose_prefix_caching(
             loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
         )
-        config = replace(config, enable_prefix_caching=prefix_caching == "on")
+        long_rope = find_long_rope(model)
+        config = replace(
+            config,
+            enable_prefix_caching=prefix_caching == "on",
+            long_rope=long_rope.rule if long_rope is not None and length > long_rope.rule.original else None,
+        )
         cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
         windowed = sizes.of_pools(config.windowed, page_size)
         check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)

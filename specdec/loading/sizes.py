@@ -6,6 +6,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from drafters.base import Head
 from specdec.errors import InvalidInputError
+from specdec.target.long_rope import find_long_rope
 
 DEFAULT_DRAFTS = 5
 
@@ -26,15 +27,16 @@ def num_drafts(asked: int | None, head: Head | None) -> int:
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     """Most tokens of one request: the given limit, else the model's own limit.
 
-    Rotary embeddings of type longrope and dynamic look at the largest position of the whole batch: one long request
-    would change the others. So with them no request may be longer than the length from which on they change.
+    Rotary embeddings of type dynamic look at the largest position of the whole batch: one long request would change the
+    others. So with them no request may be longer than the length from which on they change. Those of type longrope do
+    the same; of them each token gets its own factors (`specdec.target.long_rope`), but for modules that are unknown.
 
     Raises:
         InvalidInputError: more than the model was made for, or the model has no limit.
     """
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
-    kind, original = _changing_rope(config)
+    kind, original = ("", None) if find_long_rope(model) is not None else _changing_rope(config)
     if asked is None:
         if most is None:
             raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
