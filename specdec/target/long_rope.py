@@ -23,14 +23,15 @@ Source: transformers, modeling_rope_utils.py (longrope_frequency_update), models
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from attention.hf.standing_in import standing_in
 from specdec.config import LongRopeRule
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -82,18 +83,11 @@ class LongRopePort:
     def __init__(self, found: LongRope, x: torch.Tensor, max_positions: int) -> None:
         """x: any tensor of the model's dtype and device; max_positions: positions that a token may have."""
         self._original = found.rule.original
-        self._forwards = [(module, self._lookup(module, x, max_positions)) for module in found.modules]
+        self._stand_ins = [(module, self._lookup(module, x, max_positions)) for module in found.modules]
 
-    @contextmanager
-    def using(self) -> Iterator[None]:
+    def using(self) -> AbstractContextManager[None]:
         """Serve the modules for the duration of one forward, on the thread that holds the model's gate."""
-        try:
-            for module, lookup in self._forwards:
-                module.forward = lookup  # type: ignore[method-assign]
-            yield
-        finally:
-            for module, _ in self._forwards:
-                vars(module).pop("forward", None)
+        return standing_in(self._stand_ins)
 
     @torch.no_grad()
     def _lookup(self, module: nn.Module, x: torch.Tensor, max_positions: int) -> Callable[..., tuple[torch.Tensor, ...]]:

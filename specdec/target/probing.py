@@ -14,11 +14,8 @@ from attention.hf.recurrent_calls import STAND_INS
 from attention.recurrence.spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASK_READERS = {
-    "index_topk": "sparse attention, whose indexer reads the mask",
-    "alibi": "attention biased by distance",
-}
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+_MASK_READERS = {"alibi": "attention biased by distance"}
 """Fields of configurations whose models have attention code of their own, and what they mean."""
 
 
@@ -29,7 +26,7 @@ class TargetProbe:
     Attributes:
         model: the model, on its device, in its dtype.
         calls: attention modules and their AttentionSpecs in layer order.
-        layers: the decoder layers, as many as calls.
+        layers: the decoder layers; without recurrent calls each has as many calls.
         vocab_size: V, width of the logits (padded vocabularies included).
         selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
@@ -53,7 +50,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
 
     Raises:
         UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full, sliding and chunked.
+            attention types other than full, sliding, chunked and indexed.
     """
     name = type(model).__name__
     try:
@@ -126,10 +123,12 @@ def _likely_reason(model: PreTrainedModel) -> str:
 
 
 def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
+    """The layers that hold the attention modules in order, each as many (LongCat-Flash: two)."""
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(calls):
-            inside = (any(m is call.module for m in layer.modules()) for layer, call in zip(module, calls, strict=True))
-            if all(inside):
+        if isinstance(module, torch.nn.ModuleList) and len(module) and len(calls) % len(module) == 0:
+            each = len(calls) // len(module)
+            holders = (layer for layer in module for _ in range(each))
+            if all(any(m is c.module for m in layer.modules()) for layer, c in zip(holders, calls, strict=True)):
                 return module
     raise UnsupportedModelError(
         f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"

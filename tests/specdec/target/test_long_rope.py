@@ -25,10 +25,10 @@ from specdec.target.long_rope import LongRopePort, find_long_rope
 from specdec.target.twin import enlarge
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
-ORIGINAL, NEW = 32, 14
-LENS = (5, 21, 31, 32, 33, 50)
-"""The first stays short, two pass the original length, one with its first new token, the last two with their prompts."""
-OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 25, "kv_cache_tokens": 480}
+ORIGINAL, NEW = 32, 24
+LENS = (5, 21, 22, 23, 31, 32, 33, 50)
+"""The first stays short, four pass the original length, one with its first new token, the last two with their prompts."""
+OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 25, "kv_cache_tokens": 640}
 
 
 def factors(pairs: int) -> dict[str, Any]:
@@ -106,21 +106,25 @@ def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) 
         assert said(wrapped, prompts) == answers
         assert [said(wrapped, prompt)[0] for prompt in prompts] == answers
         assert wrapped.usage().target_pages == 0
+        again = ", a request that passes it is read again" if kind in REREADS else ""
+        assert wrapped.describe()["long_rope"] == f"short factors up to {ORIGINAL} tokens, long ones beyond{again}"
         if drafts:
             assert sum(sum(r.accepted for r in c.stats.rounds) for c in wrapped.generate(prompts)) > 0
 
 
-@pytest.mark.parametrize("kind", ["llama", "phi3"])
-def test_rounds_from_graphs_choose_by_token(kind: str, graphs_on_cpu: None) -> None:  # noqa: F811 (fixture)
+@pytest.mark.parametrize(("kind", "drafts"), [("llama", 3), ("phi3", 3), ("phi3", 0)])
+def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cpu: None) -> None:  # noqa: F811
     prompts, answers = answers_of(kind)
-    wrapped = with_graphs(scripted(kind), model_of(kind), num_speculative_tokens=3, **OPTIONS)
+    head = scripted(kind) if drafts else None
+    wrapped = with_graphs(head, model_of(kind), num_speculative_tokens=drafts, **OPTIONS)
     assert said(wrapped, prompts) == answers
+    assert [said(wrapped, prompt)[0] for prompt in prompts] == answers  # alone, rounds are launched ahead
 
 
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str) -> None:
     prompts, answers = answers_of(kind)
-    few = {**OPTIONS, "kv_cache_tokens": 92}
+    few = {**OPTIONS, "kv_cache_tokens": 112}
     with wrap(model_of(kind), scripted(kind), num_speculative_tokens=3, **few) as wrapped:
         assert said(wrapped, prompts) == answers
         assert wrapped.engine_stats.preemptions > 0
