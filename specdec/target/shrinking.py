@@ -255,12 +255,8 @@ def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     if not isinstance(own, dict):
         return False
     groups = [own, *(p for p in own.values() if isinstance(p, dict))]
-    own_threshold = vars(config).get(_ROPE_THRESHOLD)
     for parameters in groups:
-        same = own_threshold is not None and parameters.get(_ROPE_THRESHOLD) == own_threshold
         _narrow_rope_parameters(config, parameters, low)
-        if same:  # Phi-3's generate reads a request again where this one says
-            object.__setattr__(config, _ROPE_THRESHOLD, parameters[_ROPE_THRESHOLD])
     return True
 
 
@@ -268,7 +264,8 @@ def _narrow_rope_parameters(config: PreTrainedConfig, parameters: dict[str, Any]
     if isinstance(parameters.get(_ROPE_THRESHOLD), (int, float)):
         # dynamic: requests end before it, see specdec.loading.sizes.max_model_len
         near = _ROPE_THRESHOLD in low and parameters.get("rope_type") != _BATCH_DEPENDENT_ROPE
-        parameters[_ROPE_THRESHOLD] = min(int(parameters[_ROPE_THRESHOLD]), _LOW) if near else MAX_POSITIONS
+        far = _FAR if parameters.get("rope_type") == "longrope" else MAX_POSITIONS  # Phi-3 names it a second time
+        parameters[_ROPE_THRESHOLD] = min(int(parameters[_ROPE_THRESHOLD]), _LOW) if near else far
     width = _ROPE_DIM if "qk_rope_head_dim" in vars(config) else _HEAD_DIM
     partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     pairs = int(width * partial) // 2 if width == _HEAD_DIM else width // 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.target.shrinking import Threshold, miniature, thresholds
@@ -48,7 +49,7 @@ def test_groups_of_heads_and_experts_stay_what_they_are() -> None:
     assert (deepseek.first_k_dense_replace, deepseek.num_hidden_layers, deepseek.q_lora_rank) == (1, 2, 24)
 
 
-@pytest.mark.parametrize(("low", "length"), [(["original_max_position_embeddings"], 20), ([], 512)])
+@pytest.mark.parametrize(("low", "length"), [(["original_max_position_embeddings"], 20), ([], 4096)])
 def test_longrope_changes_at_one_length_wherever_a_configuration_names_it(low: list[str], length: int) -> None:
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
