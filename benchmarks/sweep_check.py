@@ -47,6 +47,7 @@ class Verdict:
         outcome: "exact": all tokens are the model's own; "exact, limited": so, up to `limit` tokens, and longer requests
             are refused by name; "near ties": they are, but for divergences within rounding; "refused": by a named error.
             reason: of anything else and of a limit, in one line; notes: what else should be known.
+        recurrent: True for a model with recurrent layers, else None.
         near_ties: divergences within rounding. worst: the largest of all divergences, in rounding
             errors. accepted: share of the drafts that were accepted.
     """
@@ -58,6 +59,7 @@ class Verdict:
     worst: float = 0.0
     accepted: float | None = None
     limit: int | None = None
+    recurrent: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,7 @@ class Plan:
     Attributes:
         target: what specdec loads: the model, or the folder of a wrapper; on `device`. load: its options. prompts, new: prompts that
             fit its longest request, and new tokens of each. limit, why: that length, where it is shorter than what all
-            prompts need, and specdec's reason. vocab_size, num_layers: as specdec sees them.
+            prompts need, and specdec's reason. vocab_size, num_layers, recurrent: as specdec sees them.
     """
 
     target: Any
@@ -79,6 +81,7 @@ class Plan:
     why: str = ""
     vocab_size: int = VOCAB
     num_layers: int = 1
+    recurrent: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -275,6 +278,7 @@ def _fitting(plan: Plan) -> Plan:
     with _load(plan, None, 0) as wrapped:
         limit = wrapped.config.max_model_len
         plan = replace(plan, vocab_size=wrapped.target.vocab_size, num_layers=wrapped.target.num_layers)
+        plan = replace(plan, recurrent=wrapped.config.recurrent or None)
         if max(map(len, plan.prompts)) + plan.new <= limit:
             return plan
         too_long = (plan.prompts[-1] * limit)[:limit]
@@ -329,7 +333,7 @@ def _compared(plan: Plan, reference: Reference) -> Verdict:
     right: Outcome = "exact" if plan.limit is None else "exact, limited"
     outcome: Outcome = "WRONG" if wrong else "near ties" if found else right
     reason = f"{len(wrong)} answers of {4 * len(prompts)}; {wrong[0]}" if wrong else plan.why
-    return Verdict(outcome, reason, reference.note, len(found) - len(wrong), worst, share, plan.limit)
+    return Verdict(outcome, reason, reference.note, len(found) - len(wrong), worst, share, plan.limit, plan.recurrent)
 
 
 def _judged(
