@@ -116,7 +116,7 @@ def _split(text: str | None) -> tuple[str, ...]:
 
 
 @click.command()
-@click.option("--types", help="Model types or names of cases, comma-separated. Default: all.")
+@click.option("--types", help="Model types or names of cases, comma-separated; 'wrappers': all of those. Default: all.")
 @click.option("--dtype", "dtypes", default="float32,bfloat16", show_default=True, help="One or several.")
 @click.option("--jobs", "workers", default=1, show_default=True, help="Processes at a time.")
 @click.option("--timeout", default=300.0, show_default=True, help="Seconds a model.")

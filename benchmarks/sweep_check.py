@@ -18,6 +18,7 @@ from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, bui
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import SpecdecError
 from specdec.target.long_rope import find_long_rope
+from specdec.target.placeholders import placeholders
 
 Outcome = Literal[
     "exact", "exact, limited", "near ties", "refused", "WRONG", "unnamed exception", "not built", "crashed", "timed out"
@@ -248,7 +249,8 @@ def _target(case: Case, model: PreTrainedModel, folder: str) -> tuple[Any, dict[
 
 
 def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any, load: dict[str, Any]) -> Verdict:
-    prompts = prompts_of(PROMPT_LENS, vocab_size=min(VOCAB, len(model.get_input_embeddings().weight)))  # type: ignore[arg-type]
+    embedding: Any = model.get_input_embeddings()
+    prompts = prompts_of(PROMPT_LENS, 0, min(VOCAB, len(embedding.weight)), placeholders(model.config))
     plan = Plan(target, model.device, load, prompts)
     try:
         plan = _fitting(plan)

@@ -265,10 +265,15 @@ def named_cases(names: tuple[str, ...]) -> tuple[Case, ...]:
         KeyError: a name that no case has.
     """
     cases = all_cases()
-    unknown = [n for n in names if not any(n in (c.name, c.model_type, c.wrapper) for c in cases)]
+    unknown = [n for n in names if not any(n in (c.name, c.model_type, c.wrapper, _kind_word(c)) for c in cases)]
     if unknown:
         raise KeyError(f"the installed transformers has no case {', '.join(unknown)}")
-    return tuple(c for c in cases if {c.name, c.model_type, c.wrapper} & set(names))
+    return tuple(c for c in cases if {c.name, c.model_type, c.wrapper, _kind_word(c)} & set(names))
+
+
+def _kind_word(case: Case) -> str | None:
+    """A word that names all cases of its kind."""
+    return "wrappers" if case.wrapper is not None else None
 
 
 def tiny_config(case: Case) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -85,10 +85,14 @@ def eager_copy(model: PreTrainedModel) -> PreTrainedModel:
     return copied
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB) -> list[list[int]]:
-    """Random prompts; the lowest ids, where special tokens lie, are left out."""
+def prompts_of(
+    lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB, left_out: Container[int] = ()
+) -> list[list[int]]:
+    """Random prompts; the lowest ids, where special tokens lie, are left out, and those that stand for no text."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(8, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    rows = [torch.randint(8, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    plain = next(token for token in range(8, vocab_size) if token not in left_out)
+    return [[plain if token in left_out else token for token in row] for row in rows]
 
 
 class ScriptedHead(torch.nn.Module):
