@@ -1,4 +1,4 @@
-"""docs/models.md from the sweep of the newest transformers: python -m benchmarks.models_page (--check compares only)."""
+"""docs/models.md from the sweep of the newest transformers: python -m benchmarks.models_page (--check: compare)."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ _HEADER = """# Models
 Generated from `benchmarks/results/{name}` by `python -m benchmarks.models_page`; do not edit.
 
 Every model type of transformers {transformers} in miniature (random weights, float32, CPU, torch backend, commit
-{commit}): prompts of {lens} tokens, alone and in one ragged batch, read in chunks, without drafts and with three a round,
-token for token against the model's own `generate` under its default attention. Every window and other threshold of a
-configuration is lower than the longer prompts. How: `benchmarks/sweep.py`.
+{commit}): prompts of {lens} tokens, alone and in one ragged batch, read in chunks, without drafts and with three a
+round, token for token against the model's own `generate` under its default attention. Every window and other threshold
+of a configuration is lower than the longer prompts. How: `benchmarks/sweep.py`.
 
 - **exact**: all tokens are the model's own, with and without drafts.
 - **exact with limits**: so, for requests up to the length that is named; longer ones are refused by name.
@@ -47,8 +47,13 @@ checkpoints, half precision, GPU kernels.
 
 
 def sections(rows: list[Row]) -> dict[str, list[Row]]:
-    """The float32 rows by what they are: causal-LM types, options of some, wrappers, and classes outside both mappings."""
-    found: dict[str, list[Row]] = {"Causal language models": [], "Options of some": [], "Wrappers": [], "Other classes": []}
+    """The float32 rows: causal-LM types, options of some, wrappers, and classes outside both mappings."""
+    found: dict[str, list[Row]] = {
+        "Causal language models": [],
+        "Options of some": [],
+        "Wrappers": [],
+        "Other classes": [],
+    }
     for row in sorted((r for r in rows if r["dtype"] == "float32"), key=lambda r: r["name"].lower()):
         name = row["name"]
         if name.endswith("(wrapper)"):

@@ -5,10 +5,10 @@
 
 Of every type a tiny random model, whose windows and other thresholds (`sweep_configs`) lie between the self-test's rows
 and the prompts. Prompts of 5, 20, 37 and 90 tokens, alone and in one batch, read in chunks, 24 greedy tokens, without
-drafts and with three a round of which about 70 % are right: prompts and verifications pass every threshold. Compared with
-the model's default attention, and a note says where eager attention gives others. Wrappers (models that read images or
-sound too) are written to a folder and loaded from it. Where longer requests are refused, prompts fit what is served, and
-one that does not is refused by name. One process a model, with a time limit. Half precision: a
+drafts and with three a round of which about 70 % are right: prompts and verifications pass every threshold. Compared
+with the model's default attention, and a note says where eager attention gives others. Wrappers (models that read
+images or sound too) are written to a folder and loaded from it. Where longer requests are refused, prompts fit what is
+served, and one that does not is refused by name. One process a model, with a time limit. Half precision: a
 divergence is wrong where the token lies more than four rounding errors below the best in float32, and the float32 copy
 says it in none of 128 runs in which every module's output is rounded at random (a router's jump). The copy has the
 rounded weights; the rounding error is that of a difference of two logits: √2 times the rms difference of its logits and

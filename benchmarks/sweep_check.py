@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from benchmarks.sweep_configs import VOCAB, Case
 from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, build, eager_copy, prompts_of
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import SpecdecError
+from specdec.errors import ModelLoadError, SpecdecError
 from specdec.target.long_rope import find_long_rope
 from specdec.target.placeholders import placeholders
 
@@ -45,9 +45,9 @@ class Verdict:
     """What came of one model in one dtype.
 
     Attributes:
-        outcome: "exact": all tokens are the model's own; "exact, limited": so, up to `limit` tokens, and longer requests
-            are refused by name; "near ties": they are, but for divergences within rounding; "refused": by a named error.
-            reason: of anything else and of a limit, in one line; notes: what else should be known.
+        outcome: "exact": all tokens are the model's own; "exact, limited": so, up to `limit` tokens, and longer
+            requests are refused by name; "near ties": they are, but for divergences within rounding; "refused": by a
+            named error. reason: of anything else and of a limit, in one line; notes: what else should be known.
         recurrent: True for a model with recurrent layers, else None.
         near_ties: divergences within rounding. worst: the largest of all divergences, in rounding
             errors. accepted: share of the drafts that were accepted.
@@ -68,9 +68,9 @@ class Plan:
     """What is asked of a model.
 
     Attributes:
-        target: what specdec loads: the model, or the folder of a wrapper; on `device`. load: its options. prompts, new: prompts that
-            fit its longest request, and new tokens of each. limit, why: that length, where it is shorter than what all
-            prompts need, and specdec's reason. vocab_size, num_layers, recurrent: as specdec sees them.
+        target: what specdec loads: the model, or the folder of a wrapper; on `device`. load: its options. prompts, new:
+            prompts that fit its longest request, and new tokens of each. limit, why: that length, where it is shorter
+            than what all prompts need, and specdec's reason. vocab_size, num_layers, recurrent: as specdec sees them.
     """
 
     target: Any
@@ -254,6 +254,11 @@ def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any,
     plan = Plan(target, model.device, load, prompts)
     try:
         plan = _fitting(plan)
+    except ModelLoadError as error:
+        if target is model:
+            return Verdict("refused", one_line(error))
+        reason = one_line(error).replace(str(target), "its folder")
+        return Verdict("not built", f"its miniature does not load again: {reason}")
     except SpecdecError as error:
         return Verdict("refused", one_line(error))
     except Exception as error:
@@ -271,7 +276,7 @@ def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any,
 
 
 def _fitting(plan: Plan) -> Plan:
-    """Prompts and new tokens that fit the longest request; where these are fewer, why, and that longer ones are refused.
+    """Prompts and new tokens that fit the longest request; where these are fewer, why. Longer requests are tried, too.
 
     Raises:
         SpecdecError: the model is refused.

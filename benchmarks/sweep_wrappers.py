@@ -1,7 +1,7 @@
 """Model types with a language model inside, beside what reads images or sound, and their configurations made tiny.
 
-They are too different to be shrunk by a list of names for each; `specdec.target.shrinking`, which makes the miniature that
-every load is tested by, makes them small, with all thresholds low.
+They are too different to be shrunk by a list of names for each; `specdec.target.shrinking`, which makes the miniature
+that every load is tested by, makes them small, with all thresholds low.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from transformers.models.auto.modeling_auto import (
 from specdec.target.shrinking import miniature, thresholds
 
 _LONGEST = 10**9
-_GLM: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 12, 12]}
 _QWEN: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}
+_GLM = _QWEN | {"mrope_section": [8, 12, 12], "partial_rotary_factor": 0.5}
 _ROPE: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "glm4v_moe"), {**_GLM, "partial_rotary_factor": 0.5}),
+    **dict.fromkeys(("glm4v", "glm46v", "glm_ocr", "glmga", "glm4v_moe"), _GLM),
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni_thinker", "paddleocr_vl"), _QWEN),
 }
 """Rotary parameters of published configurations where those of the class name no sections."""

@@ -50,8 +50,8 @@ from specdec.requests.request import Completion
 from specdec.requests.submission import Params, submissions
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
-from specdec.target.long_rope import find_long_rope
 from specdec.target.live import LiveModel
+from specdec.target.long_rope import find_long_rope
 from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.selftest import check_target, self_test, self_test_head
 from specdec.target.target import Target

@@ -3,8 +3,8 @@
 A page is found by all token ids from the first to its last: a tree has one node for each page of tokens, its children
 by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. Beside the ids one
 thing decides what is written in a page: whether the row's first tokens have the long factors of a longrope rotary
-embedding. Each kind has a tree of its own (`long`). Weights are the same for all (`PrefixCache.clear` when they change),
-and there are no adapters or images.
+embedding. Each kind has a tree of its own (`long`). Weights are the same for all (`PrefixCache.clear` when they
+change), and there are no adapters or images.
 
 A head's entries at the last positions of a page depend on the next page's first tokens, too: `num_following` of them (1
 for a head that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a
@@ -152,9 +152,7 @@ class PrefixCache:
         """How many of the target's pages in `found` count as free until it is held."""
         return self.pages.num_idle(found.pages)
 
-    def register(
-        self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], long: bool = False
-    ) -> None:
+    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], long: bool = False) -> None:
         """Let others find a row's pages. Idempotent.
 
         Where the cache has a page for the same already, it stays, unless nobody holds it: then the row's takes its

@@ -1,9 +1,9 @@
 """Sparse attention with an indexer (DeepSeek-V3.2, GLM-5, …), served as dense attention up to `index_topk` tokens.
 
 An indexer chooses for each query the `index_topk` keys that it attends to. Of a row with no more tokens than that it
-chooses all, so dense attention is the same, and the indexer need not run: a stand-in returns an index of no keys, which the
-layers that share it pass on. The attention module slices the mask that it gets, and there is none; it is given one of a
-single zero, which nobody reads.
+chooses all, so dense attention is the same, and the indexer need not run: a stand-in returns an index of no keys, which
+the layers that share it pass on. The attention module slices the mask that it gets, and there is none; it is given one
+of a single zero, which nobody reads.
 
 Source: transformers, models/deepseek_v32/modeling_deepseek_v32.py, models/glm_moe_dsa/modeling_glm_moe_dsa.py.
 """
@@ -39,7 +39,9 @@ def dense_up_to(root: nn.Module) -> int | None:
 
 def dense_stand_ins(root: nn.Module) -> tuple[StandIn, ...]:
     """What stands in for the forwards of a model's indexers, and of the modules that have them; () without."""
-    return tuple(pair for module, indexer in indexers(root) for pair in ((indexer, _no_keys), (module, _masked(module))))
+    return tuple(
+        pair for module, indexer in indexers(root) for pair in ((indexer, _no_keys), (module, _masked(module)))
+    )
 
 
 def _top_k(indexer: nn.Module) -> int:

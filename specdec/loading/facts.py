@@ -139,7 +139,9 @@ def _long_rope(model: Loaded) -> str | None:
 def _sparse(model: Loaded) -> str | None:
     """How attention with an indexer is served; None for a model without."""
     dense = dense_up_to(model.hf_model)
-    return None if dense is None else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys"
+    return (
+        None if dense is None else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys"
+    )
 
 
 def _recurrent(states: StateRunner) -> dict[str, Any]:

@@ -142,7 +142,9 @@ class VerificationSection:
         own = {name: staged[f"target.{name}"] for name in cls._names}
         sources = None if target.sources is None else staged["target.sources"]
         rope = None if target.rope_positions is None else staged[cls.rope_field.name]
-        return DeviceRound(from_staged("target", target.batch, staged), **own, sources=sources, sampling=None, rope_positions=rope)
+        return DeviceRound(
+            from_staged("target", target.batch, staged), **own, sources=sources, sampling=None, rope_positions=rope
+        )
 
     @classmethod
     def static_views(cls, batch: HostBatch, staged: Staged, num_drafts: int) -> DeviceRound:

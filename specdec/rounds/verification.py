@@ -244,7 +244,7 @@ def target_arrays(
 
 
 def _first_tokens_long(long: np.ndarray, start: np.ndarray, rule: LongRopeRule) -> np.ndarray | None:
-    """`long` [B] of rows whose own position does not say it; None where there are none, as in rounds that only decode."""
+    """`long` [B] of rows whose positions do not say it; None where there are none, as in rounds that only decode."""
     told = long & (start < rule.original)
     return told if told.any() else None
 

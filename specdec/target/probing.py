@@ -14,7 +14,9 @@ from attention.hf.recurrent_calls import STAND_INS
 from attention.recurrence.spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention", "indexed_attention"}
+_INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
+"""Attention with an indexer, in transformers of today and 5.17: dense up to a length, see `attention.hf.indexer`."""
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
 _MASK_READERS = {"alibi": "attention biased by distance"}
 """Fields of configurations whose models have attention code of their own, and what they mean."""
 
@@ -109,7 +111,7 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
     if odd:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
+            f"{name} has layers of type {', '.join(odd)}; full, sliding, chunked and indexed attention are supported"
         )
 
 

@@ -107,7 +107,7 @@ def read_logits(
 
 
 def _rope_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> torch.Tensor | None:
-    """Of rows that the model's own forward reads as a whole, these ids: it chooses a longrope's factors by their number."""
+    """Of rows that the model's own forward reads whole, these ids: by their number it chooses a longrope's factors."""
     if target.long_rope is None:
         return None
     long = np.array([len(row) > target.long_rope.original for row in ids])

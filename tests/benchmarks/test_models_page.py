@@ -44,8 +44,19 @@ def test_the_results_name_every_case_and_none_is_wrong() -> None:
 def test_a_row_says_its_class_its_limit_and_its_reason(tmp_path: Path) -> None:
     rows = [
         {"name": "a", "dtype": "float32", "outcome": "exact", "recurrent": True},
-        {"name": "b: odd", "dtype": "float32", "outcome": "exact, limited", "limit": 32, "reason": "InvalidInputError: x"},
-        {"name": "c (wrapper)", "dtype": "float32", "outcome": "refused", "reason": "UnsupportedModelError: CModel is | odd"},
+        {
+            "name": "b: odd",
+            "dtype": "float32",
+            "outcome": "exact, limited",
+            "limit": 32,
+            "reason": "InvalidInputError: x",
+        },
+        {
+            "name": "c (wrapper)",
+            "dtype": "float32",
+            "outcome": "refused",
+            "reason": "UnsupportedModelError: CModel is | odd",
+        },
         {"name": "D", "dtype": "float32", "outcome": "WRONG", "reason": "1 answer"},
         {"name": "a", "dtype": "bfloat16", "outcome": "near ties"},
     ]

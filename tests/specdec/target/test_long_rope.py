@@ -1,7 +1,7 @@
 """longrope models: each request gets the factors that `generate` gives it alone, whatever else is in the batch.
 
-In `generate` a Llama keeps its cached keys when it passes the original length, a Phi-3 reads all again. The reference of
-the latter runs without a cache: that is the same, and transformers 5.17 loses what it has read (5.23 does not).
+In `generate` a Llama keeps its cached keys when it passes the original length, a Phi-3 reads all again. The reference
+of the latter runs without a cache: that is the same, and transformers 5.17 loses what it has read (5.23 does not).
 """
 
 from __future__ import annotations
@@ -27,13 +27,19 @@ from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, 
 
 ORIGINAL, NEW = 32, 24
 LENS = (5, 21, 22, 23, 31, 32, 33, 50)
-"""The first stays short, four pass the original length, one with its first new token, the last two with their prompts."""
+"""The first stays short, four pass the original length, one does with its first new token, two with their prompts."""
 OPTIONS = {"max_num_seqs": 6, "max_num_batched_tokens": 25, "kv_cache_tokens": 640}
 
 
 def factors(pairs: int) -> dict[str, Any]:
     steps = {"short_factor": [1 + 0.1 * i for i in range(pairs)], "long_factor": [2 + 0.5 * i for i in range(pairs)]}
-    return {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": ORIGINAL, **steps}
+    return {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "factor": 4.0,
+        "original_max_position_embeddings": ORIGINAL,
+        **steps,
+    }
 
 
 MLA = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
@@ -174,7 +180,9 @@ def test_a_model_whose_generate_is_not_certain_is_limited_to_short_factors() -> 
     model.config.original_max_position_embeddings = ORIGINAL - 1
     assert find_long_rope(model) is None
     assert max_model_len(None, model) == ORIGINAL
-    with pytest.raises(InvalidInputError, match=rf"beyond {ORIGINAL} positions the model's rotary embedding \(longrope\)"):
+    with pytest.raises(
+        InvalidInputError, match=rf"beyond {ORIGINAL} positions the model's rotary embedding \(longrope\)"
+    ):
         max_model_len(ORIGINAL + 1, model)
     assert max_model_len(None, model_of("phi3")) == TINY["max_position_embeddings"]
 

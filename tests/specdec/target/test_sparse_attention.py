@@ -1,4 +1,4 @@
-"""Models with an indexer, as dense attention up to index_topk tokens, without running it; and two attentions a layer."""
+"""Models with an indexer, as dense attention up to index_topk tokens, without running it; two attentions a layer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def test_a_length_beyond_what_an_indexer_chooses_is_refused_by_name() -> None:
     model, _ = answered("deepseek_v32")
     assert dense_up_to(model) == THRESHOLD
     assert max_model_len(THRESHOLD, model) == THRESHOLD
-    with pytest.raises(InvalidInputError, match=rf"max_model_len={THRESHOLD + 1}: beyond index_topk={THRESHOLD} tokens"):
+    with pytest.raises(
+        InvalidInputError, match=rf"max_model_len={THRESHOLD + 1}: beyond index_topk={THRESHOLD} tokens"
+    ):
         wrapped("deepseek_v32", max_model_len=THRESHOLD + 1)
 
 
