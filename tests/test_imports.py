@@ -129,6 +129,7 @@ ROOMS = [
     "specdec/execution",
     "specdec/engine",
     "specdec/loading",
+    "specdec/generation.py",
     "specdec/model.py",
     "specdec/training",
     "specdec/cli",

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.indexer import dense_up_to
 from drafters.base import Head
+from specdec.config import LongRopeRule
 from specdec.errors import InvalidInputError, SpecdecWarning
 from specdec.target.long_rope import find_long_rope
 
@@ -69,6 +70,12 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
         )
         return dense
     return int(length)
+
+
+def long_rope_rule(model: PreTrainedModel, longest: int) -> LongRopeRule | None:
+    """The rule of a longrope model whose requests may become longer than its short factors reach; else None."""
+    found = find_long_rope(model)
+    return found.rule if found is not None and longest > found.rule.original else None
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:
