@@ -236,7 +236,10 @@ def check(case: Case, dtype: torch.dtype, device: str) -> Verdict:
     model = whole.to(dtype).to(device)  # type: ignore[arg-type]
     finer = None if dtype == torch.float32 else copy.deepcopy(model).float()
     with tempfile.TemporaryDirectory() as folder:
-        target, load = _target(case, model, folder)
+        try:
+            target, load = _target(case, model, folder)
+        except Exception as error:  # transformers validates a configuration again before it writes it
+            return Verdict("not built", f"its miniature cannot be saved: {one_line(error)}")
         return _checked(model, finer, target, load)
 
 

@@ -117,7 +117,8 @@ _MARKERS = (
 
 def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     first = [name for name in shapes if name.startswith(("midlayer.", "layers.0."))]
-    if any("kv_a_proj_with_mqa" in name for name in first):
+    is_head = "fc.weight" in shapes or any(name.startswith("midlayer.") for name in first)  # not a target with MLA
+    if is_head and any("kv_a_proj_with_mqa" in name for name in first):
         return Layout.EAGLE3_MLA
     if any(name.startswith("midlayer.") for name in first):
         return Layout.EAGLE3
