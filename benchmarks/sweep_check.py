@@ -263,7 +263,8 @@ def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any,
         reason = one_line(error).replace(str(target), "its folder")
         return Verdict("not built", f"its miniature does not load again: {reason}")
     except SpecdecError as error:
-        return Verdict("refused", one_line(error))
+        broken = _broken_miniature(model)
+        return Verdict("refused", one_line(error)) if broken is None else Verdict("not built", broken)
     except Exception as error:
         return _unnamed(error, model, finer, prompts)
     try:
@@ -307,6 +308,17 @@ def _refusal(call: Callable[[], object]) -> str:
     except SpecdecError as error:
         return one_line(error)
     raise AssertionError("a request beyond the longest was not refused")
+
+
+def _broken_miniature(model: PreTrainedModel) -> str | None:
+    """Why the model itself, so small, cannot read four tokens; not where it misses an input, such as an image."""
+    try:
+        model(input_ids=torch.arange(8, 12, device=model.device)[None])
+    except RuntimeError as error:
+        return f"its own forward fails: {one_line(error)}"
+    except Exception:
+        return None
+    return None
 
 
 def _unnamed(error: Exception, model: Any, finer: Any, prompts: list[list[int]]) -> Verdict:

@@ -26,6 +26,7 @@ import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -73,8 +74,8 @@ def _original_of(module: nn.Module) -> int | None:
 
 def _drops_its_cache(model: PreTrainedModel) -> bool:
     """Whether the model's own way of preparing a step of `generate` looks at the length at which factors change."""
-    prepare = inspect.unwrap(type(model).prepare_inputs_for_generation)
-    return _ORIGINAL in prepare.__code__.co_names
+    prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
+    return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
 
 
 class LongRopePort:
