@@ -48,7 +48,7 @@ sys.meta_path.append(FakesFinder())
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter at half of its time: see tests/interpreter.py."""
+    """Triton's interpreter in less than half of its time: see tests/interpreter.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
         from tests.interpreter import hasten
 

@@ -20,6 +20,7 @@ from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, tok
 from specdec.loading.heads import load_head
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
+from specdec.loading.pairs import load_pair
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_rule, num_drafts
@@ -79,7 +80,8 @@ def load_parts(target: str | Path | PreTrainedModel, draft: str | Path | Head | 
         check_tables_fit(options.max_num_seqs, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
-    model, checkpoint = _open(target, options)
+    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options))
+    model, checkpoint = opened
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
