@@ -59,7 +59,7 @@ class EagerExecutor:
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
         ids, rope = fill_drafts(device, draft), device.rope_positions
-        output = self.target.forward(ids, planned, device.logits_indices, rope_positions=rope)
+        output = self.target.forward(ids, planned, device.logits_indices, None, True, rope)
         read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
 

@@ -66,7 +66,7 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
             f"{type(model).__name__} takes requests of up to index_topk={dense} tokens instead of {length}: beyond, it "
             "attends to the keys that its indexer chooses, which is not served. max_model_len says so from now on",
             SpecdecWarning,
-            stacklevel=2,
+            stacklevel=6,  # the caller of from_pretrained
         )
         return dense
     return int(length)

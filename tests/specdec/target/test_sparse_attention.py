@@ -49,8 +49,9 @@ def test_up_to_as_many_tokens_as_an_indexer_chooses_attention_is_dense(kind: str
     model, answers = answered(kind)
     ran: list[Any] = []
     hooks = [indexer.wk.register_forward_hook(lambda *args: ran.append(args)) for _, indexer in indexers(model)]
-    with pytest.warns(SpecdecWarning, match=rf"requests of up to index_topk={THRESHOLD} tokens instead of 256"):
+    with pytest.warns(SpecdecWarning, match=rf"requests of up to index_topk={THRESHOLD} tokens instead of 256") as told:
         served = wrapped(kind)
+    assert {warning.filename for warning in told} == {__file__}
     with served:
         del ran[:]  # its own eager forward in the self-test
         completions = served.generate(PROMPTS, SamplingParams(max_new_tokens=NEW))
