@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING, NamedTuple
 
 from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:  # `specdec --help` imports this file, and nothing heavy
+    import numpy as np
 
 BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
@@ -70,10 +71,11 @@ class LongRopeRule(NamedTuple):
         """positions [T] as the target's rotary modules get them: with `long` [T] bool, those below `original` lie below
         0.
 
+        >>> import numpy as np
         >>> LongRopeRule(4).encoded(np.array([0, 5, 0, 5]), np.array([False, False, True, True])).tolist()
         [0, 5, -4, 5]
         """
-        return positions - np.where(long & (positions < self.original), self.original, 0)
+        return positions - self.original * (long & (positions < self.original))
 
 
 @dataclass(frozen=True)
