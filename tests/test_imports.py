@@ -133,6 +133,7 @@ ROOMS = [
     "specdec/loading",
     "specdec/generation.py",
     "specdec/model.py",
+    "specdec/agreement",
     "specdec/training",
     "specdec/cli",
     "evals/errors.py",
