@@ -34,7 +34,8 @@ Generated from `benchmarks/results/{name}` by `python -m benchmarks.models_page`
 Every model type of transformers {transformers} in miniature (random weights, float32, CPU, torch backend, commit
 {commit}, and for some lines later ones, which the file names): prompts of {lens} tokens, alone and in one ragged batch,
 read in chunks, without drafts and with three a round, token for token against the model's own `generate` under its
-default attention. Every window and other threshold of a configuration is lower than the longer prompts. How: `benchmarks/sweep.py`.
+default attention. Every window and other threshold of a configuration is lower than the longer prompts. How:
+`benchmarks/sweep.py`.
 
 - **exact**: all tokens are the model's own, with and without drafts.
 - **exact with limits**: so, for requests up to the length that is named; longer ones are refused by name.
