@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
+from attention.hf.indexer import dense_up_to
 from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
@@ -85,6 +86,8 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
         "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
+        "long_rope": _long_rope(model),
+        "sparse_attention": _sparse(model),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
@@ -137,6 +140,23 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     own = "" if layers is None else f"{'attention ' if hybrid else ''}layers {','.join(map(str, layers))}: "
     return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
+
+
+def _long_rope(model: Loaded) -> str | None:
+    """From which length on a longrope model's requests have long factors; None for other models."""
+    rule = model.target.long_rope
+    if rule is None:
+        return None
+    again = ", a request that passes it is read again" if rule.rereads else ""
+    return f"short factors up to {rule.original:,} tokens, long ones beyond{again}"
+
+
+def _sparse(model: Loaded) -> str | None:
+    """How attention with an indexer is served; None for a model without."""
+    dense = dense_up_to(model.hf_model)
+    return (
+        None if dense is None else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys"
+    )
 
 
 def _recurrent(states: StateRunner) -> dict[str, Any]:
