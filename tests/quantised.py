@@ -16,6 +16,7 @@ import pytest
 import torch
 from fakes import TINY, enlarge
 from safetensors.torch import load_file, save_file
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, LlamaConfig, LlamaForCausalLM
 
 CPU = torch.device("cpu")
@@ -250,7 +251,7 @@ class Int8Pair(torch.Tensor):
         """Itself where it is only looked at or copied; multiplied out in all other operators."""
         if function.overloadpacket.__name__ in ("detach", "alias", "clone", "_to_copy"):
             return cls(args[0].numbers, args[0].scales)
-        dense = torch.utils._pytree.tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
+        dense = tree_map_only(cls, cls.dequantize, (args, kwargs or {}))
         return function(*dense[0], **dense[1])
 
 
