@@ -21,12 +21,12 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.fp8 import BLOCK
 
 _GROUP = tl.constexpr(128)
 _MAX = tl.constexpr(448.0)
 _LEAST_SCALE = tl.constexpr(1e-12)
 _GROUPS_A_PROGRAM = 8
+_BLOCK = 128
 _SUM_SIZE, _SUM_WARPS = 256, 2
 
 
@@ -69,7 +69,7 @@ _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
 def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     """The tiling of a matmul of so many tokens with a weight of so many rows and columns.
 
-    The fastest of 16 on an H200, each without splits and with steps of one block, µs with 1, 8 and 48 tokens
+    The fastest of a first sweep on an H200, each without splits and with steps of one block, µs with 1, 8 and 48 tokens
     (benchmarks/results/fp8-h200-2026-11-22.jsonl; rows of a program, "first" where the weight is the left operand,
     stages):
 
@@ -95,7 +95,7 @@ def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     tile, first = max(16, 1 << (tokens - 1).bit_length()), tokens <= 32
     if rows > _FEW_ROWS:
         return Tiling(tile, 128, first, 4, 4)
-    most = min(_MOST_SPLITS, _ceil(width, BLOCK * _LEAST_BLOCKS))
+    most = min(_MOST_SPLITS, _ceil(width, _BLOCK * _LEAST_BLOCKS))
     splits = max(1, min(_ceil(_PROGRAMS, _ceil(rows, 64)), most))
     return Tiling(tile, 64, True, 4, 3, 2, splits) if first else Tiling(tile, 64, False, 4, 4, 1, splits)
 
@@ -274,7 +274,7 @@ def launch_fp8_matmul(
     if not tokens:
         return out
     tile = tiling or tiling_of(tokens, rows, width)
-    blocks = _ceil(width, BLOCK)
+    blocks = _ceil(width, _BLOCK)
     share = tile.share(blocks)
     splits = _ceil(blocks, share)
     parts = out if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
@@ -297,7 +297,7 @@ def launch_fp8_matmul(
         TILE_ROWS=tile.rows,
         WEIGHT_FIRST=tile.weight_first,
         AT_ONCE=tile.at_once,
-        WHOLE=width % (BLOCK * tile.at_once) == 0,
+        WHOLE=width % (_BLOCK * tile.at_once) == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
         **dependent,
