@@ -28,12 +28,15 @@ dry_run() {
   TRAINING=(--steps 2 --batch-size 2 --held-out 2 --draft-vocab-size 64 --max-new-tokens 16 --max-length 128)
 }
 
-# need_gsm8k: training reads a file, and so does the text of fixed lengths.
-need_gsm8k() {
-  if [ ! -f "${SPECDEC_DATA:-}/gsm8k/train.jsonl" ] && [ -z "${DRY_RUN:-}" ]; then
-    echo "set SPECDEC_DATA to a folder with gsm8k/train.jsonl and gsm8k/test.jsonl (openai/grade-school-math)" >&2
-    exit 2
-  fi
+# need_data FILE…: files that have to be in the data folder, asked for before anything is downloaded.
+need_data() {
+  [ -z "${DRY_RUN:-}" ] || return 0
+  for file in "$@"; do
+    if [ ! -f "${SPECDEC_DATA:-}/$file" ]; then
+      echo "set SPECDEC_DATA to a folder with $file (docs/reproduce.md says where it comes from)" >&2
+      exit 2
+    fi
+  done
 }
 
 # train_head DATA: an EAGLE-3 head for the model, unless DRAFT names one. A second run goes on where the first stopped.

@@ -17,7 +17,7 @@ LOAD=(--tensor-parallel-size 4) LIMIT=${LIMIT:-80} NEW_TOKENS=2048 SAMPLES=1000
 CONTEXT=65536 NEW_AT_LENGTH=512 ROWS=1 REPEATS=3
 dry_run gsm-deepseek mtp
 [ -z "${DRY_RUN:-}" ] || CONTEXT=256 NEW_AT_LENGTH=16
-need_gsm8k
+need_data gsm8k/test.jsonl spec_bench/question.jsonl
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}" --max-model-len "$CONTEXT")
 
 run specdec inspect "${TARGET[@]}" --num-speculative-tokens 1
@@ -25,7 +25,7 @@ run specdec eval acceptance "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 1 -
   --output "$OUT/gsm8k.json" --run-dir "$OUT/gsm8k-run"
 run specdec eval lossless "${TARGET[@]}" --data gsm8k --limit "$LIMIT" --k 1 --max-new-tokens "$NEW_TOKENS" \
   --mode greedy --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
-run "$PYTHON" "$HERE/fixed_lengths.py" "${TARGET[@]}" --num-speculative-tokens 1 --data gsm8k \
+run "$PYTHON" "$HERE/fixed_lengths.py" "${TARGET[@]}" --num-speculative-tokens 1 --data spec_bench \
   --prompt-tokens $((CONTEXT - NEW_AT_LENGTH)) --new-tokens "$NEW_AT_LENGTH" --rows "$ROWS" --repeats "$REPEATS" \
   --output "$OUT/long-rows.json"
 beside "$OUT/gsm8k.json" K=1 acceptance_rate 0.85 "DeepSeek-V3 report, second token, its lower end"

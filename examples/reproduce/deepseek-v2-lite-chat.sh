@@ -15,7 +15,7 @@ MODEL=${MODEL:-deepseek-ai/DeepSeek-V2-Lite-Chat} DRAFT=${DRAFT:-}
 LOAD=(--dtype bfloat16) LIMIT=${LIMIT:-80} NEW_TOKENS=512 SAMPLES=1000
 TRAINING=(--steps 1500 --batch-size 16 --held-out 256 --draft-vocab-size 32000 --max-new-tokens 512 --max-length 1024)
 dry_run gsm-deepseek ""
-need_gsm8k
+need_data gsm8k/train.jsonl gsm8k/test.jsonl
 
 run specdec inspect --model "$MODEL" --draft none "${LOAD[@]}"
 run "$PYTHON" "$HERE/own_tokens.py" --model "$MODEL" --draft none "${LOAD[@]}" --data gsm8k --limit "$LIMIT" \

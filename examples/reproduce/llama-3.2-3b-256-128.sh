@@ -15,7 +15,7 @@ LOAD=(--dtype bfloat16) LIMIT=${LIMIT:-80} NEW_TOKENS=128 SAMPLES=1000 REPEATS=3
 TRAINING=(--steps 1500 --batch-size 16 --held-out 256 --draft-vocab-size 32000 --max-new-tokens 512 --max-length 1024)
 dry_run gsm-llama ""
 [ -z "${DRY_RUN:-}" ] || ROWS=1,2
-need_gsm8k
+need_data gsm8k/train.jsonl gsm8k/test.jsonl
 
 train_head "$SPECDEC_DATA/gsm8k/train.jsonl"
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")

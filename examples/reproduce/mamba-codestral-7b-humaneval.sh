@@ -3,7 +3,9 @@
 #
 # Download   mistralai/Mamba-Codestral-7B-v0.1 (7B parameters, 15 GB in bf16); humaneval, from the hub or SPECDEC_DATA.
 #            Our references name no published head: DRAFT=… takes one, else TRAIN_DATA=questions.jsonl trains an EAGLE-3
-#            head on prompts of code that you choose (a line each: prompt, question or messages). Never HumanEval's own.
+#            head on prompts of code that you choose (a line each: prompt, question or messages; never HumanEval's own).
+#            `specdec train` puts them into a chat template: where the tokenizer has none it refuses, and
+#            --tokenizer FOLDER in LOAD below takes one that has.
 # Machine    one GPU with 40 GB. HumanEval runs code that the model wrote: set CONFIRM_UNSAFE_CODE=1, in a container
 #            without network and secrets.
 # Published  no number in our references, neither pass@1 nor acceptance.
@@ -14,7 +16,6 @@
 MODEL=${MODEL:-mistralai/Mamba-Codestral-7B-v0.1} DRAFT=${DRAFT:-}
 LOAD=(--dtype bfloat16) LIMIT=${LIMIT:-164} NEW_TOKENS=1024 SAMPLES=1000
 TRAINING=(--steps 1500 --batch-size 16 --held-out 256 --draft-vocab-size 32000 --max-new-tokens 512 --max-length 1024)
-LENGTH=(--max-model-len 4096) # a Mamba model names no longest sequence
 if [ -n "${DRY_RUN:-}" ]; then TRAIN_DATA=$OUT/stand-in/data/code.jsonl CONFIRM_UNSAFE_CODE=1; fi
 if [ -z "$DRAFT" ] && [ -z "${TRAIN_DATA:-}" ]; then
   echo "give DRAFT=… (a head for $MODEL) or TRAIN_DATA=questions.jsonl (prompts of code to train one on)" >&2
@@ -25,9 +26,10 @@ if [ -z "${CONFIRM_UNSAFE_CODE:-}" ]; then
   exit 2
 fi
 dry_run mamba2 ""
+LOAD+=(--max-model-len 4096) # a Mamba model names no longest sequence
 
 train_head "${TRAIN_DATA:-}"
-TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}" "${LENGTH[@]}")
+TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")
 run specdec inspect "${TARGET[@]}"
 run specdec eval lossless "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template --k 3 \
   --max-new-tokens "$NEW_TOKENS" --samples "$SAMPLES" --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"

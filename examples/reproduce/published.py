@@ -50,12 +50,10 @@ def number_of(document: dict[str, Any], arm: str, metric: str) -> float:
     if found is None:
         raise NotMeasuredError(f"no configuration {arm!r}; there are {[each['name'] for each in document['arms']]}")
     if metric.startswith("position_"):
-        rates, place = found["unconditional"], int(metric.removeprefix("position_"))
-        values = {f"position_{i}": rate for i, rate in enumerate(rates, 1)}
-        estimate = values.get(f"position_{place}")
+        values = {f"position_{i}": rate for i, rate in enumerate(found["unconditional"], 1)}
     else:
         values = {**found["metrics"], **found["timing"]}
-        estimate = values[metric]["estimate"] if metric in values else None
+    estimate = values[metric]["estimate"] if metric in values else None
     if estimate is None:
         raise NotMeasuredError(f"{arm} has no number {metric!r}; it has {sorted(values)}")
     return float(estimate)

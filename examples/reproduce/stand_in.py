@@ -2,7 +2,7 @@
 
     python examples/reproduce/stand_in.py FOLDER
 
-writes FOLDER/data (gsm8k, mt_bench, humaneval, code.jsonl) and FOLDER/mamba2 (8 layers of random weights, with the
+writes FOLDER/data (gsm8k, mt_bench, spec_bench, humaneval, code.jsonl) and FOLDER/mamba2 (8 layers of random weights, with the
 tokenizer of the built-in target). The other stand-ins are the built-in models.
 """
 
@@ -40,6 +40,10 @@ HUMANEVAL = tuple(
     }
     for number in range(2)
 )
+SPEC_BENCH = tuple(
+    {"question_id": number, "category": "rag", "turns": [row["question"] + " " + row["answer"]]}
+    for number, row in enumerate(GSM8K)
+)
 CODE = tuple({"prompt": f"def times_{n}(x):\n    "} for n in range(2, 8))
 _SAID = (70, 75, 80)
 """The only tokens that the Mamba-2 model gives a logit other than 0."""
@@ -53,6 +57,7 @@ def main(folder: Path) -> None:
     for split in ("train", "test"):
         _write(data / "gsm8k" / f"{split}.jsonl", GSM8K)
     _write(data / "mt_bench" / "question.jsonl", MT_BENCH)
+    _write(data / "spec_bench" / "question.jsonl", SPEC_BENCH)
     _write(data / "humaneval" / "HumanEval.jsonl", HUMANEVAL)
     _write(data / "code.jsonl", CODE)
     write_mamba2(folder / "mamba2")
@@ -71,7 +76,6 @@ def write_mamba2(folder: Path) -> None:
     from specdec.loading.builtin import builtin_path
 
     tokenizer = AutoTokenizer.from_pretrained(builtin_path("gsm-llama"))
-    tokenizer.chat_template = None  # a model that completes code
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 8, "num_heads": 8, "head_dim": 8, "state_size": 6, "n_groups": 2}
     config = Mamba2Config(

@@ -26,7 +26,10 @@ ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "reproduce"
 SCRIPTS = sorted(path.name for path in FOLDER.glob("*.sh") if path.name != "common.sh")
 Command = list[str]
-pytestmark = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="needs the built-in models")
+pytestmark = [
+    pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="needs the built-in models"),
+    pytest.mark.usefixtures("unchecked"),
+]
 
 RECORD = f"""#!{sys.executable} -S
 import json, os, sys
@@ -75,14 +78,11 @@ def invoke(command: Command) -> Result:
     return CliRunner().invoke(main, arguments)
 
 
-def replay(commands: Sequence[Command]) -> dict[str, Any]:
-    """Run commands in their order, each of which must succeed; what the last one printed for each kind."""
-    printed = {}
+def replay(commands: Sequence[Command]) -> None:
+    """Run commands in their order; each must succeed."""
     for command in commands:
         done = invoke(command)
         assert done.exit_code == 0, (command, done.output, done.exception)
-        printed[command[2] if command[0] == "specdec" else Path(command[1]).stem] = done.output
-    return printed
 
 
 def documents(folder: Path) -> dict[str, Any]:
@@ -129,8 +129,9 @@ def read_words(command: Command) -> None:
 def real(record: Any, tmp_path: Path) -> Callable[[str], list[Command]]:
     """The commands of a script as it is for a user, who has data and allows what has to be allowed."""
     (tmp_path / "gsm8k").mkdir()
-    for split in ("train", "test"):
-        (tmp_path / "gsm8k" / f"{split}.jsonl").touch()
+    (tmp_path / "spec_bench").mkdir()
+    for file in ("gsm8k/train", "gsm8k/test", "spec_bench/question"):
+        (tmp_path / f"{file}.jsonl").touch()
 
     def run(script: str) -> list[Command]:
         given = {"SPECDEC_DATA": str(tmp_path), "TRAIN_DATA": "code.jsonl", "CONFIRM_UNSAFE_CODE": "1"}
@@ -176,6 +177,7 @@ def test_a_command_that_does_not_exist_is_found() -> None:
         ("mamba-codestral-7b-humaneval.sh", "TRAIN_DATA"),
         ("deepseek-v2-lite-chat.sh", "SPECDEC_DATA"),
         ("llama-3.2-3b-256-128.sh", "SPECDEC_DATA"),
+        ("deepseek-r1-mtp-tp4.sh", "SPECDEC_DATA"),
     ],
 )
 def test_what_a_script_needs_is_said_before_anything_runs(record: Any, script: str, lacks: str) -> None:
@@ -230,7 +232,7 @@ def test_llama_3b_dry(rehearse: Any) -> None:
     [(2.4, (), 0), (2.3, (), 1), (2.3, ("--other-setting", "a tree"), 0), (2.3, ("--floor", "0"), 0), (None, (), 1)],
 )
 def test_a_number_below_the_published_one_fails(tmp_path: Path, measured: Any, options: Any, code: int) -> None:
-    arm = {"name": "K=3", "metrics": {"tau_vllm": {"estimate": measured}}, "timing": {}, "unconditional": [0.7, 0.5]}
+    arm = {"name": "K=3", "metrics": {"tau_vllm": {"estimate": measured}}, "timing": {}, "unconditional": [{"estimate": p} for p in (0.7, 0.5)]}
     document = tmp_path / "a.json"
     document.write_text(json.dumps({"arms": [arm]}))
     asked = ["python", str(FOLDER / "published.py"), str(document), "--arm", "K=3", "--source", "them"]
