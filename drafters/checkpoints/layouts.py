@@ -129,7 +129,8 @@ _MARKERS = (
 
 def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     first = [name for name in shapes if name.startswith(("midlayer.", "layers.0."))]
-    if any("kv_a_proj_with_mqa" in name for name in first):
+    has_latent = any("kv_a_proj_with_mqa" in name for name in first)
+    if has_latent and ("fc.weight" in shapes or first[0].startswith("midlayer.")):  # else a whole model of DeepSeek's
         return Layout.EAGLE3_MLA
     query = next((shapes[name] for name in first if name.endswith(".self_attn.q_proj.weight")), None)
     output = next((shapes[name] for name in first if name.endswith(".self_attn.o_proj.weight")), None)
