@@ -14,7 +14,7 @@
 # Failure    `lossless` FAIL; pass@1 whose difference has an interval without zero; NOT TESTED (exit code 3).
 . "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 MODEL=${MODEL:-mistralai/Mamba-Codestral-7B-v0.1} DRAFT=${DRAFT:-}
-LOAD=(--dtype bfloat16) LIMIT=${LIMIT:-164} NEW_TOKENS=1024 SAMPLES=1000
+LOAD=(--dtype bfloat16) LIMIT=${LIMIT:-164} NEW_TOKENS=1024
 TRAINING=(--steps 1500 --batch-size 16 --held-out 256 --draft-vocab-size 32000 --max-new-tokens 512 --max-length 1024)
 if [ -n "${DRY_RUN:-}" ]; then TRAIN_DATA=$OUT/stand-in/data/code.jsonl CONFIRM_UNSAFE_CODE=1; fi
 if [ -z "$DRAFT" ] && [ -z "${TRAIN_DATA:-}" ]; then
@@ -32,7 +32,7 @@ train_head "${TRAIN_DATA:-}"
 TARGET=(--model "$MODEL" --draft "$DRAFT" "${LOAD[@]}")
 run specdec inspect "${TARGET[@]}"
 run specdec eval lossless "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template --k 3 \
-  --max-new-tokens "$NEW_TOKENS" --samples "$SAMPLES" --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
+  --max-new-tokens "$NEW_TOKENS" --mode greedy --output "$OUT/lossless.json" --run-dir "$OUT/lossless-run"
 run specdec eval acceptance "${TARGET[@]}" --data humaneval --limit "$LIMIT" --no-chat-template --k 3 \
   --max-new-tokens "$NEW_TOKENS" --output "$OUT/acceptance.json" --run-dir "$OUT/acceptance-run"
 run specdec eval humaneval "${TARGET[@]}" --limit "$LIMIT" --k 3 --confirm-run-unsafe-code \

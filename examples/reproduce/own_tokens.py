@@ -51,9 +51,7 @@ def main(data: str, limit: int, new_tokens: int, output: Path | None, **options:
     sys.exit(bool(defects))
 
 
-def differences(
-    model: SpeculativeModel, questions: tuple[Question, ...], params: SamplingParams
-) -> list[Divergence]:
+def differences(model: SpeculativeModel, questions: tuple[Question, ...], params: SamplingParams) -> list[Divergence]:
     """Where transformers' answers and ours part, judged; questions with equal answers are left out."""
     asking = Asking(params, bool(getattr(model.tokenizer, "chat_template", None)))
     cases = []
@@ -72,9 +70,7 @@ def differences(
 def own_tokens(model: SpeculativeModel, prompt: list[int], new_tokens: int) -> list[int]:
     """What transformers' `generate` says after a prompt, greedily; the end token included."""
     ids = torch.tensor([prompt], device=model.hf_model.device)
-    out = model.hf_model.generate(
-        ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
+    out = model.hf_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
     return [int(token) for token in out[0, len(prompt) :]]
 
 

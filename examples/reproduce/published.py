@@ -2,8 +2,8 @@
 
     python examples/reproduce/published.py mt_bench.json --arm K=3 --metric tau_vllm --value 2.60 --source "vLLM, chain"
 
-The document is what `specdec eval acceptance --output` wrote; a metric is one of its `metrics` or `timing`, or position_1,
-position_2, …: the share of rounds in which so many drafts were accepted.
+The document is what `specdec eval acceptance --output` wrote; a metric is one of its `metrics` or `timing`, or
+position_1, position_2, …: the share of rounds in which so many drafts were accepted.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     python examples/reproduce/stand_in.py FOLDER
 
-writes FOLDER/data (gsm8k, mt_bench, spec_bench, humaneval, code.jsonl) and FOLDER/mamba2 (8 layers of random weights, with the
-tokenizer of the built-in target). The other stand-ins are the built-in models.
+writes FOLDER/data (gsm8k, mt_bench, spec_bench, humaneval, code.jsonl) and FOLDER/mamba2 (8 layers of random weights,
+with the tokenizer of the built-in target). The other stand-ins are the built-in models.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ def write_mamba2(folder: Path) -> None:
     silent = torch.ones(config.vocab_size, dtype=torch.bool)
     silent[list(_SAID)] = False
     model.get_output_embeddings().weight[silent] = 0
+    model.get_output_embeddings().weight[_SAID[-1]] *= 4  # answers to HUMANEVAL end after some ten tokens, not 1,024
     model.generation_config = GenerationConfig(eos_token_id=_SAID[-1])
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

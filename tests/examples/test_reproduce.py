@@ -1,4 +1,4 @@
-"""The scripts of published settings, dry: the very commands they print are run, with tiny stand-ins, in this process."""
+"""The scripts of published settings, dry: the very commands they give are run, with tiny stand-ins, in one process."""
 
 from __future__ import annotations
 
@@ -232,7 +232,12 @@ def test_llama_3b_dry(rehearse: Any) -> None:
     [(2.4, (), 0), (2.3, (), 1), (2.3, ("--other-setting", "a tree"), 0), (2.3, ("--floor", "0"), 0), (None, (), 1)],
 )
 def test_a_number_below_the_published_one_fails(tmp_path: Path, measured: Any, options: Any, code: int) -> None:
-    arm = {"name": "K=3", "metrics": {"tau_vllm": {"estimate": measured}}, "timing": {}, "unconditional": [{"estimate": p} for p in (0.7, 0.5)]}
+    arm = {
+        "name": "K=3",
+        "metrics": {"tau_vllm": {"estimate": measured}},
+        "timing": {},
+        "unconditional": [{"estimate": p} for p in (0.7, 0.5)],
+    }
     document = tmp_path / "a.json"
     document.write_text(json.dumps({"arms": [arm]}))
     asked = ["python", str(FOLDER / "published.py"), str(document), "--arm", "K=3", "--source", "them"]
@@ -248,7 +253,19 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("SPECDEC_DATA", str(tmp_path / "data"))
     path = str(FOLDER / "own_tokens.py")
     sizes = ["--data", "gsm8k", "--limit", "1", "--new-tokens", "8"]
-    command = ["python", path, "--model", "gsm-llama", "--draft", "none", "--device", "cpu", "--dtype", "float32", *sizes]
+    command = [
+        "python",
+        path,
+        "--model",
+        "gsm-llama",
+        "--draft",
+        "none",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+        *sizes,
+    ]
     done = invoke(command)
     assert done.exit_code == 0 and "1 of 1 identical" in done.output, done.output
     generate = LlamaForCausalLM.generate
@@ -265,5 +282,5 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
 
 def test_the_page_names_every_script() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
-    assert SCRIPTS == sorted(set(re.findall(r"examples/reproduce/([\w.-]+\.sh)", page)) - {"common.sh"})
+    assert sorted(set(re.findall(r"examples/reproduce/([\w.-]+\.sh)", page)) - {"common.sh"}) == SCRIPTS
     assert all(os.access(FOLDER / script, os.X_OK) for script in SCRIPTS)
