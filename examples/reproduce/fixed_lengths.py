@@ -23,7 +23,9 @@ from evals.data.datasets import DataSet, load
 from evals.errors import DataError
 from evals.runs.provenance import data_facts, versions
 from specdec import Completion, SamplingParams, SpeculativeModel
+from specdec.cli.lazy import BadInput
 from specdec.cli.options import load_model, load_options_of, model_options
+from specdec.errors import SpecdecError
 from specdec.requests.stats import pool_requests
 
 
@@ -50,6 +52,13 @@ class Measured:
 @click.option("--output", type=PATH, default=None, help="Write the JSON document here.")
 def main(**options: Any) -> None:
     """Measure tokens per second at exact lengths, without drafts and with them."""
+    try:
+        _measure(options)
+    except SpecdecError as error:
+        raise BadInput(" ".join(str(error).split())) from error
+
+
+def _measure(options: dict[str, Any]) -> None:
     data = load(options["data"])
     chosen = load_options_of(options, max_num_seqs=max(options["rows"]))
     with load_model(options["model"], options["draft"], chosen) as model:

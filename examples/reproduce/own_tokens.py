@@ -24,7 +24,9 @@ from evals.lossless.greedy import VERDICT, Divergence, Judge, first_difference
 from evals.runs.answers import Answer, Turn
 from evals.runs.runner import Asking, Configuration
 from specdec import SamplingParams, SpeculativeModel
+from specdec.cli.lazy import BadInput
 from specdec.cli.options import load_model, load_options_of, model_options
+from specdec.errors import SpecdecError
 
 
 @click.command()
@@ -35,9 +37,12 @@ from specdec.cli.options import load_model, load_options_of, model_options
 @click.option("--output", type=PATH, default=None, help="Write the JSON document here.")
 def main(data: str, limit: int, new_tokens: int, output: Path | None, **options: Any) -> None:
     """Compare greedy tokens with transformers' own generate: PASS (exit code 0) or FAIL (1)."""
-    questions = load(data, limit=limit).questions
-    with load_model(options["model"], options["draft"], load_options_of(options)) as model:
-        found = differences(model, questions, SamplingParams(max_new_tokens=new_tokens, cache_prefix=False))
+    try:
+        questions = load(data, limit=limit).questions
+        with load_model(options["model"], options["draft"], load_options_of(options)) as model:
+            found = differences(model, questions, SamplingParams(max_new_tokens=new_tokens, cache_prefix=False))
+    except SpecdecError as error:
+        raise BadInput(" ".join(str(error).split())) from error
     defects = [each for each in found if not each.allowed]
     for each in found:
         click.echo(f"question {each.question_id}, token {each.position}: {each}")

@@ -8,6 +8,7 @@ from functools import partial
 from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -59,20 +60,33 @@ def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
     config = model.hf_model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     hidden = config.hidden_size
-    heads = getattr(config, "num_attention_heads", None) or hidden // gcd(hidden, 128)
+    heads, kv_heads, head_dim = _attention_shape(config)
     longest = getattr(config, "max_position_embeddings", None) or model.config.max_model_len
     return Eagle3Spec(
         hidden_size=hidden,
         target_hidden_size=hidden,
         intermediate_size=shape.intermediate_size or getattr(config, "intermediate_size", None) or 4 * hidden,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", heads),
-        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=model.target.vocab_size,
         draft_vocab_size=shape.draft_vocab_size or model.target.vocab_size,
         aux_layers=shape.aux_layers or default_aux_layers(config.num_hidden_layers),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
         rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=longest),
+    )
+
+
+def _attention_shape(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of a new head; a Mamba's head_dim is that of its states."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        head_dim = gcd(config.hidden_size, 128)
+        return config.hidden_size // head_dim, config.hidden_size // head_dim, head_dim
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", heads),
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
 
 

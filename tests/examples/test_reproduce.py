@@ -280,6 +280,23 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 1 and "FAIL: 0 of 1 identical, 0 near ties" in done.output, done.output
 
 
+@pytest.mark.parametrize(
+    "name, options, said",
+    [
+        ("fixed_lengths.py", ("--prompt-tokens", "9999"), "a prompt needs 9999; give a longer set"),
+        ("own_tokens.py", ("--dtype", "int7"), "dtype"),
+    ],
+)
+def test_bad_input_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, options: Any, said: str
+) -> None:
+    invoke(["python", str(FOLDER / "stand_in.py"), str(tmp_path)])
+    monkeypatch.setenv("SPECDEC_DATA", str(tmp_path / "data"))
+    asked = ["--model", "gsm-llama", "--draft", "none", "--device", "cpu", "--data", "gsm8k", "--new-tokens", "4"]
+    done = invoke(["python", str(FOLDER / name), *asked, *options])
+    assert done.exit_code == 2 and said in done.output and "Traceback" not in done.output, done.output
+
+
 def test_the_page_names_every_script() -> None:
     page = (ROOT / "docs" / "reproduce.md").read_text("utf-8")
     assert sorted(set(re.findall(r"examples/reproduce/([\w.-]+\.sh)", page)) - {"common.sh"}) == SCRIPTS
