@@ -21,7 +21,7 @@ GSM8K = tuple(
         "question": f"Tom has {n} {things}. He buys {n + 2} more. How many {things} does Tom have now?",
         "answer": f"Tom has {n} + {n + 2} = {2 * n + 2} {things}.\n#### {2 * n + 2}",
     }
-    for n, things in enumerate(_THINGS, 3)
+    for n, things in enumerate(_THINGS * 3, 3)
 )
 MT_BENCH = tuple(
     {"question_id": number, "category": category, "turns": [first, second]}
@@ -42,7 +42,7 @@ HUMANEVAL = tuple(
 )
 SPEC_BENCH = tuple(
     {"question_id": number, "category": "rag", "turns": [row["question"] + " " + row["answer"]]}
-    for number, row in enumerate(GSM8K)
+    for number, row in enumerate(GSM8K[:6])
 )
 CODE = tuple({"prompt": f"def times_{n}(x):\n    "} for n in range(2, 8))
 _SAID = (70, 75, 80)
@@ -54,8 +54,8 @@ _SAID = (70, 75, 80)
 def main(folder: Path) -> None:
     """Write the stand-ins of a dry run into FOLDER."""
     data = folder / "data"
-    for split in ("train", "test"):
-        _write(data / "gsm8k" / f"{split}.jsonl", GSM8K)
+    _write(data / "gsm8k" / "train.jsonl", GSM8K[:6])
+    _write(data / "gsm8k" / "test.jsonl", GSM8K)
     _write(data / "mt_bench" / "question.jsonl", MT_BENCH)
     _write(data / "spec_bench" / "question.jsonl", SPEC_BENCH)
     _write(data / "humaneval" / "HumanEval.jsonl", HUMANEVAL)
