@@ -6,6 +6,7 @@ import gc
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -20,7 +21,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpConvention
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
-from specdec.engine.engine import Engine
+from specdec.engine.ranked import make_engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
 from specdec.engine.stats import EngineStats
@@ -33,8 +34,10 @@ from specdec.loading.facts import facts_of
 from specdec.loading.graphs import Graphs
 from specdec.loading.groups import Rows, divide_cache, token_bytes
 from specdec.loading.heads import load_head
+from specdec.loading.leading import least_of_all, load_on_all_ranks
 from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
 from specdec.loading.objects import check_head_type
+from specdec.loading.parallel import check_divisible
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log, startup_progress
 from specdec.loading.sizes import max_model_len as max_model_len_of
@@ -44,6 +47,8 @@ from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions, Use
+from specdec.parallel.group import leave
+from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -87,6 +92,8 @@ class SpeculativeModel:
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
         prefix_caching: "on", or "off: " and the reason. cascade_attention: likewise.
+        ranks: among which the target is divided; None with tensor_parallel_size=1. Then `hf_model` is this rank's
+            share, whose forward alone is refused.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
             call on another one.
@@ -106,6 +113,7 @@ class SpeculativeModel:
         checkpoint: Checkpoint | None = None,
         prefix_caching: str | None = None,
         cascade: str = "off",
+        ranks: Ranks | None = None,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -117,6 +125,7 @@ class SpeculativeModel:
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`. prefix_caching: see the attribute; default by
                 `config`. cascade: see the attribute `cascade_attention`; what `choose_cascade` gave.
+            ranks: among which the target is divided; None where this process has all of it.
 
         Raises:
             InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -134,6 +143,7 @@ class SpeculativeModel:
         self.generation_config_use = generation_config
         self.backend_name = backend.name
         self.cascade_attention = cascade
+        self.ranks = ranks
         self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         aux_layers = () if head is None else tuple(head.aux_layers)
         dtype, device = probed.model.dtype, probed.model.device
@@ -141,7 +151,7 @@ class SpeculativeModel:
         group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
         runner = runner_of(backend, group, config.windowed, dtype, device)
         states = state_runner(probed, config)
-        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states)
+        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, ranks)
         self._alterations = self.target.alterations
         with self._alterations.undone_on_error(), startup_progress() as self._steps:
             drafter = None
@@ -152,7 +162,7 @@ class SpeculativeModel:
             self.runners = runner.runners if drafter is None else (*runner.runners, drafter.runner)
             eos = eos_ids(probed.model.generation_config)
             executor = self._checked(probed, Graphs(self.target, drafter, config, choice))
-            self.engine = Engine(self.target, drafter, tokenizer, config, eos, executor)
+            self.engine = make_engine(self.target, drafter, tokenizer, config, eos, executor)
             self._shared = SharedEngine(self.engine, device)
             self._live = LiveModel.of(self.hf_model, captured=not isinstance(executor, EagerExecutor))
             for build in self.builds:
@@ -204,6 +214,7 @@ class SpeculativeModel:
         head_overrides: Mapping[str, Any] | None = None,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         adapter: str | None = None,
         merge_adapter: bool | Literal["auto"] = "auto",
@@ -279,6 +290,9 @@ class SpeculativeModel:
             draft_sampling: how drafts of sampled requests are chosen: "probabilistic", drawn from the head's own
                 distribution under the request's temperature and filters, or "greedy", its most probable token. Both
                 leave the distribution of the answers as it is; they differ in how many drafts are accepted.
+            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that the target is divided among, one
+                process each: this one and N-1 that are started here and end with `close`. Needs the extra [parallel].
+                Target and draft by name only. The head is whole on every rank. See docs/parallel.md.
             seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
             adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
             merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
@@ -299,6 +313,21 @@ class SpeculativeModel:
             check_tables_fit(options.max_num_seqs, options.max_model_len)
         if draft is not None:
             check_head_type(draft)
+        if options.tensor_parallel_size > 1:
+            return load_on_all_ranks(partial(cls._loaded, target, draft, options=options), target, draft, options)
+        return cls._loaded(target, draft, tokenizer, options=options)
+
+    @classmethod
+    def _loaded(
+        cls,
+        target: str | Path | PreTrainedModel,
+        draft: str | Path | Head | None,
+        tokenizer: Any,
+        ranks: Ranks | None = None,
+        *,
+        options: LoadOptions,
+    ) -> SpeculativeModel:
+        """Load the target, or this rank's share of it, and build the engine around it: see `from_pretrained`."""
         log.info("loading the target")
 
         def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
@@ -309,9 +338,10 @@ class SpeculativeModel:
 
         code = options.trust_remote_code
         model, checkpoint = open_target(
-            target, dtype, device, options.revision, code, begin, options.adapter, options.merge_adapter
+            *(target, options.dtype, options.device, options.revision, code, begin),
+            *(options.adapter, options.merge_adapter, ranks),
         )
-        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options)
+        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options, ranks)
 
     @classmethod
     def _built(
@@ -321,12 +351,14 @@ class SpeculativeModel:
         draft: str | Path | Head | None,
         tokenizer: Any,
         options: LoadOptions,
+        ranks: Ranks | None = None,
     ) -> SpeculativeModel:
         """The engine around a loaded target: see `from_pretrained`."""
         backend = make_backend(options.backend, model.device)
         log.info("reading the model's layers")
         probed = probe_target(model)
         check_backend_fits(probed, backend)
+        check_divisible(probed, ranks)
         keys = [call.attention_spec for call in probed.calls]
         begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
         warn_of_another_vocabulary(tokenizer, probed.vocab_size)
@@ -347,6 +379,7 @@ class SpeculativeModel:
         sizes = token_bytes(probed, head, format, length, options.hybrid_kv_cache)
         states = state_bytes(probed, rows)
         cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization, states)
+        cache = cache if ranks is None else least_of_all(cache, ranks)
         config = EngineConfig(
             **vars(rows),
             num_pages=-(-cache.tokens // page_size) + 1,
@@ -380,6 +413,7 @@ class SpeculativeModel:
                 checkpoint=checkpoint,
                 prefix_caching=prefix_caching,
                 cascade=cascade,
+                ranks=ranks,
             )
 
     def close(self) -> None:
@@ -393,6 +427,8 @@ class SpeculativeModel:
             SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
         """
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
+        if self.ranks is not None:
+            leave(self.ranks)
         device = self.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)
@@ -523,9 +559,15 @@ class SpeculativeModel:
         Raises:
             ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
                 also where the weights lie): wrap the model again.
-            InvalidInputError: requests are running, whose keys and values are those of the old weights.
+            InvalidInputError: requests are running, whose keys and values are those of the old weights; or this process
+                has one share of the weights.
             UnsupportedModelError: the target comes out wrong.
         """
+        if self.ranks is not None:
+            raise InvalidInputError(
+                f"refresh(): with tensor_parallel_size={self.ranks.size} this process has one share of the weights; "
+                "save new weights and load them again"
+            )
         with self._shared.between_rounds() as idle:
             if not idle:
                 raise InvalidInputError(

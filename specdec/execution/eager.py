@@ -28,7 +28,7 @@ class EagerExecutor:
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
-        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
+        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device, target.ranks)
         self._vocab = self._draft_vocab()
 
     @property
@@ -58,6 +58,8 @@ class EagerExecutor:
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
+        if draft is not None and self.target.ranks is not None:
+            self.target.ranks.share(draft.token_ids)
         output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
         read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)

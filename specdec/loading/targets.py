@@ -21,7 +21,9 @@ from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
+from specdec.loading.parallel import as_rank, plan_for, take_share, told
 from specdec.loading.strictness import check_complete
+from specdec.parallel.ranks import Ranks
 from specdec.values import short
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
@@ -30,9 +32,15 @@ weights are read; for a loaded model, before it is run."""
 
 
 def load_target(
-    name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None = None
+    name: str | Path | Checkpoint,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    on_config: OnConfig | None = None,
+    ranks: Ranks | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model, or a model with one inside (`auto_classes`), through transformers.
+
+    ranks: load this rank's share only.
 
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
@@ -45,7 +53,12 @@ def load_target(
         found = auto_class(config, checkpoint.name)
         if on_config is not None:
             on_config(config, dtype, device)
-        with _module_tensors_expected(config, found), _without_progress_bar() if checkpoint.builtin else nullcontext():
+        plan = None if ranks is None else plan_for(config, found, ranks.size)
+        with (
+            _module_tensors_expected(config, found),
+            _without_progress_bar() if checkpoint.builtin else nullcontext(),
+            nullcontext() if ranks is None else as_rank(ranks),
+        ):
             loaded: Any = found.loader.from_pretrained(
                 checkpoint.path,
                 config=config,
@@ -55,9 +68,12 @@ def load_target(
                 # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
                 adapter_kwargs={"local_files_only": checkpoint.local_files_only},
                 **checkpoint.options,
+                **({} if plan is None or ranks is None else told(plan, ranks.size)),
             )
         model, info = loaded
         check_complete(checkpoint.name, model, info)
+        if plan is not None and ranks is not None:
+            take_share(model, plan, ranks.rank, ranks.size)
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
@@ -109,11 +125,13 @@ def open_target(
     on_config: OnConfig | None = None,
     adapter: str | Path | None = None,
     merge_adapter: Merge = "auto",
+    ranks: Ranks | None = None,
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
     Args:
         adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
+        ranks: load this rank's share, on its device.
 
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
@@ -124,10 +142,10 @@ def open_target(
     target = unwrapped(target)
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
-        place = resolve_device(device)
+        place = resolve_device(device) if ranks is None else ranks.device
         kind = resolve_dtype(dtype, place)
         checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
-        model = load_target(checkpoint, kind, place, on_config)
+        model = load_target(checkpoint, kind, place, on_config, ranks)
         check_loaded_target(model)
         return model, checkpoint
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:

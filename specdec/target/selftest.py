@@ -44,7 +44,7 @@ _TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.float16: 0.2, torc
 _EIGHT_BIT_TOLERANCE = 0.5
 """The same with a cache in 8 bits, which rounds every key and value by 2.6 % rms; cut-off ones come out wrong."""
 
-_TEXT = (
+SELF_TEST_TEXT = (
     "Anna has 12 apples and buys 8 more at the market. She gives 5 of them to her brother. She bakes a pie with 6. "
     "How many apples does she have now. She has 12 plus 8 which is 20 apples. After giving away 5 there were 15 left. "
     "The pie took 6 of them so 9 apples are left. The sun was low over the river when the old man walked home from "
@@ -230,7 +230,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
     Raises:
         InvalidInputError: the tokenizer makes ids that the model has no embedding for.
     """
-    (ids,) = encode_prompts(_TEXT, tokenizer)
+    (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     largest = max(ids[:_MOST_TOKENS])
     if largest >= rows:

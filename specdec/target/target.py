@@ -19,6 +19,7 @@ from attention.hf.recurrent import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
+from specdec.parallel.ranks import Ranks
 from specdec.target.alterations import Alterations
 from specdec.target.placeholders import placeholders
 from specdec.target.probing import TargetProbe
@@ -159,6 +160,7 @@ class Target:
         num_layers: decoder layers.
         placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
         alterations: what was done to the model for this target and its executor.
+        ranks: among which it is divided; None where this process has all of it.
     """
 
     def __init__(
@@ -168,12 +170,14 @@ class Target:
         aux_layers: tuple[int, ...],
         max_tokens: int,
         states: StateRunner | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """states: of the probe's recurrent calls."""
+        """states: of the probe's recurrent calls. ranks: among which it is divided."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
         self.states = states
+        self.ranks = ranks
         self.num_layers = len(probed.layers)
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows

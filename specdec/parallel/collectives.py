@@ -1,0 +1,72 @@
+"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class Collectives(Protocol):
+    """Every rank calls the same functions in the same order, with tensors of the same shapes.
+
+    name: what `describe()` calls them.
+    """
+
+    name: str
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in memory of its own; the same bits on every rank."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, …]: every rank's x."""
+
+    def from_first(self, x: torch.Tensor) -> None:
+        """Overwrite x, contiguous, with that of rank 0."""
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' values, place by place; on the host."""
+
+    def abort(self) -> None:
+        """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
+
+
+class GroupCollectives:
+    """By torch.distributed's default group."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: where the tensors are."""
+        self._device = device
+        self._size = dist.get_world_size()
+        self.name = "NCCL" if device.type == "cuda" else "gloo"
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives.sum`."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out)
+        return out
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives.gather`."""
+        out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous())
+        return out.view(self._size, *x.shape)
+
+    def from_first(self, x: torch.Tensor) -> None:
+        """See `Collectives.from_first`."""
+        dist.broadcast(x, src=0)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """See `Collectives.least`."""
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MIN)
+        return [int(value) for value in found.tolist()]
+
+    def abort(self) -> None:
+        """See `Collectives.abort`. gloo's calls fail by themselves when the other end of a connection is gone."""
+        if self._device.type != "cuda" or not dist.is_initialized():
+            return
+        backend: Any = dist.group.WORLD._get_backend(self._device)  # type: ignore[union-attr]
+        backend.abort()
