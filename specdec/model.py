@@ -47,8 +47,8 @@ from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions, Use
-from specdec.parallel.group import leave
 from specdec.parallel.ranks import Ranks
+from specdec.parallel.workers import Link
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -427,8 +427,8 @@ class SpeculativeModel:
             SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
         """
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
-        if self.ranks is not None:
-            leave(self.ranks)
+        if self.ranks is not None and isinstance(self.ranks.channel, Link):
+            self.ranks.channel.close()
         device = self.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)

@@ -7,18 +7,18 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 from transformers.utils import logging as transformers_logging
 
-from specdec.engine.ranked import FollowingEngine
+from specdec.errors import InvariantError
 from specdec.model import SpeculativeModel
 from specdec.parallel.group import join_group
-from specdec.parallel.inbox import Inbox
-from specdec.parallel.messages import Close, Failed, Load, Loaded, Started
+from specdec.parallel.inbox import Ear, Inbox
+from specdec.parallel.messages import Close, Done, Failed, Join, Load, Started
+from specdec.parallel.ranks import Ranks
 
 
 class SilentTokenizer:
@@ -36,8 +36,53 @@ class SilentTokenizer:
         return ""
 
 
+class Follower:
+    """The models of this rank, by number."""
+
+    def __init__(self, inbox: Inbox, join: Join) -> None:
+        """Join the group."""
+        self._inbox = inbox
+        self._rank, self._size = join.rank, join.size
+        self._device = torch.device(join.device, join.rank) if join.device == "cuda" else torch.device(join.device)
+        self._collectives = join_group(join.rank, join.size, self._device, join.rendezvous)
+        self._models: dict[int, SpeculativeModel] = {}
+
+    def run(self) -> None:
+        """Do what rank 0 does. It ends when rank 0 cuts the line, see `Inbox`."""
+        while True:
+            number, message = self._inbox.get()
+            if isinstance(message, Load):
+                self._load(number, message)
+            elif isinstance(message, Close):
+                self._models.pop(number).close()
+            else:
+                engine: Any = self._models[number].engine
+                with engine.ranks.together():
+                    engine.follow(message)
+
+    def _load(self, number: int, message: Load) -> None:
+        """Load this rank's share. What fails is told; what is next, rank 0 decides."""
+        ranks = Ranks(self._rank, self._size, self._device, self._collectives, Ear(self._inbox, number))
+        tokenizer = SilentTokenizer(message.text_ids)
+        try:
+            with ranks.together():
+                model = SpeculativeModel._loaded(
+                    message.target, message.draft, tokenizer, ranks, options=message.options
+                )
+        except Exception as error:
+            self._inbox.say(_failed(error))
+            return
+        self._models[number] = model
+        self._inbox.say(Done(number))
+
+
+def _failed(error: BaseException) -> Failed:
+    text = str(error) or "".join(traceback.format_exception_only(error)).strip()
+    return Failed(type(error).__name__, text)
+
+
 def main(descriptor: int, parent: int) -> None:
-    """Load a share and run rounds until rank 0 ends, or something fails, which rank 0 is told.
+    """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
 
     Args:
         descriptor: of the socket to rank 0. parent: its process id.
@@ -47,38 +92,13 @@ def main(descriptor: int, parent: int) -> None:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
         transformers_logging.set_verbosity_error()
         inbox.say(Started())
-        message = inbox.get()
-        if isinstance(message, Load):
-            follow(load(message, inbox), inbox)
+        _, join = inbox.get()
+        if not isinstance(join, Join):
+            raise InvariantError(f"rank 0 began with {type(join).__name__}")
+        Follower(inbox, join).run()
     except BaseException as error:
-        said = str(error) or "".join(traceback.format_exception_only(error)).strip()
-        inbox.say(Failed(type(error).__name__, said))
-        if not isinstance(error, Exception):
-            raise
+        inbox.say(_failed(error))
         os._exit(1)  # other threads may wait for ranks that are at another place
-    os._exit(0)
-
-
-def load(message: Load, inbox: Inbox) -> SpeculativeModel:
-    """Join the group and load this rank's share."""
-    options = message.options
-    on_cuda = torch.cuda.is_available() and str(options.device) != "cpu"
-    device = torch.device("cuda", message.rank) if on_cuda else torch.device("cpu")
-    ranks = join_group(message.rank, message.size, device, message.rendezvous, inbox)
-    build = partial(SpeculativeModel._loaded, message.target, message.draft, options=options)
-    with ranks.together():
-        model: SpeculativeModel = build(SilentTokenizer(message.text_ids), ranks)
-    inbox.say(Loaded())
-    return model
-
-
-def follow(model: SpeculativeModel, inbox: Inbox) -> None:
-    """Do what rank 0 does until it says that it is enough."""
-    engine: Any = model.engine
-    assert isinstance(engine, FollowingEngine)
-    while not isinstance(message := inbox.get(), Close):
-        with engine.ranks.together():
-            engine.follow(message)
 
 
 if __name__ == "__main__":

@@ -15,14 +15,17 @@ from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.execution.base import Drafter, Executor
-from specdec.parallel.inbox import Inbox
+from specdec.parallel.inbox import Ear
+from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import Abort, Forget, Launching, Run, Step, Submit
 from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import HeldInterrupt, Workers
+from specdec.parallel.workers import Link
 from specdec.requests.request import Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
@@ -43,7 +46,7 @@ def make_engine(
     if target.ranks is None:
         return Engine(*parts)
     ranks, channel = target.ranks, target.ranks.channel
-    return FollowingEngine(parts, ranks, channel) if isinstance(channel, Inbox) else LeadingEngine(parts, ranks, channel)
+    return FollowingEngine(parts, ranks, channel) if isinstance(channel, Ear) else LeadingEngine(parts, ranks, channel)
 
 
 def digest_of(target: TargetArrays) -> int:
@@ -57,9 +60,9 @@ def digest_of(target: TargetArrays) -> int:
 class LeadingEngine(Engine):
     """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
 
-    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, workers: Workers) -> None:
+    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, link: Link) -> None:
         self.ranks = ranks
-        self._workers = workers
+        self._link = link
         super().__init__(*parts, announce=self._tell)
 
     def submit(
@@ -76,14 +79,14 @@ class LeadingEngine(Engine):
         """
         self.check(token_ids, params)
         with self._all_ranks():
-            self._workers.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
+            self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
             return super().submit(token_ids, params, sample_index, eos_token_ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
         with self._all_ranks():
             try:
-                self._workers.send(Abort(list(request_ids)))
+                self._link.send(Abort(list(request_ids)))
             except RanksLostError:
                 self._forget_all()
             super().abort(request_ids)
@@ -91,17 +94,17 @@ class LeadingEngine(Engine):
     def forget_prefixes(self) -> None:
         """See `Engine.forget_prefixes`."""
         with self._all_ranks():
-            self._workers.send(Forget())
+            self._link.send(Forget())
             super().forget_prefixes()
 
     def step(self) -> list[Update]:
         """See `Engine.step`. Raises RanksLostError when a rank is lost."""
         with self._all_ranks():
-            self._workers.send(Step())
+            self._link.send(Step())
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]
             if ended and not self._lost:
-                self._workers.send(Abort(ended))
+                self._link.send(Abort(ended))
         return updates
 
     def run(self, function: str, *arguments: Any) -> Any:
@@ -110,13 +113,13 @@ class LeadingEngine(Engine):
         The first argument on each rank is its engine. Between two rounds only.
         """
         with self._all_ranks():
-            self._workers.send(Run(function, arguments))
+            self._link.send(Run(function, arguments))
             return named_function(function)(self, *arguments)
 
     @property
     def _lost(self) -> bool:
         try:
-            self._workers.check()
+            self._link.workers.check()
         except RanksLostError:
             return True
         return False
@@ -124,17 +127,17 @@ class LeadingEngine(Engine):
     @contextmanager
     def _all_ranks(self) -> Iterator[None]:
         """Whatever is begun here is done on every rank: no interrupt strikes in the middle."""
-        with HeldInterrupt(), self.ranks.together():
+        with HeldInterrupt(), self._link.workers.lock, self.ranks.together():
             yield
 
     def _tell(self, target: TargetArrays) -> None:
-        self._workers.send(Launching(digest_of(target)))
+        self._link.send(Launching(digest_of(target)))
 
     def _fail_round(self, error: Exception) -> None:
         found = error if isinstance(error, RanksLostError) else None
         if found is None:
-            found = self._workers.error(f"a round failed on rank 0 ({type(error).__name__}: {error})")
-        self._workers.give_up(str(found).partition("; the model cannot")[0])
+            found = self._link.workers.error(f"a round failed on rank 0 ({type(error).__name__}: {error})")
+        self._link.workers.give_up(str(found).partition("; the model cannot")[0])
         self.reported = [Update(request_id, [], "", error=_copy(found, error)) for request_id in self._requests]
         self._forget_all()
 
@@ -162,12 +165,29 @@ def named_function(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
+def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
+    """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
+
+    Counted with SPECDEC_CHECK=1; elsewhere 0. Ids may differ where logits are as good as equal, in half precision or
+    where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
+    """
+    if isinstance(engine, LeadingEngine):
+        return list(engine.run("specdec.engine.ranked:_gathered_differing"))
+    return _gathered_differing(engine)
+
+
+def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
+    ranks = engine.ranks
+    own = torch.tensor([ranks.count_differing()], dtype=torch.int64, device=ranks.device)
+    return [int(count) for count in ranks.collectives.gather(own).flatten().tolist()]
+
+
 class FollowingEngine(Engine):
     """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends."""
 
-    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, inbox: Inbox) -> None:
+    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, ear: Ear) -> None:
         self.ranks = ranks
-        self._inbox = inbox
+        self._ear = ear
         super().__init__(*parts, announce=self._compare)
 
     def follow(self, message: Any) -> None:
@@ -191,7 +211,7 @@ class FollowingEngine(Engine):
             raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
 
     def _compare(self, target: TargetArrays) -> None:
-        own, message = digest_of(target), self._inbox.get()
+        own, message = digest_of(target), self._ear.get()
         if message != Launching(own):
             raise RanksLostError(
                 f"the ranks disagree about a round: rank 0 says {message}, its digest here is {own} (rows "

@@ -28,7 +28,8 @@ class EagerExecutor:
         self.drafter = drafter
         device = target.hf_model.device
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
-        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device, target.ranks)
+        most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
+        self.reads = HostReads(most, device, target.ranks)
         self._vocab = self._draft_vocab()
 
     @property

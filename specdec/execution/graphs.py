@@ -100,7 +100,8 @@ class GraphExecutor:
         model = compiled_model(target.hf_model)
         self._target = target
         device = target.hf_model.device
-        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device, target.ranks)
+        most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
+        self.reads = HostReads(most, device, target.ranks)
         self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
+
+import torch
 
 from specdec.errors import ModelLoadError, RanksLostError, SpecdecError
 from specdec.loading.checkpoint import find_checkpoint
@@ -14,10 +17,10 @@ from specdec.loading.parallel import check_parallel
 from specdec.loading.progress import log
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
-from specdec.parallel.group import join_group, leave_group
-from specdec.parallel.messages import Load
+from specdec.parallel.group import join_group
+from specdec.parallel.messages import Join, Load
 from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import Workers
+from specdec.parallel.workers import Link, Workers, open_workers
 from specdec.requests.prompts import encode_prompts
 from specdec.target.selftest import SELF_TEST_TEXT
 
@@ -25,63 +28,77 @@ T = TypeVar("T")
 
 
 def load_on_all_ranks(load: Callable[[Any, Ranks], T], target: Any, draft: Any, options: LoadOptions) -> T:
-    """Start the other ranks, and call load(tokenizer, ranks) here while they do the same.
+    """Start the other ranks, unless they are, and call load(tokenizer, ranks) here while they do the same.
 
     Raises:
         InvalidInputError, ModelLoadError: it cannot be divided, see `check_parallel`; or a rank fails, which is named.
-        RanksLostError: a rank cannot even start.
     """
     device = check_parallel(target, draft, options)
     checkpoint = find_checkpoint(target, options.revision, options.trust_remote_code)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     (text_ids,) = ([],) if draft is None else encode_prompts(SELF_TEST_TEXT, tokenizer)
-    log.info("starting %d more ranks", options.tensor_parallel_size - 1)
-    workers = Workers(options.tensor_parallel_size)
+    message = Load(
+        _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
+    )
+    link = start_ranks(options.tensor_parallel_size, device)
+    ranks = Ranks(0, options.tensor_parallel_size, device, link.workers.collectives, link)
     try:
-        workers.wait_started()
-        return _load_beside(workers, load, tokenizer, device, _message(workers, target, draft, options, text_ids))
+        with link.workers.lock, link.workers.loading(), ranks.together():
+            link.send(message)
+            model = load(tokenizer, ranks)
+            link.workers.wait_loaded(link.number)
     except BaseException as error:
-        found = _blamed(workers, error)
-        workers.close()
-        leave_group()
+        found = _settled(link.workers, error)
+        link.close()
         if found is None:
             raise
         raise found from error
-
-
-def _load_beside(
-    workers: Workers, load: Callable[[Any, Ranks], T], tokenizer: Any, device: Any, message: Load
-) -> T:
-    for rank in range(1, message.size):
-        workers.send_to(rank, replace(message, rank=rank))
-    ranks = join_group(0, message.size, device, message.rendezvous, workers)
-    workers.on_loss(ranks.collectives.abort)
-    with ranks.together():
-        model = load(tokenizer, ranks)
-    workers.wait_loaded()
     return model
 
 
-def _message(workers: Workers, target: Any, draft: Any, options: LoadOptions, text_ids: list[int]) -> Load:
-    """For every rank but its number. A tokenizer stays here: only rank 0 has texts."""
-    named = None if draft is None else str(draft) if isinstance(draft, (str, Path)) else draft
-    meeting = f"{workers.folder}/meeting"
-    return Load(0, options.tensor_parallel_size, meeting, str(target), named, replace(options, tokenizer=None), text_ids)
+def _everywhere(name: str | Path) -> str:
+    """A name that means the same in a process that was started in another folder."""
+    return os.path.abspath(name) if os.path.isdir(name) else str(name)
 
 
-def _blamed(workers: Workers, error: BaseException) -> SpecdecError | None:
-    """The error of another rank that `error` here came from; None where it is this rank's own.
+def start_ranks(size: int, device: torch.device) -> Link:
+    """A link to the other ranks, which are started unless they are.
 
-    What all ranks refuse alike is raised here as it is.
+    Raises:
+        InvalidInputError: models of another number of ranks are open.
+        ModelLoadError: a rank does not start.
     """
-    if not isinstance(error, Exception) or isinstance(error, RanksLostError):
-        return ModelLoadError(str(error)) if isinstance(error, RanksLostError) else None
-    if isinstance(error, SpecdecError) and not isinstance(error, ModelLoadError):
+    workers, new = open_workers(size)
+    link = workers.new_link()
+    if not new:
+        return link
+    log.info("starting %d more ranks", size - 1)
+    try:
+        workers.wait_started()
+        meeting = f"{workers.folder}/meeting"
+        for rank in range(1, size):
+            workers.send((0, Join(rank, size, device.type, meeting)), rank)
+        workers.met(join_group(0, size, device, meeting))
+    except BaseException as error:
+        link.close()
+        if isinstance(error, RanksLostError):
+            raise ModelLoadError(f"a rank did not start: {error}") from error
+        raise
+    return link
+
+
+def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
+    """The error of another rank that `error` here came from, or None where it is this rank's own.
+
+    What all ranks refuse alike leaves them where they were. Otherwise they stand at different places: other models that
+    are open are lost, too.
+    """
+    if isinstance(error, SpecdecError) and workers.same_failures(type(error).__name__):
         return None
-    found = workers.found_loss()
-    if found is None or f": {type(error).__name__}: " in found:
-        return None
-    return ModelLoadError(f"cannot load on all ranks: {found}")
+    found = workers.found_failure() if isinstance(error, Exception) else None
+    workers.give_up(f"loading a model failed ({type(error).__name__}: {error})")
+    own = isinstance(error, SpecdecError) and not isinstance(error, (ModelLoadError, RanksLostError))
+    return None if found is None or own else ModelLoadError(f"cannot load on all ranks: {found}")
 
 
 def least_of_all(cache: Division, ranks: Ranks) -> Division:

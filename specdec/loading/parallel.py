@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from transformers import PreTrainedConfig
+from transformers.utils import is_accelerate_available
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.loading.auto_classes import AutoClass, model_class
@@ -20,6 +20,7 @@ from specdec.options import LoadOptions
 from specdec.parallel.plan import Plan, plan_of
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.shares import take_share
+from specdec.parallel.workers import are_open
 from specdec.target.probing import TargetProbe
 from specdec.values import short
 
@@ -39,8 +40,8 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
     for what, value in (("target", target), ("draft", draft)):
         if value is not None and not isinstance(value, (str, Path)):
             raise InvalidInputError(
-                f"{given}: {what}={short(value)} is an object of this process, and every rank loads its own share; give "
-                "its folder or hub name"
+                f"{given}: {what}={short(value)} is an object of this process, and every rank loads its own share; "
+                "give its folder or hub name"
             )
     _check_packages(given)
     if options.adapter is not None:
@@ -53,10 +54,10 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
             f"{given}, backend='batch_invariant': sums of more than two ranks may round by their order, which depends "
             "on the size of a batch; give tensor_parallel_size=2, or another backend"
         )
-    if dist.is_available() and dist.is_initialized():
+    if not are_open() and dist.is_available() and dist.is_initialized():
         raise InvalidInputError(
-            f"{given}: this process has a torch.distributed process group already (of another tensor-parallel model that "
-            "is not closed, or your own); close the model, or load in a process without a group"
+            f"{given}: this process has a torch.distributed process group of its own; load the model in a process "
+            "without one (destroy_process_group() ends it)"
         )
     return _first_device(options.device, size)
 
@@ -68,7 +69,7 @@ def _check_packages(given: str) -> None:
             f"{given} needs transformers >= {'.'.join(map(str, _OLDEST))}, which plans and reads shares; this is "
             f"{transformers.__version__}: pip install 'specdec-hf[parallel]'"
         )
-    if importlib.util.find_spec("accelerate") is None:
+    if not is_accelerate_available():
         raise ModelLoadError(f"{given} needs the package accelerate: pip install 'specdec-hf[parallel]'")
 
 

@@ -8,6 +8,9 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13's name, and the one before it."""
+
 
 class Collectives(Protocol):
     """Every rank calls the same functions in the same order, with tensors of the same shapes.
@@ -51,7 +54,7 @@ class GroupCollectives:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.gather`."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        dist.all_gather_into_tensor(out, x.contiguous())
+        _gather(out, x.contiguous())
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Joining and leaving the process group of one target."""
+"""Joining and leaving the process group of all ranks."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ import torch
 import torch.distributed as dist
 
 from specdec.parallel.collectives import Collectives, GroupCollectives
-from specdec.parallel.inbox import Inbox
-from specdec.parallel.ranks import Ranks, enter
-from specdec.parallel.workers import Workers
 
 _LONGEST_WAIT = timedelta(minutes=30)
-"""A rank that is lost is found in other ways, see `workers`. So long may one rank load or compile before another."""
+"""So long may one rank load or compile before another. A rank that is lost is found in other ways, see `workers`."""
 _DEFAULTS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """Of the environment, where it has nothing else. All ranks are on this machine, so gloo needs no name of it."""
 
 
-def join_group(
-    rank: int, size: int, device: torch.device, rendezvous: str, channel: Workers | Inbox
-) -> Ranks:
+def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> Collectives:
     """Meet the other ranks by a file that nobody else can write to. Returns once all are there."""
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -36,21 +31,10 @@ def join_group(
         timeout=_LONGEST_WAIT,
         device_id=device if on_cuda else None,
     )
-    collectives: Collectives = GroupCollectives(device)
-    ranks = Ranks(rank, size, device, collectives, channel)
-    enter(ranks)
-    return ranks
-
-
-def leave(ranks: Ranks) -> None:
-    """End the other ranks, on rank 0, and leave the group. Idempotent. Nobody is waited for."""
-    if isinstance(ranks.channel, Workers):
-        ranks.channel.close()
-    leave_group()
+    return GroupCollectives(device)
 
 
 def leave_group() -> None:
-    """Idempotent."""
-    enter(None)
+    """Idempotent. Nobody is waited for."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import deque
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
+
+from specdec.parallel.messages import Close
 
 _LOOK = 1.0
 """Seconds between two looks at whose child this process is: rank 0's socket may live on in another child of its."""
@@ -19,12 +22,17 @@ class Inbox:
     def __init__(self, connection: Connection, parent: int) -> None:
         """parent: process id of rank 0."""
         self._connection = connection
-        self._messages: SimpleQueue[Any] = SimpleQueue()
+        self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
+        self.later: deque[tuple[int, Any]] = deque()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
         threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
 
-    def get(self) -> Any:
-        """The next message; waits for it."""
+    def get(self) -> tuple[int, Any]:
+        """The number of a model and the next message to it; waits for it."""
+        return self.later.popleft() if self.later else self.next()
+
+    def next(self) -> tuple[int, Any]:
+        """The next message that has come, whatever was left for later."""
         return self._messages.get()
 
     def say(self, message: Any) -> None:
@@ -43,3 +51,19 @@ def _end_with(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(_LOOK)
     os._exit(0)
+
+
+class Ear:
+    """What one model of a worker hears."""
+
+    def __init__(self, inbox: Inbox, number: int) -> None:
+        self._inbox = inbox
+        self._number = number
+
+    def get(self) -> Any:
+        """The next message; waits for it. That another model is closed meanwhile is left for later."""
+        while True:
+            number, message = self._inbox.next()
+            if number == self._number or not isinstance(message, Close):
+                return message
+            self._inbox.later.append((number, message))

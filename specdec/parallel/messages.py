@@ -1,5 +1,7 @@
 """What rank 0 tells the other ranks, one way, and the few words that come back: plain dataclasses, pickled.
 
+To the others each goes with the number of the model that it is for.
+
 The connection is a socket pair between a process and its own child: nobody else can write to it.
 """
 
@@ -11,15 +13,22 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Load:
-    """Join the group and load. rank, size: whose place it is; rendezvous: a file that all ranks meet by.
-
-    target, draft, options: see `SpeculativeModel.from_pretrained`; text_ids: token ids of the head's self-test.
-    """
+class Join:
+    """Join the group, by a file that all ranks meet by. device: "cpu" or "cuda"."""
 
     rank: int
     size: int
+    device: str
     rendezvous: str
+
+
+@dataclass(frozen=True)
+class Load:
+    """Load a model. target, draft, options: see `SpeculativeModel.from_pretrained`.
+
+    text_ids: token ids of the head's self-test.
+    """
+
     target: str
     draft: str | None
     options: Any
@@ -70,22 +79,27 @@ class Run:
 
 @dataclass(frozen=True)
 class Close:
-    """End."""
+    """Close the model."""
 
 
 @dataclass(frozen=True)
 class Started:
-    """Back to rank 0: the process runs and can import everything."""
+    """Back to rank 0: the process runs, and everything could be imported."""
 
 
 @dataclass(frozen=True)
-class Loaded:
-    """Back to rank 0: the model is loaded."""
+class Done:
+    """Back to rank 0: the model of this number is loaded."""
+
+    number: int
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Back to rank 0: the last words of a rank. kind: the error's class; text: its message."""
+    """Back to rank 0: a load failed, or these are the last words of the rank. kind: the error's class."""
 
     kind: str
     text: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.text}"

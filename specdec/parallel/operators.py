@@ -33,7 +33,7 @@ def gather_ranks(x: torch.Tensor, size: int) -> torch.Tensor:
         SpecdecError: this rank runs alone.
     """
     found = ranks.current().collectives.gather(x)
-    return found.movedim(0, -2).reshape(*x.shape[:-1], -1)
+    return found.movedim(0, -2).reshape(*x.shape[:-1], size * x.shape[-1])
 
 
 @gather_ranks.register_fake

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from threading import get_ident
+from threading import local
 
 import torch
 
 from attention.checking import checking
 from specdec.errors import SpecdecError
 from specdec.parallel.collectives import Collectives
-from specdec.parallel.inbox import Inbox
-from specdec.parallel.workers import Workers
+from specdec.parallel.inbox import Ear
+from specdec.parallel.workers import Link
 
 _ALONE = (
     "a forward of a tensor-parallel model was called on one rank alone: every rank holds a part of its weights, and "
     "only the rounds of SpeculativeModel (generate, stream, …) run on all of them; load the model without "
     "tensor_parallel_size to call hf_model itself"
 )
-_current: Ranks | None = None
+_here = local()
 
 
 class Ranks:
@@ -33,32 +33,27 @@ class Ranks:
     """
 
     def __init__(
-        self, rank: int, size: int, device: torch.device, collectives: Collectives, channel: Workers | Inbox
+        self, rank: int, size: int, device: torch.device, collectives: Collectives, channel: Link | Ear
     ) -> None:
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives
         self.channel = channel
-        self._holder: int | None = None
         self._differing: torch.Tensor | None = None
 
     @contextmanager
     def together(self) -> Iterator[None]:
         """While all ranks run the same: only then, and on this thread, forwards are allowed."""
-        before, self._holder = self._holder, get_ident()
+        before = getattr(_here, "ranks", None)
+        _here.ranks = self
         try:
             yield
         finally:
-            self._holder = before
+            _here.ranks = before
 
     def check_alive(self) -> None:
         """Raises RanksLostError once a rank is lost; called while the host waits for the device."""
-        if isinstance(self.channel, Workers):
-            self.channel.check()
-
-    def check_together(self) -> None:
-        """Raises SpecdecError when a forward was called on this rank alone, which would wait for the others forever."""
-        if self._holder != get_ident():
-            raise SpecdecError(_ALONE)
+        if isinstance(self.channel, Link):
+            self.channel.workers.check()
 
     def share(self, ids: torch.Tensor) -> None:
         """Overwrite ids, contiguous int64 on the device, with those of rank 0.
@@ -83,19 +78,13 @@ class Ranks:
         return 0 if self._differing is None else int(self._differing)
 
 
-def enter(ranks: Ranks | None) -> None:
-    """From now on operators of this process use these ranks; None: there are none any more."""
-    global _current
-    _current = ranks
-
-
 def current() -> Ranks:
-    """The ranks of this process, which all run the same now.
+    """The ranks that run the same now, on this thread.
 
     Raises:
-        SpecdecError: there are none any more, or this rank runs alone.
+        SpecdecError: this rank runs alone, and would wait for the others forever.
     """
-    if _current is None:
-        raise SpecdecError("a share of a tensor-parallel model was run after close()")
-    _current.check_together()
-    return _current
+    found: Ranks | None = getattr(_here, "ranks", None)
+    if found is None:
+        raise SpecdecError(_ALONE)
+    return found

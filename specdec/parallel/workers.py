@@ -1,8 +1,9 @@
-"""The processes of ranks 1 … N-1, on the side of rank 0: started, told what to do, watched, and ended with it.
+"""The processes of ranks 1 … N-1, on the side of rank 0: told what to do, watched, and ended with it.
 
-Calls go one way, over a socket pair with each process; nobody answers them. What comes back are a process's first words
-(it is loaded) and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next call
-raises RanksLostError, and what waits for the process on the device is aborted.
+There is one set of them in a process, however many tensor-parallel models are open: torch has one default group. Calls
+go one way, over a socket pair with each process; nobody answers them. What comes back are a process's first words, that
+it has loaded, and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next
+call raises RanksLostError, and what waits for the process on the device is aborted.
 
 The processes run `python -m specdec.worker`: nothing of the user's program is imported there. They have a session of
 their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0 ended.
@@ -11,257 +12,234 @@ their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their so
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import shutil
-import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
+from contextlib import contextmanager
 from typing import Any
 
-from specdec.errors import RanksLostError
-from specdec.parallel.messages import Close, Failed, Loaded, Started
+from specdec.errors import InvalidInputError, RanksLostError
+from specdec.parallel.collectives import Collectives
+from specdec.parallel.group import leave_group
+from specdec.parallel.messages import Close
+from specdec.parallel.processes import Process, Watched, end, start
 
 _LAST_WORDS = 2.0
 """Seconds in which a process that fails says why, once something failed here because of it."""
-_GRACE = 2.0
-"""Seconds for a process to end by itself at `close`."""
 _AGAIN = "; the model cannot be used any more: load it again"
-
-
-@dataclass
-class Worker:
-    """One process: what it said, and why it is lost, or None."""
-
-    rank: int
-    process: subprocess.Popen[bytes]
-    connection: Connection
-    started: bool = False
-    loaded: bool = False
-    failed: Failed | None = None
-    lost: str | None = None
-
-
-@dataclass
-class _Shared:
-    """What the reading threads change. They hold no reference to `Workers`, which can become garbage."""
-
-    workers: list[Worker]
-    changed: threading.Condition = field(default_factory=threading.Condition)
-    closing: bool = False
-    abort: Callable[[], None] | None = None
+_open: Workers | None = None
 
 
 class Workers:
-    """The processes of ranks 1 … N-1."""
+    """The processes of ranks 1 … N-1, shared by the models of this process.
+
+    Attributes:
+        size: N. folder: for files of theirs, removed at the end.
+        lock: held while all ranks do something: models take turns.
+        collectives: what carries sums between them and this process, once they have met.
+    """
+
+    collectives: Collectives
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they can be told to load."""
+        """Start them; `wait_started` waits until they can be told something."""
+        self.size = size
+        self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
         self._broken: str | None = None
-        self._shared = _Shared([_start(rank, size) for rank in range(1, size)])
-        self._end = weakref.finalize(self, _end, self._shared, self.folder, os.getpid())
-        self._end.atexit = False
-        _registered.add(self)
-        for worker in self._shared.workers:
-            threading.Thread(target=_listen, args=(worker, self._shared), name="rank", daemon=True).start()
+        self._numbers: set[int] = set()
+        self._next = 0
+        self._closed: deque[int] = deque()
+        self._watched = Watched([start(rank) for rank in range(1, size)])
+        self._watched.listen()
+        self._owner = os.getpid()
 
     @property
     def pids(self) -> list[int]:
         """Of the processes, by rank."""
-        return [worker.process.pid for worker in self._shared.workers]
+        return [each.process.pid for each in self._watched.processes]
 
     def wait_started(self) -> None:
         """Raises RanksLostError when one ends instead."""
-        self._wait(lambda worker: worker.started)
+        self._wait(lambda process: process.started)
 
-    def wait_loaded(self) -> None:
-        """Raises RanksLostError when one fails instead."""
-        self._wait(lambda worker: worker.loaded)
+    def wait_loaded(self, number: int) -> None:
+        """Until every process has loaded this model. Raises RanksLostError when one fails instead."""
+        self._wait(lambda process: number in process.loaded)
 
-    def on_loss(self, abort: Callable[[], None]) -> None:
-        """Call `abort`, on another thread, when a process is lost."""
-        self._shared.abort = abort
+    def met(self, collectives: Collectives) -> None:
+        """They have met; calls that wait for a lost process are to fail."""
+        self.collectives = collectives
+        self._watched.abort = collectives.abort
 
-    def send(self, message: Any) -> None:
-        """Tell all. Raises RanksLostError when one is gone."""
-        self.check()
-        for worker in self._shared.workers:
-            self.send_to(worker.rank, message)
-
-    def send_to(self, rank: int, message: Any) -> None:
-        """Tell one. Raises RanksLostError when it is gone."""
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While all ranks load: one that fails is ended after a while, should this one wait for it."""
+        self._watched.loading = object()
         try:
-            self._shared.workers[rank - 1].connection.send(message)
-        except (OSError, ValueError) as error:
-            raise self.error(f"its connection failed: {error}") from error
+            yield
+        finally:
+            with self._watched.changed:
+                self._watched.loading = None
+
+    def new_link(self) -> Link:
+        """For one more model."""
+        link = Link(self, self._next)
+        self._numbers.add(link.number)
+        self._next += 1
+        return link
+
+    @property
+    def num_open(self) -> int:
+        """Links that are not closed."""
+        return len(self._numbers)
+
+    def send(self, message: Any, rank: int | None = None) -> None:
+        """Tell all of them, or one. Raises RanksLostError when one is gone."""
+        self.check()
+        while self._closed:
+            self._send((self._closed.popleft(), Close()), None)
+        self._send(message, rank)
+
+    def _send(self, message: Any, rank: int | None) -> None:
+        for process in self._watched.processes:
+            if rank not in (None, process.rank):
+                continue
+            try:
+                process.connection.send(message)
+            except (OSError, ValueError) as error:
+                raise self.error(f"the connection to {process} failed ({error})") from error
 
     def check(self) -> None:
         """Raises RanksLostError once a process is lost, or the ranks do not stand at the same place any more."""
         if self._broken is not None:
-            raise RanksLostError(self._broken)
-        for worker in self._shared.workers:
-            if worker.lost is not None:
-                raise RanksLostError(f"{_words(worker)}{_AGAIN}")
+            raise RanksLostError(self._broken + _AGAIN)
+        for process in self._watched.processes:
+            if process.lost is not None:
+                raise RanksLostError(f"{process} is lost: {process.lost}{_AGAIN}")
 
     def give_up(self, reason: str) -> None:
         """End the processes: from now on `check` raises RanksLostError with this reason. The first one stays."""
         if self._broken is None:
-            self._broken = f"{reason}{_AGAIN}"
-        self._end()
+            self._broken = reason
+        self.end()
 
     def error(self, instead: str) -> RanksLostError:
         """Why something just failed here: the last words of a rank, which come shortly, or `instead`."""
-        found = self.found_loss()
-        return RanksLostError(f"{instead if found is None else found}{_AGAIN}")
+        return RanksLostError((self.found_loss() or instead) + _AGAIN)
 
     def found_loss(self) -> str | None:
-        """Which rank failed and how, if one did; waits for its last words."""
+        """Which rank is lost and how, if one is; waits for its last words."""
+        found = self._first(lambda process: process.lost is not None)
+        return None if found is None else f"{found} is lost: {found.lost}"
+
+    def same_failures(self, kind: str) -> bool:
+        """Whether a load fails on every other rank, too, with an error of this class. Waits shortly."""
+        for process in self._watched.processes:
+            self._first(lambda each, own=process: each is own and each.failed is not None)  # type: ignore[misc]
+        failures = [process.failed for process in self._watched.processes]
+        for process in self._watched.processes:
+            process.failed = None
+        return all(failed is not None and failed.kind == kind for failed in failures)
+
+    def found_failure(self) -> str | None:
+        """Which rank said that a load failed there, and how; waits shortly."""
+        found = self._first(lambda process: process.failed is not None or process.lost is not None)
+        return None if found is None else f"{found}: {found.failed or found.lost}"
+
+    def close_link(self, number: int) -> None:
+        """One model less; without any the processes end. Idempotent.
+
+        The garbage collector may call it in the midst of a message to another model: it is told before the next one.
+        """
+        if number not in self._numbers:
+            return
+        self._numbers.discard(number)
+        self._closed.append(number)
+        if not self._numbers:
+            self.end()
+
+    def end(self) -> None:
+        """End the processes, and leave the group. Idempotent; nothing in a forked copy of their parent."""
+        global _open
+        if os.getpid() != self._owner:
+            return
+        self._broken = self._broken or "the model is closed"
+        end(self._watched)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if _open is self:
+            _open = None
+            leave_group()
+
+    def _first(self, ready: Callable[[Process], bool]) -> Process | None:
+        """The first of which that is true; waits for it."""
         deadline = time.monotonic() + _LAST_WORDS
-        with self._shared.changed:
-            while (left := deadline - time.monotonic()) > 0:
-                lost = [worker for worker in self._shared.workers if worker.lost is not None]
-                if lost:
-                    return _words(lost[0])
-                self._shared.changed.wait(left)
-        return None
+        with self._watched.changed:
+            while True:
+                found = next(filter(ready, self._watched.processes), None)
+                left = deadline - time.monotonic()
+                if found is not None or left <= 0:
+                    return found
+                self._watched.changed.wait(left)
+
+    def _wait(self, ready: Callable[[Process], bool]) -> None:
+        with self._watched.changed:
+            while not all(map(ready, self._watched.processes)):
+                self.check()
+                failed = next((each for each in self._watched.processes if each.failed is not None), None)
+                if failed is not None:
+                    raise RanksLostError(f"{failed}: {failed.failed}{_AGAIN}")
+                self._watched.changed.wait(0.5)
+
+
+class Link:
+    """What one model says to the other ranks. Closed with the model, or when nobody has the model any more."""
+
+    def __init__(self, workers: Workers, number: int) -> None:
+        """number: of the model, the same on every rank."""
+        self.workers = workers
+        self.number = number
+        self._close = weakref.finalize(self, workers.close_link, number)
+        self._close.atexit = False
+
+    def send(self, message: Any) -> None:
+        """Tell all. Raises RanksLostError when one is gone."""
+        self.workers.send((self.number, message))
 
     def close(self) -> None:
-        """End them. Idempotent."""
-        if self._broken is None:
-            self._broken = "the model is closed"
-        self._end()
-
-    def _wait(self, ready: Callable[[Worker], bool]) -> None:
-        with self._shared.changed:
-            while not all(map(ready, self._shared.workers)):
-                self.check()
-                self._shared.changed.wait(0.5)
+        """Idempotent."""
+        self._close()
 
 
-_registered: weakref.WeakSet[Workers] = weakref.WeakSet()
+def open_workers(size: int) -> tuple[Workers, bool]:
+    """The processes of this process's models, started unless they are; and whether they were started now.
+
+    Raises:
+        InvalidInputError: there are models among another number of ranks.
+    """
+    global _open
+    if _open is not None and are_open():
+        if _open.size == size:
+            return _open, False
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: models with tensor_parallel_size={_open.size} are open in this process; "
+            "close them first, or give the same size"
+        )
+    _open = Workers(size)
+    return _open, True
+
+
+def are_open() -> bool:
+    """Whether this process has such processes."""
+    return _open is not None and _open._owner == os.getpid()
 
 
 @atexit.register
-def _close_all() -> None:
-    for workers in list(_registered):
-        workers.close()
-
-
-def _start(rank: int, size: int) -> Worker:
-    ours, theirs = socket.socketpair()
-    with theirs:
-        variables = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "LOCAL_RANK": str(rank),
-        }
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "specdec.worker", str(theirs.fileno()), str(os.getpid())],
-            env=variables,
-            pass_fds=[theirs.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-    return Worker(rank, process, Connection(ours.detach()))
-
-
-def _listen(worker: Worker, shared: _Shared) -> None:
-    """Read what one process says until it ends."""
-    while True:
-        try:
-            message = worker.connection.recv()
-        except (EOFError, OSError):
-            break
-        with shared.changed:
-            worker.started |= isinstance(message, Started)
-            worker.loaded |= isinstance(message, Loaded)
-            if isinstance(message, Failed):
-                worker.failed = message
-            shared.changed.notify_all()
-    code = worker.process.wait()
-    with shared.changed:
-        if not shared.closing:
-            worker.lost = f"{worker.failed.kind}: {worker.failed.text}" if worker.failed else _ending(code)
-        shared.changed.notify_all()
-    if worker.lost is not None and shared.abort is not None:
-        shared.abort()
-
-
-def _words(worker: Worker) -> str:
-    return f"rank {worker.rank} (process {worker.process.pid}) is lost: {worker.lost}"
-
-
-def _ending(code: int) -> str:
-    """How a process ended.
-
-    >>> _ending(-9), _ending(3)
-    ('it was killed by SIGKILL', 'it ended with exit code 3')
-    """
-    return f"it was killed by {signal.Signals(-code).name}" if code < 0 else f"it ended with exit code {code}"
-
-
-def _end(shared: _Shared, folder: str, owner: int) -> None:
-    """End all processes of this one; in a forked copy of it they are not its own."""
-    if os.getpid() != owner:
-        return
-    shared.closing = True
-    for worker in shared.workers:
-        with contextlib.suppress(OSError, ValueError):
-            worker.connection.send(Close())
-    deadline = time.monotonic() + _GRACE
-    for worker in shared.workers:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            worker.process.wait(max(deadline - time.monotonic(), 0))
-        if worker.process.poll() is None:
-            worker.process.kill()
-            worker.process.wait()
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-class HeldInterrupt:
-    """A with-block that Ctrl-C does not strike: it is raised at the end. All ranks must come to the same place.
-
-    A second Ctrl-C strikes at once. On other threads than the main one, which no Ctrl-C strikes, it does nothing.
-    """
-
-    def __init__(self) -> None:
-        self._before: Any = None
-        self._here = threading.current_thread() is threading.main_thread()
-        self._held = False
-
-    def __enter__(self) -> HeldInterrupt:
-        if self._here:
-            self._before = signal.signal(signal.SIGINT, self._note)
-        return self
-
-    def _note(self, number: int, frame: Any) -> None:
-        if self._held:
-            raise KeyboardInterrupt
-        self._held = True
-
-    def __exit__(self, *error: object) -> None:
-        if not self._here:
-            return
-        signal.signal(signal.SIGINT, signal.SIG_DFL if self._before is None else self._before)
-        if self._held:
-            signal.raise_signal(signal.SIGINT)
-
-
-@contextlib.contextmanager
-def ended_on_error(workers: Workers) -> Iterator[None]:
-    """End the processes when the block raises."""
-    try:
-        yield
-    except BaseException:
-        workers.close()
-        raise
+def _end_at_exit() -> None:
+    if _open is not None:
+        _open.end()
