@@ -54,7 +54,8 @@ class Follower:
             if isinstance(message, Load):
                 self._load(number, message)
             elif isinstance(message, Close):
-                self._models.pop(number).close()
+                if number in self._models:  # else its load failed
+                    self._models.pop(number).close()
             else:
                 engine: Any = self._models[number].engine
                 with engine.ranks.together():

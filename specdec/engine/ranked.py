@@ -103,7 +103,7 @@ class LeadingEngine(Engine):
             self._link.send(Step())
             updates = super().step()
             ended = [update.request_id for update in updates if update.last and _by_text(update)]
-            if ended and not self._lost:
+            if ended and not self._link.workers.is_lost:
                 self._link.send(Abort(ended))
         return updates
 
@@ -116,14 +116,6 @@ class LeadingEngine(Engine):
             self._link.send(Run(function, arguments))
             return named_function(function)(self, *arguments)
 
-    @property
-    def _lost(self) -> bool:
-        try:
-            self._link.workers.check()
-        except RanksLostError:
-            return True
-        return False
-
     @contextmanager
     def _all_ranks(self) -> Iterator[None]:
         """Whatever is begun here is done on every rank: no interrupt strikes in the middle."""
@@ -134,11 +126,9 @@ class LeadingEngine(Engine):
         self._link.send(Launching(digest_of(target)))
 
     def _fail_round(self, error: Exception) -> None:
-        found = error if isinstance(error, RanksLostError) else None
-        if found is None:
-            found = self._link.workers.error(f"a round failed on rank 0 ({type(error).__name__}: {error})")
-        self._link.workers.give_up(str(found).partition("; the model cannot")[0])
-        self.reported = [Update(request_id, [], "", error=_copy(found, error)) for request_id in self._requests]
+        reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({type(error).__name__}: {error})"
+        lost = self._link.workers.give_up(reason)
+        self.reported = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
         self._forget_all()
 
     def _forget_all(self) -> None:

@@ -8,12 +8,16 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from specdec.errors import RanksLostError
+
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
 
 
 class Collectives(Protocol):
     """Every rank calls the same functions in the same order, with tensors of the same shapes.
+
+    All of them raise RanksLostError when another rank does not take part any more.
 
     name: what `describe()` calls them.
     """
@@ -36,6 +40,20 @@ class Collectives(Protocol):
         """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
 
 
+class _named:
+    """A with-block in which torch's error about a rank that is gone becomes ours.
+
+    It is a RuntimeError there, like anything that a model may raise.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RanksLostError(f"another rank is gone ({error})") from error
+
+
 class GroupCollectives:
     """By torch.distributed's default group."""
 
@@ -48,23 +66,27 @@ class GroupCollectives:
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.sum`."""
         out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(out)
+        with _named():
+            dist.all_reduce(out)
         return out
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.gather`."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
-        _gather(out, x.contiguous())
+        with _named():
+            _gather(out, x.contiguous())
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:
         """See `Collectives.from_first`."""
-        dist.broadcast(x, src=0)
+        with _named():
+            dist.broadcast(x, src=0)
 
     def least(self, values: Sequence[int]) -> list[int]:
         """See `Collectives.least`."""
         found = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MIN)
+        with _named():
+            dist.all_reduce(found, dist.ReduceOp.MIN)
         return [int(value) for value in found.tolist()]
 
     def abort(self) -> None:

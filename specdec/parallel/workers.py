@@ -113,7 +113,7 @@ class Workers:
             try:
                 process.connection.send(message)
             except (OSError, ValueError) as error:
-                raise self.error(f"the connection to {process} failed ({error})") from error
+                raise self.give_up(self.found_loss() or f"the connection to {process} failed ({error})") from error
 
     def check(self) -> None:
         """Raises RanksLostError once a process is lost, or the ranks do not stand at the same place any more."""
@@ -123,18 +123,24 @@ class Workers:
             if process.lost is not None:
                 raise RanksLostError(f"{process} is lost: {process.lost}{_AGAIN}")
 
-    def give_up(self, reason: str) -> None:
-        """End the processes: from now on `check` raises RanksLostError with this reason. The first one stays."""
+    @property
+    def is_lost(self) -> bool:
+        """Whether `check` raises."""
+        return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
+
+    def give_up(self, reason: str) -> RanksLostError:
+        """End the processes: from now on `check` raises RanksLostError with this reason. The first one stays.
+
+        Returns:
+            What `check` raises.
+        """
         if self._broken is None:
             self._broken = reason
         self.end()
-
-    def error(self, instead: str) -> RanksLostError:
-        """Why something just failed here: the last words of a rank, which come shortly, or `instead`."""
-        return RanksLostError((self.found_loss() or instead) + _AGAIN)
+        return RanksLostError(self._broken + _AGAIN)
 
     def found_loss(self) -> str | None:
-        """Which rank is lost and how, if one is; waits for its last words."""
+        """Why something just failed here: which rank is lost and how, if one is; waits for its last words."""
         found = self._first(lambda process: process.lost is not None)
         return None if found is None else f"{found} is lost: {found.lost}"
 
@@ -143,9 +149,11 @@ class Workers:
         for process in self._watched.processes:
             self._first(lambda each, own=process: each is own and each.failed is not None)  # type: ignore[misc]
         failures = [process.failed for process in self._watched.processes]
+        if not all(failed is not None and failed.kind == kind for failed in failures):
+            return False
         for process in self._watched.processes:
             process.failed = None
-        return all(failed is not None and failed.kind == kind for failed in failures)
+        return True
 
     def found_failure(self) -> str | None:
         """Which rank said that a load failed there, and how; waits shortly."""
@@ -223,6 +231,8 @@ def open_workers(size: int) -> tuple[Workers, bool]:
         InvalidInputError: there are models among another number of ranks.
     """
     global _open
+    if _open is not None and are_open() and _open.is_lost:
+        _open.end()
     if _open is not None and are_open():
         if _open.size == size:
             return _open, False

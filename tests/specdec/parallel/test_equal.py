@@ -46,7 +46,9 @@ def compare(target: Any, draft: Any, prompts: Any, **options: Any) -> Any:
         right = session(one, prompts)
     with SpeculativeModel.from_pretrained(target, draft, device="cpu", tensor_parallel_size=2, **options) as two:
         found = session(two, prompts)
-        assert two.hf_model.config.num_attention_heads > two.target.runner.runners[0].group.attention_specs[0].num_q_heads
+        assert (
+            two.hf_model.config.num_attention_heads > two.target.runner.runners[0].group.attention_specs[0].num_q_heads
+        )
         assert differing_ids(two.engine) == [0, 0]
     assert found == right
     return found[-1]

@@ -123,7 +123,7 @@ def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], eve
         (pid,) = pids_of(own)
         os.kill(pid, signal.SIGKILL)
         started = time.monotonic()
-        while not own.engine._lost and time.monotonic() - started < SOON:
+        while not own.ranks.channel.workers.is_lost and time.monotonic() - started < SOON:
             time.sleep(0.01)
         with pytest.raises(RanksLostError, match=rf"rank 1 \(process {pid}\) is lost: it was killed by SIGKILL"):
             own.generate(PROMPT, PARAMS)
