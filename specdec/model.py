@@ -21,7 +21,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback, MtpConvention
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
-from specdec.engine.ranked import make_engine
+from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
 from specdec.engine.stats import EngineStats
@@ -577,6 +577,23 @@ class SpeculativeModel:
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
             self.self_test_error = self_test(self.target)
         return self.self_test_error
+
+    def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
+
+        Raises:
+            InvalidInputError: no tokens, or an id outside the vocabulary.
+            RanksLostError: a rank is lost.
+        """
+        self._shared.check_open()
+        largest = self.target.num_embeddings - 1
+        if not len(token_ids) or not all(0 <= token <= largest for token in token_ids):
+            raise InvalidInputError(f"own_logits: give at least one token id, all in 0 … {largest}")
+        with self._shared.between_rounds():
+            if isinstance(self.engine, LeadingEngine):
+                found: torch.Tensor = self.engine.run("specdec.engine.ranked:own_logits", list(token_ids))
+                return found
+            return own_logits(self.engine, token_ids)
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""

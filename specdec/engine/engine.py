@@ -49,6 +49,7 @@ class Engine:
     last token that was reported.
 
     Attributes:
+        target: what it runs.
         config: its sizes and limits.
         reported: what the last round reported. It is set in one assignment: the moment at which the round counts.
         executor: how rounds run on the device; `use` replaces it.
@@ -74,6 +75,7 @@ class Engine:
         self._announce = announce
         self.reported: list[Update] = []
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self.target = target
         self._drafter = drafter
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters()

@@ -155,6 +155,15 @@ def named_function(name: str) -> Any:
     return getattr(import_module(module), function)
 
 
+def own_logits(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
+    """[T, V]: what the target's own forward says after each of these tokens; of several ranks all must call it."""
+    model = engine.target.hf_model
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+    return logits
+
+
 def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
     """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
 
