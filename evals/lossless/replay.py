@@ -29,8 +29,8 @@ class Replay:
 
     @classmethod
     def of(cls, model: Any) -> Replay:
-        """Of a SpeculativeModel. One with several ranks has a share of its weights here: its checkpoint is read again."""
-        if model.ranks is None:
+        """Of a SpeculativeModel. With several ranks its checkpoint is read again: here is a share of its weights."""
+        if getattr(model, "ranks", None) is None:
             return cls(model.hf_model)
         checkpoint = model.checkpoint
         whole = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=model.dtype, **checkpoint.options)

@@ -94,7 +94,8 @@ def _facts(model: Any) -> dict[str, Any]:
 
 def _whose(model: Any) -> str:
     """Which part of the weights this process holds, in words; "" for all of them."""
-    return "" if model.ranks is None else f"rank {model.ranks.rank} of {model.ranks.size}: "
+    ranks = getattr(model, "ranks", None)
+    return "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "
 
 
 def _text_sha256(text: Any) -> str | None:

@@ -32,6 +32,9 @@ from specdec.requests.text import Tokenizer
 from specdec.rounds.verification import TargetArrays
 from specdec.target.target import Target
 
+Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor]
+"""What an engine is made of."""
+
 
 def make_engine(
     target: Target,
@@ -42,7 +45,7 @@ def make_engine(
     executor: Executor,
 ) -> Engine:
     """The engine of a target, by the ranks that it is divided among."""
-    parts = (target, drafter, tokenizer, config, eos_token_ids, executor)
+    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor)
     if target.ranks is None:
         return Engine(*parts)
     ranks, channel = target.ranks, target.ranks.channel
@@ -60,10 +63,10 @@ def digest_of(target: TargetArrays) -> int:
 class LeadingEngine(Engine):
     """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
 
-    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, link: Link) -> None:
+    def __init__(self, parts: Parts, ranks: Ranks, link: Link) -> None:
         self.ranks = ranks
         self._link = link
-        super().__init__(*parts, announce=self._tell)
+        super().__init__(*parts, self._tell)
 
     def submit(
         self,
@@ -184,10 +187,10 @@ def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
 class FollowingEngine(Engine):
     """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends."""
 
-    def __init__(self, parts: tuple[Any, ...], ranks: Ranks, ear: Ear) -> None:
+    def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
         self.ranks = ranks
         self._ear = ear
-        super().__init__(*parts, announce=self._compare)
+        super().__init__(*parts, self._compare)
 
     def follow(self, message: Any) -> None:
         """Do what rank 0 does.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from specdec.errors import ModelLoadError, RanksLostError, SpecdecError
+from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError
 from specdec.loading.checkpoint import find_checkpoint
 from specdec.loading.groups import Division
 from specdec.loading.parallel import check_parallel
@@ -36,7 +37,7 @@ def load_on_all_ranks(load: Callable[[Any, Ranks], T], target: Any, draft: Any, 
     device = check_parallel(target, draft, options)
     checkpoint = find_checkpoint(target, options.revision, options.trust_remote_code)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
-    (text_ids,) = ([],) if draft is None else encode_prompts(SELF_TEST_TEXT, tokenizer)
+    text_ids = [] if draft is None else _text_ids(tokenizer)
     message = Load(
         _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
     )
@@ -54,6 +55,13 @@ def load_on_all_ranks(load: Callable[[Any, Ranks], T], target: Any, draft: Any, 
             raise
         raise found from error
     return model
+
+
+def _text_ids(tokenizer: Any) -> list[int]:
+    """Of the head's self-test; none where this tokenizer cannot encode it, which a head that needs them says itself."""
+    with suppress(InvalidInputError):
+        return encode_prompts(SELF_TEST_TEXT, tokenizer)[0]
+    return []
 
 
 def _everywhere(name: str | Path) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.utils import is_accelerate_available
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
@@ -63,11 +63,11 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
 
 
 def _check_packages(given: str) -> None:
-    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    version = tuple(int(part) for part in transformers_version.split(".")[:2])
     if version < _OLDEST:
         raise ModelLoadError(
             f"{given} needs transformers >= {'.'.join(map(str, _OLDEST))}, which plans and reads shares; this is "
-            f"{transformers.__version__}: pip install 'specdec-hf[parallel]'"
+            f"{transformers_version}: pip install 'specdec-hf[parallel]'"
         )
     if not is_accelerate_available():
         raise ModelLoadError(f"{given} needs the package accelerate: pip install 'specdec-hf[parallel]'")
@@ -128,7 +128,7 @@ def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
             "give a checkpoint in bfloat16, float16 or float32"
         )
     kind = model_class(config, found)
-    if kind is transformers.PreTrainedModel:
+    if kind is PreTrainedModel:
         raise UnsupportedModelError(
             f"tensor_parallel_size={size}: model_type={config.model_type!r} is code of its checkpoint, for which there "
             "is no plan"

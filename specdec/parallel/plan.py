@@ -88,6 +88,8 @@ def plan_of(model: Any, size: int) -> Plan:
     for pattern, module in own.items():
         if hasattr(module, "o_proj"):
             kv_cut |= _divide_attention(name, pattern, module, styles, size)
+        elif _is_fused_pair(module, f"{pattern}.gate_up_proj", f"{pattern}.down_proj", given):
+            styles |= {f"{pattern}.gate_up_proj": "packed_colwise", f"{pattern}.down_proj": _BY_INPUT}
         elif type(module).__name__ == "GptOssExperts":
             styles |= {f"{pattern}.{part}": style for part, style in _GPT_OSS_EXPERTS.items()} | {pattern: _EXPERTS}
     _leave_uneven_whole(model, styles, size)
@@ -104,6 +106,15 @@ def _pattern(model: Any, name: str) -> str:
     decoder = model.get_decoder()
     prefix = next((n for n, m in model.named_modules() if m is decoder), "")
     return pattern_of(f"{prefix}.{name}" if prefix else name)
+
+
+def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
+    """Whether a feed-forward part has gate and up in one projection, which transformers' plan gathers behind it.
+
+    Divided in two halves each, it needs no gather: its forward parts what it gets in the middle.
+    """
+    linear = all(type(getattr(module, part, None)) is nn.Linear for part in ("gate_up_proj", "down_proj"))
+    return linear and (given.get(up), given.get(down)) == ("colwise_gather_output", "rowwise_split_input")
 
 
 def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:
