@@ -1,4 +1,4 @@
-"""Every type of the sweep among two ranks: the logits of the shares against those of the whole model, in float32 on CPUs.
+"""Every type of the sweep among two ranks: logits of the shares against those of the whole model, float32, on CPUs.
 
     python -m benchmarks.sweep_parallel --out benchmarks/results/sweep-parallel.json
 

@@ -48,7 +48,6 @@ from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabular
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import Link
 from specdec.requests.generation_config import eos_ids
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -135,6 +134,8 @@ class SpeculativeModel:
         """
         loop = None if head is None else head.draft_loop(loop_limits(config))
         choice = choose_graphs(backend, loop, cuda_graphs, uncapturable(probed))
+        if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
+            choice = replace(choice, required=choice.wanted)
         self.hf_model: PreTrainedModel = probed.model
         self.tokenizer = tokenizer
         self.head = head
@@ -421,15 +422,18 @@ class SpeculativeModel:
 
         Requests and streams that are not finished raise ClosedModelError, after what was reported to them before. Waits
         for a round or a forward that runs on another thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and what
-        the self-test found stay readable.
+        the self-test found stay readable. Of a tensor-parallel model the other ranks' processes end; where a GPU waits
+        for a lost one, nothing can be freed before this process ends.
 
         Raises:
             SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
         """
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
-        if self.ranks is not None and isinstance(self.ranks.channel, Link):
-            self.ranks.channel.close()
+        if self.ranks is not None:
+            self.ranks.close()
         device = self.device
+        if device.type == "cuda" and self.ranks is not None and self.ranks.lost:
+            return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if [vars(self).pop(name) for name in _FREED if name in vars(self)]:

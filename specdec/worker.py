@@ -92,6 +92,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
         transformers_logging.set_verbosity_error()
+        transformers_logging.disable_progress_bar()
         inbox.say(Started())
         _, join = inbox.get()
         if not isinstance(join, Join):

@@ -9,17 +9,20 @@ import torch
 import torch.distributed as dist
 
 from specdec.parallel.collectives import Collectives, GroupCollectives
+from specdec.parallel.symmetric import symmetric_or_group
 
 _LONGEST_WAIT = timedelta(minutes=30)
 """So long may one rank load or compile before another. A rank that is lost is found in other ways, see `workers`."""
-_DEFAULTS = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "GLOO_SOCKET_IFNAME": "lo"}
-"""Of the environment, where it has nothing else. All ranks are on this machine, so gloo needs no name of it."""
+_NO_MULTICAST = {"TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NCCL_NVLS_ENABLE": "0"}
+"""Of the environment: NVLink multicast stays off."""
+_COLLECTIVES = "SPECDEC_COLLECTIVES"
+"""A variable of the environment: "nccl" keeps sums from symmetric memory, to compare the two."""
 
 
 def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> Collectives:
     """Meet the other ranks by a file that nobody else can write to. Returns once all are there."""
-    for name, value in _DEFAULTS.items():
-        os.environ.setdefault(name, value)
+    os.environ.update(_NO_MULTICAST)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine: gloo needs no name of it
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(device)
@@ -31,6 +34,8 @@ def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> C
         timeout=_LONGEST_WAIT,
         device_id=device if on_cuda else None,
     )
+    if on_cuda and os.environ.get(_COLLECTIVES) != "nccl":
+        return symmetric_or_group(device)
     return GroupCollectives(device)
 
 

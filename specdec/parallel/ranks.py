@@ -30,6 +30,7 @@ class Ranks:
         device: this rank's.
         collectives: what carries sums, gathers and broadcasts.
         channel: rank 0's to the others' processes, or another rank's from rank 0.
+        lost: whether a rank was lost before `close`.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Ranks:
         self.rank, self.size, self.device = rank, size, device
         self.collectives = collectives
         self.channel = channel
+        self.lost = False
         self._differing: torch.Tensor | None = None
 
     @contextmanager
@@ -54,6 +56,12 @@ class Ranks:
         """Raises RanksLostError once a rank is lost; called while the host waits for the device."""
         if isinstance(self.channel, Link):
             self.channel.workers.check()
+
+    def close(self) -> None:
+        """On rank 0: the other ranks let go of this model. Idempotent."""
+        if isinstance(self.channel, Link):
+            self.lost = self.lost or self.channel.workers.is_lost
+            self.channel.close()
 
     def share(self, ids: torch.Tensor) -> None:
         """Overwrite ids, contiguous int64 on the device, with those of rank 0.

@@ -69,3 +69,15 @@ def one_more_request(engine: Any) -> None:
         from specdec.requests.sampling import SamplingParams
 
         Engine.submit(engine, [5, 6, 7], SamplingParams(max_new_tokens=8))
+
+
+@torch.no_grad()
+def compiled_error(engine: Any) -> float:
+    """The largest difference of logits between the share as one compiled graph, for any length, and as it is."""
+    model = engine.target.hf_model
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    errors = []
+    for count in (5, 9):
+        ids = torch.arange(3, 3 + count)[None]
+        errors.append(float((compiled(ids, use_cache=False).logits - model(ids, use_cache=False).logits).abs().max()))
+    return max(errors)

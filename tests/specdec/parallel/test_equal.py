@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.engine.ranked import differing_ids
@@ -73,3 +74,20 @@ def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) 
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
     prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
     compare(folders(name), None, prompts, tokenizer=LetterTokenizer(), **sizes)
+
+
+@pytest.mark.slow
+def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
+    two_ranks: Any, folders: Callable[[str], Path]
+) -> None:
+    from fakes import LetterTokenizer
+
+    options: dict[str, Any] = {"device": "cpu", "tokenizer": LetterTokenizer(), "kv_cache_tokens": 400}
+    ids = list(range(3, 20))
+    with SpeculativeModel.from_pretrained(folders("one-kv-head"), **options) as one:
+        right = one.own_logits(ids)
+    with SpeculativeModel.from_pretrained(folders("one-kv-head"), tensor_parallel_size=2, **options) as two:
+        assert torch.allclose(two.own_logits(ids), right, rtol=1e-4, atol=1e-4)
+        assert two.engine.run("on_ranks:compiled_error") < 1e-4  # type: ignore[attr-defined]
+        facts = two.describe()
+        assert facts["tensor_parallel"] == {"size": 2, "rank": 0, "collectives": "gloo"}
