@@ -88,9 +88,10 @@ def start_ranks(size: int, device: torch.device) -> Link:
             workers.send((0, Join(rank, size, device.type, meeting)), rank)
         workers.met(join_group(0, size, device, meeting))
     except BaseException as error:
+        found = workers.found_loss() if isinstance(error, Exception) else None
         link.close()
-        if isinstance(error, RanksLostError):
-            raise ModelLoadError(f"a rank did not start: {error}") from error
+        if isinstance(error, RanksLostError) or found is not None:
+            raise ModelLoadError(f"a rank did not start: {found or error}") from error
         raise
     return link
 

@@ -43,6 +43,8 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
                 f"{given}: {what}={short(value)} is an object of this process, and every rank loads its own share; "
                 "give its folder or hub name"
             )
+    if not hasattr(os, "fork"):
+        raise InvalidInputError(f"{given}: served on Linux and other systems with processes of their kind, not here")
     _check_packages(given)
     if options.adapter is not None:
         raise InvalidInputError(

@@ -40,7 +40,8 @@ class Ranks:
         self.collectives = collectives
         self.channel = channel
         self.lost = False
-        self._differing: torch.Tensor | None = None
+        with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
+            self._differing = torch.zeros((), dtype=torch.int64, device=device)
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -76,14 +77,11 @@ class Ranks:
             return
         own = ids.clone()
         self.collectives.from_first(ids)
-        if self._differing is None:
-            with torch.inference_mode(False):
-                self._differing = torch.zeros((), dtype=torch.int64, device=ids.device)
         self._differing += (own != ids).sum()
 
     def count_differing(self) -> int:
         """How many ids of this rank were not those of rank 0, in check mode; waits for the device."""
-        return 0 if self._differing is None else int(self._differing)
+        return int(self._differing)
 
 
 def current() -> Ranks:

@@ -81,3 +81,22 @@ def compiled_error(engine: Any) -> float:
         ids = torch.arange(3, 3 + count)[None]
         errors.append(float((compiled(ids, use_cache=False).logits - model(ids, use_cache=False).logits).abs().max()))
     return max(errors)
+
+
+def wrong_results(engine: Any) -> None:
+    """Rank 1 accepts nothing and decides another token from now on."""
+    if engine.ranks.rank == 0:
+        return
+    judge = engine.executor.judge
+
+    def wrong(*args: Any) -> Any:
+        result = judge(*args)
+        result.num_accepted.zero_()
+        result.tokens.fill_(7)
+        return result
+
+    engine.executor.judge = wrong
+
+
+def right_results(engine: Any) -> None:
+    vars(engine.executor).pop("judge", None)

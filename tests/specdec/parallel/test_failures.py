@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from fakes import LetterTokenizer
 
 from specdec import InvalidInputError, ModelLoadError, RanksLostError, SamplingParams, SpecdecError, SpeculativeModel
@@ -62,7 +64,7 @@ def test_a_bad_prompt_is_told_to_nobody(model: Any, answer: list[int]) -> None:
 
 def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -> None:
     started = time.monotonic()
-    ids = __import__("torch").tensor([[1, 2, 3]])
+    ids = torch.tensor([[1, 2, 3]])
     for call in (model.hf_model, model.hf_model.generate):
         with pytest.raises(SpecdecError, match="on one rank alone"):
             call(ids)
@@ -99,6 +101,29 @@ def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folde
             with pytest.raises(SpecdecError, match="planted"):
                 own.generate([PROMPT, "zz"], PARAMS)
         assert own.usage().requests == 0
+
+
+def test_two_models_take_turns_on_several_threads(
+    two_ranks: Any, model: Any, answer: list[int], folders: Callable[[str], Path]
+) -> None:
+    found: list[Any] = []
+
+    def ask(which: Any) -> None:
+        found.append([which.generate(PROMPT, PARAMS)[0].token_ids for _ in range(6)])
+
+    with load(folders("qwen3-moe")) as other:
+        right = other.generate(PROMPT, PARAMS)[0].token_ids
+        threads = [threading.Thread(target=ask, args=(which,)) for which in (model, other, model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == sorted([[answer] * 6, [right] * 6] * 2)
+    with pytest.raises(InvalidInputError, match="models with tensor_parallel_size=2 are open"):
+        load(folders("one-kv-head"), tensor_parallel_size=4)
+    assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
+    with pytest.raises(InvalidInputError, match="give at least one token id"):
+        model.own_logits([])
 
 
 def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, folders: Callable[[str], Path]) -> None:
@@ -169,6 +194,16 @@ def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_tes
     own.close()
 
 
+def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
+    own = load(folders("one-kv-head"))
+    pids, inner = pids_of(own), own.hf_model
+    del own
+    gc.collect()
+    assert alive(pids) == []
+    with pytest.raises(SpecdecError, match="on one rank alone"):
+        inner(torch.tensor([[1, 2]]))
+
+
 @pytest.mark.slow
 def test_wrong_drafts_of_a_rank_are_counted_and_harmless(every_self_test: None) -> None:
     """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
@@ -185,6 +220,12 @@ def test_wrong_drafts_of_a_rank_are_counted_and_harmless(every_self_test: None) 
         assert [c.drafts for c in found] == [c.drafts for c in right]
         counts = differing_ids(own.engine)
         assert counts[0] == 0 and counts[1] > 10
+        own.engine.run("on_ranks:right_drafts")
+        own.engine.run("on_ranks:wrong_results")
+        assert [c.token_ids for c in own.generate(prompts, params)] == [c.token_ids for c in right]
+        assert differing_ids(own.engine)[1] > counts[1] + 10
+        own.engine.run("on_ranks:right_results")
+        own.engine.run("on_ranks:wrong_drafts")
         own.engine.run("on_ranks:never_share")
         assert [c.token_ids for c in own.generate(prompts, params)] != [c.token_ids for c in right]
 
