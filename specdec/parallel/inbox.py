@@ -10,8 +10,6 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
-from specdec.parallel.messages import Close
-
 _LOOK = 1.0
 """Seconds between two looks at whose child this process is: rank 0's socket may live on in another child of its."""
 
@@ -61,9 +59,13 @@ class Ear:
         self._number = number
 
     def get(self) -> Any:
-        """The next message; waits for it. That another model is closed meanwhile is left for later."""
+        """The next message; waits for it.
+
+        One to another model is left for later: on rank 0 the garbage collector may abort a request of that, or close
+        it, in the midst of a round of this one.
+        """
         while True:
             number, message = self._inbox.next()
-            if number == self._number or not isinstance(message, Close):
+            if number == self._number:
                 return message
             self._inbox.later.append((number, message))

@@ -55,6 +55,8 @@ class Workers:
         self._numbers: set[int] = set()
         self._next = 0
         self._closed: deque[int] = deque()
+        self._unsent: deque[tuple[Any, int | None]] = deque()
+        self._sending = False
         self._watched = Watched([start(rank) for rank in range(1, size)])
         self._watched.listen()
         self._owner = os.getpid()
@@ -107,6 +109,18 @@ class Workers:
         self._send(message, rank)
 
     def _send(self, message: Any, rank: int | None) -> None:
+        """The garbage collector may come here in the midst of a message, to abort a request: that is sent after it."""
+        self._unsent.append((message, rank))
+        if self._sending:
+            return
+        self._sending = True
+        try:
+            while self._unsent:
+                self._write(*self._unsent.popleft())
+        finally:
+            self._sending = False
+
+    def _write(self, message: Any, rank: int | None) -> None:
         for process in self._watched.processes:
             if rank not in (None, process.rank):
                 continue

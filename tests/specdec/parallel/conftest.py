@@ -55,6 +55,7 @@ def tiny(name: str) -> Any:
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config: Any = {
         "one-kv-head": lambda: LlamaConfig(**{**sizes, "num_key_value_heads": 1, "attention_bias": True}),
+        "two-kv-heads": lambda: LlamaConfig(**sizes),
         "qwen3-moe": lambda: Qwen3MoeConfig(**sizes, **experts, num_experts=4),
         "gpt-oss": lambda: GptOssConfig(
             **{**sizes, "intermediate_size": 16}, num_experts_per_tok=2, num_local_experts=4, sliding_window=12

@@ -126,6 +126,7 @@ def test_two_models_take_turns_on_several_threads(
         model.own_logits([])
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, folders: Callable[[str], Path]) -> None:
     """The other models of these processes are lost with it; the next load starts new ones."""
     with pytest.raises(InvalidInputError, match="3 attention heads"):
@@ -143,6 +144,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
     model.close()
 
 
+@pytest.mark.slow
 def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         (pid,) = pids_of(own)
@@ -174,6 +176,7 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
         assert not own.engine.has_work
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         assert own.engine.run("on_ranks:nothing") == 0
@@ -184,6 +187,7 @@ def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: No
         assert time.monotonic() - started < SOON
 
 
+@pytest.mark.slow
 def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
     own = load(folders("one-kv-head"))
     pids = pids_of(own)
@@ -194,6 +198,7 @@ def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_tes
     own.close()
 
 
+@pytest.mark.slow
 def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
     own = load(folders("one-kv-head"))
     pids, inner = pids_of(own), own.hf_model
