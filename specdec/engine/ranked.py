@@ -2,8 +2,9 @@
 
 Requests, aborts and steps go one way, in the order in which rank 0 does them itself; its users, threads and texts are
 its own. What a step decides follows from what was submitted and from the verification results, which are rank 0's on
-every rank. Should ranks come to other decisions nevertheless, it is noticed before anything is launched: rank 0 sends a
-digest of every round's schedule, with which the others compare their own.
+every rank. Should ranks come to other decisions nevertheless, it is noticed before anything is launched: rank 0 sends
+a digest of every round's schedule, with which the others compare their own. (Sums of different sizes would hang with
+NCCL, and with gloo end the process.)
 """
 
 from __future__ import annotations
@@ -121,9 +122,20 @@ class LeadingEngine(Engine):
 
     @contextmanager
     def _all_ranks(self) -> Iterator[None]:
-        """Whatever is begun here is done on every rank: no interrupt strikes in the middle."""
+        """Whatever is begun here is done on every rank: no interrupt strikes in the middle, but a second one.
+
+        What is left half done here leaves the ranks at different places: then the model is given up.
+        """
         with HeldInterrupt(), self._link.workers.lock, self.ranks.together():
-            yield
+            try:
+                yield
+            except RanksLostError:
+                raise
+            except BaseException as error:
+                self._link.workers.give_up(
+                    f"rank 0 was stopped in the midst of a call ({type(error).__name__}: {error})"
+                )
+                raise
 
     def _tell(self, target: TargetArrays) -> None:
         self._link.send(Launching(digest_of(target)))

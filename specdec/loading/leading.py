@@ -21,7 +21,7 @@ from specdec.options import LoadOptions
 from specdec.parallel.group import join_group
 from specdec.parallel.messages import Join, Load
 from specdec.parallel.ranks import Ranks
-from specdec.parallel.workers import Link, Workers, open_workers
+from specdec.parallel.workers import Link, Workers, open_workers, starting
 from specdec.requests.prompts import encode_prompts
 from specdec.target.selftest import SELF_TEST_TEXT
 
@@ -76,11 +76,18 @@ def start_ranks(size: int, device: torch.device) -> Link:
         InvalidInputError: models of another number of ranks are open.
         ModelLoadError: a rank does not start.
     """
-    workers, new = open_workers(size)
-    link = workers.new_link()
-    if not new:
+    with starting:
+        workers, new = open_workers(size)
+        link = workers.new_link()
+        if new:
+            log.info("starting %d more ranks", size - 1)
+            _meet(workers, link, device)
         return link
-    log.info("starting %d more ranks", size - 1)
+
+
+def _meet(workers: Workers, link: Link, device: torch.device) -> None:
+    """Wait until the other ranks run, and form a group with them. What raises ends them."""
+    size = workers.size
     try:
         workers.wait_started()
         meeting = f"{workers.folder}/meeting"
@@ -93,7 +100,6 @@ def start_ranks(size: int, device: torch.device) -> Link:
         if isinstance(error, RanksLostError) or found is not None:
             raise ModelLoadError(f"a rank did not start: {found or error}") from error
         raise
-    return link
 
 
 def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:

@@ -33,6 +33,8 @@ _LAST_WORDS = 2.0
 """Seconds in which a process that fails says why, once something failed here because of it."""
 _AGAIN = "; the model cannot be used any more: load it again"
 _open: Workers | None = None
+starting = threading.RLock()
+"""Held by a thread that starts them, until they have met."""
 
 
 class Workers:
@@ -133,6 +135,10 @@ class Workers:
         """Raises RanksLostError once a process is lost, or the ranks do not stand at the same place any more."""
         if self._broken is not None:
             raise RanksLostError(self._broken + _AGAIN)
+        if os.getpid() != self._owner:
+            raise RanksLostError(
+                "this process is a fork of the one that loaded the model, whose ranks it does not have"
+            )
         for process in self._watched.processes:
             if process.lost is not None:
                 raise RanksLostError(f"{process} is lost: {process.lost}{_AGAIN}")
