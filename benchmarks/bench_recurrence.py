@@ -203,7 +203,7 @@ def launch_of(kernel: str, layer: Layer, rows: StateRows, tiling: Any = None) ->
     scan = (x, dt, a, b, c, d, layer.state, layer.ring, rows)
     if tiling is None:
         return lambda: ssd_scan(*scan)
-    return lambda: launch_ssd(*scan, torch.empty(x.shape, dtype=x.dtype, device=x.device), 16, tiling)
+    return lambda: launch_ssd(*scan, torch.empty(x.shape, device=x.device), 16, tiling)
 
 
 LAYERS = {"delta": delta_layer, "conv": conv_layer, "ssd": ssd_layer}

@@ -118,7 +118,7 @@ def over(tree: Path, arguments: Sequence[str], name: str) -> Other:
         commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     if not commit:
         raise click.ClickException(f"{tree} is no git checkout: name its commit in {name}")
-    path = f"{tree.resolve()}{os.pathsep}{_ROOT}"
+    path = os.pathsep.join([str(tree.resolve()), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1", "SPECDEC_COMMIT": commit}
     return Other([sys.executable, "-m", "benchmarks.bench_serving", *arguments], environment)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
-from dataclasses import replace
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
@@ -15,57 +12,36 @@ from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
 from attention.backends.building import Build
-from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
-from attention.groups import runner_of
-from attention.runner import GroupRunner
+from attention.cache.kv_cache import KVFormat, KVLayout
 from drafters.base import Head
-from drafters.mtp.convention import Concat, Feedback, MtpConvention
+from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
 from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
-from specdec.engine.scheduler import Usage
-from specdec.engine.sharing import SharedEngine, Stream
-from specdec.engine.stats import EngineStats
+from specdec.engine.sharing import SharedEngine
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
-from specdec.execution.base import Drafter, Executor
+from specdec.execution.base import Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.loading.backends import begin_kernels, choose_graphs, expected_keys, kv_format, kv_layout, make_backend
+from specdec.generation import Generation
+from specdec.loading.assembly import assemble
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
-from specdec.loading.graphs import Graphs
-from specdec.loading.groups import Rows, divide_cache, token_bytes
-from specdec.loading.heads import load_head
-from specdec.loading.leading import least_of_all, load_on_all_ranks
-from specdec.loading.memory import check_sizes_fit, check_tables_fit, memory_named
-from specdec.loading.objects import check_head_type
-from specdec.loading.parallel import check_divisible
-from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
-from specdec.loading.progress import log, startup_progress
-from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.sizes import num_drafts
-from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes, state_runner, uncapturable
-from specdec.loading.targets import open_target
-from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
-from specdec.loading.warming import warm_compiler
+from specdec.loading.leading import load_on_all_ranks
+from specdec.loading.memory import memory_named
+from specdec.loading.parts import load_parts
+from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
-from specdec.requests.prompts import Prompts
-from specdec.requests.request import Completion
-from specdec.requests.submission import Params, submissions
-from specdec.rounds.buckets import loop_limits
-from specdec.rounds.transfer import staging_bytes
 from specdec.target.live import LiveModel
-from specdec.target.probing import TargetProbe, probe_target
-from specdec.target.selftest import check_target, self_test, self_test_head
-from specdec.target.target import Target
-from specdec.target.twin import twin_test
+from specdec.target.probing import TargetProbe
+from specdec.target.selftest import self_test
 
 MODEL_FORMAT = KVFormat()
 _FREED = ("target", "head", "runners", "engine", "_live")
 """What `SpeculativeModel.close` lets go of."""
 
 
-class SpeculativeModel:
+class SpeculativeModel(Generation):
     """The public face: load, generate, stream.
 
     Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
@@ -132,11 +108,8 @@ class SpeculativeModel:
             UnsupportedModelError: the target would come out wrong.
             UnsupportedAttentionError: the backend lacks a variant.
         """
-        loop = None if head is None else head.draft_loop(loop_limits(config))
-        choice = choose_graphs(backend, loop, cuda_graphs, uncapturable(probed))
-        if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
-            choice = replace(choice, required=choice.wanted)
-        self.hf_model: PreTrainedModel = probed.model
+        self.hf_model = probed.model
+        self.ranks = ranks
         self.tokenizer = tokenizer
         self.head = head
         self.checkpoint = checkpoint
@@ -144,45 +117,19 @@ class SpeculativeModel:
         self.generation_config_use = generation_config
         self.backend_name = backend.name
         self.cascade_attention = cascade
-        self.ranks = ranks
         self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
-        aux_layers = () if head is None else tuple(head.aux_layers)
-        dtype, device = probed.model.dtype, probed.model.device
-        specs = tuple(call.attention_spec for call in probed.calls)
-        group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
-        runner = runner_of(backend, group, config.windowed, dtype, device)
-        states = state_runner(probed, config)
-        self.target = Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, ranks)
-        self._alterations = self.target.alterations
-        with self._alterations.undone_on_error(), startup_progress() as self._steps:
-            drafter = None
-            if head is not None and loop is not None:
-                specs = tuple(head.attention_specs)
-                group = CacheGroup("head", specs, config.num_head_pages, config.page_size, layout)
-                drafter = Drafter(head, loop, GroupRunner(backend, group, dtype, device))
-            self.runners = runner.runners if drafter is None else (*runner.runners, drafter.runner)
-            eos = eos_ids(probed.model.generation_config)
-            executor = self._checked(probed, Graphs(self.target, drafter, config, choice))
-            self.engine = make_engine(self.target, drafter, tokenizer, config, eos, executor)
-            self._shared = SharedEngine(self.engine, device)
-            self._live = LiveModel.of(self.hf_model, captured=not isinstance(executor, EagerExecutor))
-            for build in self.builds:
-                build.wait()
-
-    def _checked(self, probed: TargetProbe, graphs: Graphs) -> Executor:
-        """Test the target, and build what runs its rounds. Compiling comes before the kernels are there.
-
-        Raises:
-            UnsupportedModelError: the target comes out wrong; whatever else is wrong, this is said first.
-        """
-        log.info("testing a small copy of the model")
-        self.twin = twin_test(probed, self.config.max_model_len)
-        graphs.compile()
-        log.info("self-test")
-        self.self_test_error = check_target(self.target, probed, self.config.max_model_len, self.twin)
-        executor = graphs.executor()
-        self.graphs = graphs.state
-        return executor
+        with startup_progress() as self._steps:
+            made = assemble(probed, head, backend, config, cuda_graphs, format, layout, ranks)
+            self.target, self.runners = made.target, made.runners
+            self.twin, self.self_test_error, self.graphs = made.twin, made.self_test_error, made.graphs
+            self._alterations = made.target.alterations
+            with self._alterations.undone_on_error():
+                eos = eos_ids(probed.model.generation_config)
+                self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor)
+                self._shared = SharedEngine(self.engine, self.device)
+                self._live = LiveModel.of(self.hf_model, captured=not isinstance(made.executor, EagerExecutor))
+                for build in self.builds:
+                    build.wait()
 
     @classmethod
     @startup_progress()
@@ -226,7 +173,8 @@ class SpeculativeModel:
 
         Args:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
-                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged).
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). A head alone,
+                without `draft`, whose config.json names its target (as the package speculators does), stands for both.
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
@@ -281,7 +229,7 @@ class SpeculativeModel:
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
-            head_overrides: what you know better than an EAGLE-3 head's config.json, by its keys ("rope_theta",
+            head_overrides: what you know better than an EAGLE head's config.json, by its keys ("rope_theta",
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
                 ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What
@@ -310,110 +258,34 @@ class SpeculativeModel:
         """
         given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
         options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
-        if options.max_model_len is not None:
-            check_tables_fit(options.max_num_seqs, options.max_model_len)
-        if draft is not None:
-            check_head_type(draft)
         if options.tensor_parallel_size > 1:
-            return load_on_all_ranks(partial(cls._loaded, target, draft, options=options), target, draft, options)
-        return cls._loaded(target, draft, tokenizer, options=options)
+            return load_on_all_ranks(cls._loaded, target, draft, options)
+        return cls._loaded(target, draft, options)
 
     @classmethod
     def _loaded(
         cls,
         target: str | Path | PreTrainedModel,
         draft: str | Path | Head | None,
-        tokenizer: Any,
-        ranks: Ranks | None = None,
-        *,
-        options: LoadOptions,
-    ) -> SpeculativeModel:
-        """Load the target, or this rank's share of it, and build the engine around it: see `from_pretrained`."""
-        log.info("loading the target")
-
-        def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
-            kind = kind if isinstance(kind, torch.dtype) else config.dtype
-            begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
-            if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
-                warm_compiler()
-
-        code = options.trust_remote_code
-        model, checkpoint = open_target(
-            *(target, options.dtype, options.device, options.revision, code, begin),
-            *(options.adapter, options.merge_adapter, ranks),
-        )
-        return cls._built(model, checkpoint, draft, open_tokenizer(tokenizer, checkpoint), options, ranks)
-
-    @classmethod
-    def _built(
-        cls,
-        model: PreTrainedModel,
-        checkpoint: Checkpoint | None,
-        draft: str | Path | Head | None,
-        tokenizer: Any,
         options: LoadOptions,
         ranks: Ranks | None = None,
     ) -> SpeculativeModel:
-        """The engine around a loaded target: see `from_pretrained`."""
-        backend = make_backend(options.backend, model.device)
-        log.info("reading the model's layers")
-        probed = probe_target(model)
-        check_backend_fits(probed, backend)
-        check_divisible(probed, ranks)
-        keys = [call.attention_spec for call in probed.calls]
-        begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
-        warn_of_another_vocabulary(tokenizer, probed.vocab_size)
-        log.info("loading the head")
-        convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
-        head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
-        length, seqs = max_model_len_of(options.max_model_len, model), options.max_num_seqs
-        format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
-        check_format_fits(probed, format)
-        rows = Rows(
-            num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
-            max_model_len=length,
-            max_num_seqs=seqs,
-            max_num_batched_tokens=options.max_num_batched_tokens,
-            page_size=options.page_size,
-        )
-        place, page_size = model.device, options.page_size
-        sizes = token_bytes(probed, head, format, length, options.hybrid_kv_cache)
-        states = state_bytes(probed, rows)
-        cache = divide_cache(options.kv_cache_tokens, place, sizes, rows, options.gpu_memory_utilization, states)
-        cache = cache if ranks is None else least_of_all(cache, ranks)
-        config = EngineConfig(
-            **vars(rows),
-            num_pages=-(-cache.tokens // page_size) + 1,
-            windowed=cache.pools(sizes, page_size),
-            seed=options.seed,
-            draft_sampling=options.draft_sampling,
-            max_num_prefill_tokens=options.max_num_prefill_tokens,
-            recurrent=len(probed.recurrent_calls) > 0,
-        )
-        loop = None if head is None else head.draft_loop(loop_limits(config))
-        prefix_caching = choose_prefix_caching(
-            loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
-        )
-        config = replace(config, enable_prefix_caching=prefix_caching == "on")
-        cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
-        windowed = sizes.of_pools(config.windowed, page_size)
-        check_sizes_fit(config, place, sizes.first, staging_bytes(loop, config), windowed, states)
-        if isinstance(draft, (str, Path)):
-            self_test_head(head, model, tokenizer, config.num_speculative_tokens)
-        with memory_named(place, cache.tokens, cache.tokens * sizes.first + windowed + states):
+        """Load, and build the engine: see `from_pretrained`. ranks: load this rank's share."""
+        parts = load_parts(target, draft, options, ranks)
+        with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
             return cls(
-                probed,
-                tokenizer,
-                head,
-                backend,
-                config,
+                parts.probed,
+                parts.tokenizer,
+                parts.head,
+                parts.backend,
+                parts.config,
                 options.cuda_graphs,
-                format=format,
-                layout=kv_layout(options.kv_cache_layout, backend),
+                format=parts.format,
+                layout=parts.layout,
                 generation_config=options.generation_config,
-                checkpoint=checkpoint,
-                prefix_caching=prefix_caching,
-                cascade=cascade,
+                checkpoint=parts.checkpoint,
+                prefix_caching=parts.prefix_caching,
+                cascade=parts.cascade,
                 ranks=ranks,
             )
 
@@ -492,64 +364,6 @@ class SpeculativeModel:
     def dtype(self) -> torch.dtype:
         """The target's dtype."""
         return self.hf_model.dtype
-
-    @property
-    def engine_stats(self) -> EngineStats:
-        """Counters since loading: rounds, tokens through the target, transfers, preemptions."""
-        return self._shared.stats
-
-    def usage(self) -> Usage:
-        """What requests hold at this moment: requests waiting and running, rows, pages of both caches; 0 when idle.
-
-        Waits for the end of a round that another thread runs.
-
-        Raises:
-            InvariantError: with SPECDEC_CHECK=1, when a page of a cache has no owner, or two.
-            SpecdecError: called from inside a round.
-        """
-        return self._shared.usage()
-
-    def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
-        """Generate for one prompt or many, batched continuously.
-
-        Args:
-            prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: one
-                prompt, 2-D: one a row); a BatchEncoding, or a dict of input_ids and attention_mask, padded on either
-                side.
-            params: SamplingParams or a transformers.GenerationConfig, one for all or one a prompt; default greedy.
-
-        Returns:
-            One Completion a prompt, in order (SamplingParams.n, or num_return_sequences of a GenerationConfig: that
-            many in a row).
-
-        Raises:
-            InvalidInputError: a bad prompt or parameter; nothing was started, the model stays usable.
-            ClosedModelError: the model is closed, or was closed on another thread meanwhile.
-            ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
-            RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
-            RoundFailedError: a round that requests of this call were in failed, on the device for example.
-        """
-        done = dict(self.generate_iter(prompts, params))
-        return [done[i] for i in sorted(done)]
-
-    def generate_iter(self, prompts: Prompts, params: Params = None) -> Iterator[tuple[int, Completion]]:
-        """As `generate`, but yield (index, Completion) as each finishes."""
-        with closing(self.stream(prompts, params)) as stream:
-            for update in stream:
-                if update.completion is not None:
-                    yield update.index, update.completion
-
-    def stream(self, prompts: Prompts, params: Params = None) -> Stream:
-        """As `generate`, but yield every round's new tokens and text as they are accepted.
-
-        Closing the iterator early, on any thread, aborts what is left.
-        """
-        self._shared.check_open()
-        self._live.check()
-        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        for request in requests:
-            self.engine.check(request.token_ids, request.params)
-        return Stream(self._shared, requests)
 
     def refresh(self) -> float:
         """After new weight values in place: check that nothing else has changed, and run the self-test again.

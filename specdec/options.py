@@ -294,7 +294,7 @@ class LoadOptions:
         default=None,
         metadata=_about(
             Overrides(),
-            "KEY=VALUE, repeatable: an EAGLE-3 head's aux_layers, feedback, or a key of its config.json, given anew.",
+            "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
             _NO_TRAINING,
         ),
     )

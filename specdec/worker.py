@@ -7,6 +7,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -64,12 +65,10 @@ class Follower:
     def _load(self, number: int, message: Load) -> None:
         """Load this rank's share. What fails is told; what is next, rank 0 decides."""
         ranks = Ranks(self._rank, self._size, self._device, self._collectives, Ear(self._inbox, number))
-        tokenizer = SilentTokenizer(message.text_ids)
+        options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids))
         try:
             with ranks.together():
-                model = SpeculativeModel._loaded(
-                    message.target, message.draft, tokenizer, ranks, options=message.options
-                )
+                model = SpeculativeModel._loaded(message.target, message.draft, options, ranks)
         except Exception as error:
             self._inbox.say(_failed(error))
             return

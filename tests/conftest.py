@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import hashlib
 import importlib.util
-import inspect
 import os
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -48,28 +46,13 @@ class FakesFinder(MetaPathFinder):
 sys.meta_path.append(FakesFinder())
 
 
-def _list_builtins_once() -> None:
-    """Triton's interpreter lists what `triton.language` holds whenever a kernel is launched or a function called in it.
-
-    That is most of its time. Which of the names are builtins does not change; what they name now is read every time.
-    """
-    from triton.language.core import is_builtin
-    from triton.runtime import interpreter
-
-    names: dict[Any, list[str]] = {}
-
-    def members(owner: Any) -> list[tuple[str, Any]]:
-        if owner not in names:
-            names[owner] = [name for name, member in inspect.getmembers(owner) if is_builtin(member)]
-        return [(name, getattr(owner, name)) for name in names[owner]]
-
-    interpreter.inspect = SimpleNamespace(**{**vars(inspect), "getmembers": members})
-
-
 @pytest.fixture(scope="session", autouse=True)
-def builtins_once() -> None:
+def quick_interpreter() -> None:
+    """Triton's interpreter in less than half of its time: see tests/interpreter.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
-        _list_builtins_once()
+        from tests.interpreter import hasten
+
+        hasten()
 
 
 _right_twins: dict[Any, Any] = {}
@@ -127,20 +110,20 @@ def _check_target_once(target: Any, probed: Any, max_model_len: int, report: Any
 @pytest.fixture(scope="session", autouse=True)
 def right_targets_once() -> Iterator[None]:
     """Hundreds of tests load the same few tiny models: see `_twin_test_once` and `_check_target_once`."""
-    import specdec.model
+    import specdec.loading.assembly
 
-    with patch.multiple(specdec.model, twin_test=_twin_test_once, check_target=_check_target_once):
+    with patch.multiple(specdec.loading.assembly, twin_test=_twin_test_once, check_target=_check_target_once):
         yield
 
 
 @pytest.fixture(scope="module")
 def every_self_test(right_targets_once: None) -> Iterator[None]:
     """For tests of what loading does: every model, and its twin, is built and read, as it is for a user."""
-    import specdec.model
+    import specdec.loading.assembly
     from specdec.target.selftest import check_target
     from specdec.target.twin import twin_test
 
-    with patch.multiple(specdec.model, twin_test=twin_test, check_target=check_target):
+    with patch.multiple(specdec.loading.assembly, twin_test=twin_test, check_target=check_target):
         yield
 
 

@@ -285,7 +285,7 @@ def results_of(monkeypatch: Any, owner: type, name: str) -> list[Any]:
 @contextmanager
 def backend_of_ours(backend: Any) -> Iterator[None]:
     """Models that are wrapped inside run on `backend`, whatever is asked for."""
-    with patch("specdec.model.make_backend", lambda name, device: backend):
+    with patch("specdec.loading.parts.make_backend", lambda name, device: backend):
         yield
 
 

@@ -115,7 +115,7 @@ def replayed(  # type: ignore[no-untyped-def]
     return S
 
 
-@triton.jit(do_not_specialize=["total_tokens", "most_tokens"])
+@triton.jit(do_not_specialize=["total_tokens", "most_tokens", "least_inputs"])
 def _delta_kernel(  # type: ignore[no-untyped-def]
     q_ptr,  # [T, Hq, Dk]
     k_ptr,  # [T, Hq, Dk]
@@ -136,6 +136,7 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
     scale,
     total_tokens,  # T
     most_tokens,  # of a row; longer ones are left to another launch
+    least_inputs,  # replayed and own tokens of a row; rows with fewer are left to another launch
     q_token,
     q_head,
     k_token,
@@ -177,9 +178,9 @@ def _delta_kernel(  # type: ignore[no-untyped-def]
             padding_at += HEADS * DIM_V
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
-    if (tokens == 0) | (tokens > most_tokens):
-        return
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
+    if (tokens == 0) | (tokens > most_tokens) | (replay + tokens < least_inputs):
+        return
     piece, lane = tl.arange(0, WIDTH_K // PIECE), tl.arange(0, PIECE)
     column = piece[:, None, None] * PIECE + lane[None, None, :]  # [J, 1, L]
     in_k = column < DIM_K
@@ -238,9 +239,10 @@ def launch_delta(
     out: torch.Tensor,
     most_tokens: int,
     tiling: DeltaTiling | None = None,
+    least_inputs: int = 0,
 ) -> None:
-    """Rows with up to `most_tokens` tokens, into out [T, H, Dv], and zeros for tokens of no row; other rows are left as
-    they are. See `gated_delta`."""
+    """Rows with up to `most_tokens` tokens, and at least `least_inputs` with the replayed ones, into out [T, H, Dv],
+    and zeros for tokens of no row; other rows are left as they are. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
     tiles = delta_tiling(heads * len(rows.slots), dim_k, dim_v) if tiling is None else tiling
@@ -267,6 +269,7 @@ def launch_delta(
         scale,
         len(v),
         most_tokens,
+        least_inputs,
         *q.stride()[:2],
         *k.stride()[:2],
         *v.stride()[:2],

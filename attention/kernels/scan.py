@@ -130,7 +130,7 @@ def selective_scan(
     ring: ScanRing,
     rows: StateRows,
 ) -> torch.Tensor:
-    """The outputs of Mamba1's scan, [T, C] in x's dtype; `state` and `ring` are written.
+    """The outputs of Mamba1's scan, [T, C] in float32; `state` and `ring` are written.
 
     Per token and channel: S = S exp(dt A) + dt x B; y = S · C + D x.
 
@@ -143,7 +143,7 @@ def selective_scan(
     parts = {"state": state, "ring.x": ring.x, "ring.B": ring.B, "ring.dt": ring.dt}
     check_launch(rows, len(state), parts, {"x": (x, ring.x), "B": (B, ring.B), "dt": (dt, ring.dt)})
     x, dt, B, C = (inner_rows(each) for each in (x, dt, B, C))
-    out = torch.empty((tokens, channels), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, channels), dtype=torch.float32, device=x.device)
     _scan_kernel[(triton.cdiv(channels, _BLOCK), len(rows.slots) + 1)](
         x,
         dt,

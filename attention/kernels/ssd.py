@@ -22,7 +22,7 @@ def ssd_scan(
     ring: SsdRing,
     rows: StateRows,
 ) -> torch.Tensor:
-    """The outputs of Mamba2's scan, [T, H, P] in x's dtype; `state` and `ring` are written.
+    """The outputs of Mamba2's scan, [T, H, P] in float32; `state` and `ring` are written.
 
     Per token: S = S exp(dt A) + dt x Bᵀ; y = S C + D x. Short rows are read token by token, in one launch, longer ones
     in chunks.
@@ -33,7 +33,7 @@ def ssd_scan(
         state: float32 [slots, H, P, N]; ring: of the same slots.
         rows: no row reaches beyond T. Outputs of tokens of no row, after the last one, are zeros.
     """
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     inputs = (x, dt, A, B, C, D, state, ring, rows, out)
     launch_ssd(*inputs, most_tokens=TOKENS_OF_SHORT_ROWS)
     if rows.max_query_len > TOKENS_OF_SHORT_ROWS:

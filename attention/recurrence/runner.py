@@ -124,12 +124,12 @@ class StatesOver:
     def ssd_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.ssd_scan`."""
         kept = self._state(call, SsdState)
-        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows).float()
+        return self.runner.functions.ssd_scan(*inputs, kept.state, kept.ring, self.rows)
 
     def selective_scan(self, call: int, *inputs: Any) -> torch.Tensor:
         """See `Recur.selective_scan`."""
         kept = self._state(call, ScanState)
-        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows).float()
+        return self.runner.functions.selective_scan(*inputs, kept.state, kept.ring, self.rows)
 
     def _state(self, call: int, kind: type[Any]) -> Any:
         kept = self.runner.states[call]

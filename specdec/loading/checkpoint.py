@@ -16,6 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.tensor_files import open_folder, read_json
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
@@ -24,10 +25,13 @@ from specdec.values import short
 _HEADS = frozenset(
     {
         *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
+        *(Layout.EAGLE3_MOE, Layout.EAGLE3_GEMMA),
         *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
     }
 )
 
+_INDEX = "model.safetensors.index.json"
+_MOST_TENSORS_OF_A_HEAD = 100
 
 Merge = bool | Literal["auto"]
 """See the load option merge_adapter."""
@@ -168,19 +172,28 @@ def _read_json(file: Path, what: str) -> Mapping[str, Any]:
 
 def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], what: str) -> None:
     try:
-        if "model.safetensors" not in names:
-            return
-        with safe_open(folder / "model.safetensors", framework="pt") as weights:
-            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        shapes = _shapes(folder, names)
         layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(
             f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
         ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only: if that is wrong, transformers reports it
+        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers says what is wrong
     if layout in _HEADS:
         raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
+
+
+def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
+    """Tensor shapes by name, where there are not too many of them for a head; {} where nobody need look."""
+    if _INDEX in names:
+        index = read_json(folder / _INDEX)
+        few = isinstance(index.get("weight_map"), dict) and len(index["weight_map"]) <= _MOST_TENSORS_OF_A_HEAD
+        return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
+    if "model.safetensors" not in names:
+        return {}
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
 
 
 def _check_model_type(config: Mapping[str, Any], what: str) -> None:

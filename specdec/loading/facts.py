@@ -76,6 +76,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "num_layers": model.target.num_layers,
         "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
         "dtype": str(model.dtype).removeprefix("torch."),
+        "quantisation": _fp8(model),
         "device": str(model.device),
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
@@ -110,6 +111,14 @@ def _adapter(model: Loaded) -> str | None:
 def _ranks(ranks: Any) -> dict[str, Any]:
     """Among how many ranks the target is divided; parameters, bytes and heads elsewhere are those of this rank."""
     return {"size": ranks.size, "rank": ranks.rank, "collectives": ranks.collectives.name}
+
+
+def _fp8(model: Loaded) -> str | None:
+    """How the target's FP8 layers are rounded; None for a target without."""
+    if model.target.fp8 is None:
+        return None
+    place = ", multiplied out in float32 in every matmul" if model.device.type == "cpu" else ""
+    return f"{model.target.fp8.scheme}{place}"
 
 
 def _own_config(model: Loaded) -> str:

@@ -48,6 +48,7 @@ class Graphs:
             loading_thread().join()
         from specdec.execution.graphs import GraphExecutor
 
+        gc.collect()  # dropped models of ours remove their hooks from this one: not while it is traced
         try:
             self._made = GraphExecutor(*self._parts)
         except Exception as error:

@@ -10,7 +10,8 @@ import torch
 
 from drafters.base import Head
 from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.checkpoint import TargetFacts, check_kind, load_eagle3
+from drafters.eagle import load_eagle
+from drafters.eagle3.checkpoint import TargetFacts, check_kind
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
@@ -26,7 +27,7 @@ from specdec.values import short
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
 _NO_EAGLE = (
-    "they are read with an EAGLE-3 head's configuration, and this is a multi-token-prediction module, for which "
+    "they are read with an EAGLE head's configuration, and this is a multi-token-prediction module, for which "
     "mtp_concat and mtp_feedback say how it is read"
 )
 
@@ -77,11 +78,11 @@ def load_head(
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
         convention: input convention of a multi-token-prediction module; default that of its family's reference code.
-        overrides: of an EAGLE-3 head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
+        overrides: of an EAGLE head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
 
     Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`;
-            overrides of a head that is none of EAGLE-3.
+        HeadLoadError, HeadMismatchError: see `drafters.eagle.load_eagle` and `drafters.mtp.checkpoint`;
+            overrides of a head that is none of EAGLE.
         InvalidInputError: no head, or an input convention for a head that is no such module or is loaded already.
     """
     check_head_type(draft)
@@ -104,7 +105,7 @@ def load_head(
         return _load_mtp_head(path, probed, how)
     _check_no_convention(how, f"{path} has no multi-token-prediction module")
     chosen = Eagle3Overrides.of(overrides or {})
-    return load_eagle3(path, target_facts(probed), model.dtype, model.device, chosen)
+    return load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
 
 
 def _check_no_overrides(overrides: Mapping[str, Any] | None, reason: str) -> None:

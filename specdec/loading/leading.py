@@ -13,32 +13,36 @@ import torch
 
 from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError, SpecdecError
 from specdec.loading.checkpoint import find_checkpoint
-from specdec.loading.groups import Division
+from specdec.loading.pairs import pair_of
 from specdec.loading.parallel import check_parallel
 from specdec.loading.progress import log
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
+from specdec.parallel import messages
 from specdec.parallel.group import join_group
-from specdec.parallel.messages import Join, Load
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link, Workers, open_workers, starting
 from specdec.requests.prompts import encode_prompts
 from specdec.target.selftest import SELF_TEST_TEXT
 
 T = TypeVar("T")
+Load = Callable[[Any, Any, LoadOptions, Ranks], T]
+"""(target, draft, options with a tokenizer, ranks) -> the model."""
 
 
-def load_on_all_ranks(load: Callable[[Any, Ranks], T], target: Any, draft: Any, options: LoadOptions) -> T:
-    """Start the other ranks, unless they are, and call load(tokenizer, ranks) here while they do the same.
+def load_on_all_ranks(load: Load[T], target: Any, draft: Any, options: LoadOptions) -> T:
+    """Start the other ranks, unless they are, and call `load` here while they do the same.
 
     Raises:
         InvalidInputError, ModelLoadError: it cannot be divided, see `check_parallel`; or a rank fails, which is named.
     """
     device = check_parallel(target, draft, options)
+    pair = pair_of(target, draft, options.revision)
+    target, draft = pair.target, pair.draft
     checkpoint = find_checkpoint(target, options.revision, options.trust_remote_code)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     text_ids = [] if draft is None else _text_ids(tokenizer)
-    message = Load(
+    message = messages.Load(
         _everywhere(target), None if draft is None else _everywhere(draft), replace(options, tokenizer=None), text_ids
     )
     link = start_ranks(options.tensor_parallel_size, device)
@@ -46,7 +50,7 @@ def load_on_all_ranks(load: Callable[[Any, Ranks], T], target: Any, draft: Any, 
     try:
         with link.workers.lock, link.workers.loading(), ranks.together():
             link.send(message)
-            model = load(tokenizer, ranks)
+            model = load(target, draft, replace(options, tokenizer=tokenizer), ranks)
             link.workers.wait_loaded(link.number)
     except BaseException as error:
         found = _settled(link.workers, error)
@@ -92,7 +96,7 @@ def _meet(workers: Workers, link: Link, device: torch.device) -> None:
         workers.wait_started()
         meeting = f"{workers.folder}/meeting"
         for rank in range(1, size):
-            workers.send((0, Join(rank, size, device.type, meeting)), rank)
+            workers.send((0, messages.Join(rank, size, device.type, meeting)), rank)
         workers.met(join_group(0, size, device, meeting))
     except BaseException as error:
         found = workers.found_loss() if isinstance(error, Exception) else None
@@ -114,9 +118,3 @@ def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
     workers.give_up(f"loading a model failed ({type(error).__name__}: {error})")
     own = isinstance(error, SpecdecError) and not isinstance(error, (ModelLoadError, RanksLostError))
     return None if found is None or own else ModelLoadError(f"cannot load on all ranks: {found}")
-
-
-def least_of_all(cache: Division, ranks: Ranks) -> Division:
-    """The tokens that all ranks have room for: their schedules must be the same."""
-    tokens, *windowed = ranks.collectives.least([cache.tokens, *cache.windowed])
-    return Division(tokens, tuple(windowed))

@@ -16,6 +16,7 @@ from transformers.utils import is_accelerate_available
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.loading.auto_classes import AutoClass, model_class
+from specdec.loading.groups import Division
 from specdec.options import LoadOptions
 from specdec.parallel.plan import Plan, plan_of
 from specdec.parallel.ranks import Ranks
@@ -160,4 +161,10 @@ def as_rank(ranks: Ranks) -> Iterator[None]:
             os.environ["LOCAL_RANK"] = before
 
 
-__all__ = ["as_rank", "check_divisible", "check_parallel", "plan_for", "take_share", "told"]
+def least_of_all(cache: Division, ranks: Ranks) -> Division:
+    """The tokens that all ranks have room for: their schedules must be the same."""
+    tokens, *windowed = ranks.collectives.least([cache.tokens, *cache.windowed])
+    return Division(tokens, tuple(windowed))
+
+
+__all__ = ["as_rank", "check_divisible", "check_parallel", "least_of_all", "plan_for", "take_share", "told"]

@@ -32,7 +32,7 @@ def choose_prefix_caching(
     if recurrent:
         reason = "the target's recurrent layers keep the state of a row's last token alone, none of a prefix"
         if asked is True:
-            warnings.warn(f"enable_prefix_caching=True has no effect: {reason}", SpecdecWarning, stacklevel=4)
+            warnings.warn(f"enable_prefix_caching=True has no effect: {reason}", SpecdecWarning, stacklevel=6)
         return f"off: {reason}"
     reason, instead = "", "False or 'auto'"
     if windowed:

@@ -14,11 +14,16 @@ from specdec.target.probing import TargetProbe
 
 
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent layers where a token's result may not depend on the batch.
+    """Refuse recurrent layers, and matmuls in 8 bits, where a token's result may not depend on the batch.
 
     Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has recurrent layers.
+        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
     """
+    if probed.fp8 is not None and backend.batch_invariant:
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
+            "tokens: not with backend='batch_invariant'; use backend='flashinfer'"
+        )
     if probed.recurrent_calls and backend.batch_invariant:
         kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
         raise UnsupportedModelError(

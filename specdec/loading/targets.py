@@ -18,6 +18,7 @@ from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
 from specdec.loading.checkpoint import Checkpoint, Merge, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
+from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
@@ -45,6 +46,7 @@ def load_target(
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
             fit (see `specdec.loading.strictness`), or the device has no room for it.
+        UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name)
     check_target_folder(checkpoint)
@@ -54,11 +56,9 @@ def load_target(
         if on_config is not None:
             on_config(config, dtype, device)
         plan = None if ranks is None else plan_for(config, found, ranks.size)
-        with (
-            _module_tensors_expected(config, found),
-            _without_progress_bar() if checkpoint.builtin else nullcontext(),
-            nullcontext() if ranks is None else as_rank(ranks),
-        ):
+        quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
+        here = nullcontext() if ranks is None else as_rank(ranks)
+        with _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name), quiet, here:
             loaded: Any = found.loader.from_pretrained(
                 checkpoint.path,
                 config=config,

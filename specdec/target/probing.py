@@ -13,6 +13,7 @@ from attention.hf.recurrent import RecurrentCall, modeling_files
 from attention.hf.recurrent_calls import STAND_INS
 from attention.recurrence.spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
+from specdec.target.fp8 import Fp8Layers, fp8_layers
 
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _MASK_READERS = {
@@ -33,6 +34,7 @@ class TargetProbe:
         vocab_size: V, width of the logits (padded vocabularies included).
         selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
+        fp8: the model's FP8 layers, which run our operators; None for a model without.
     """
 
     model: PreTrainedModel
@@ -41,6 +43,7 @@ class TargetProbe:
     vocab_size: int
     selects_rows: bool = True
     recurrent_calls: tuple[RecurrentCall, ...] = ()
+    fp8: Fp8Layers | None = None
 
     @property
     def recurrence_specs(self) -> tuple[RecurrenceSpec, ...]:
@@ -53,9 +56,10 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
 
     Raises:
         UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full, sliding and chunked.
+            attention types other than full, sliding and chunked; FP8 layers that our operators do not serve.
     """
     name = type(model).__name__
+    fp8 = fp8_layers(model)
     try:
         found = probe(model)
     except UnsupportedAttentionError as error:
@@ -74,7 +78,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
     else:
         _check_attention_alone(model, calls)
         layers = _decoder_layers(model, calls)
-    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent)
+    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent, fp8)
 
 
 def _check_reads_text(model: PreTrainedModel) -> None:

@@ -158,6 +158,7 @@ class Target:
         runner: the attention of its layers.
         states: the states of its recurrent layers; None where it has none.
         num_layers: decoder layers.
+        fp8: its FP8 layers; None where it has none.
         placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
         alterations: what was done to the model for this target and its executor.
         ranks: among which it is divided; None where this process has all of it.
@@ -182,6 +183,9 @@ class Target:
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
+        self.fp8 = probed.fp8
+        if probed.fp8 is not None:  # the first, so that it is undone when nothing else lies over these modules
+            self.alterations.on_undo(probed.fp8.release)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
         self.alterations.on_undo(self._port.release)

@@ -18,7 +18,7 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.kernels import conv, delta_chunks, delta_tokens, scan, ssd_chunks, ssd_tokens
+from attention.kernels import conv, delta_chunks, delta_short, delta_tokens, scan, ssd_chunks, ssd_tokens
 
 INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_ptr", "num_new_ptr"), "*i32")
 FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
@@ -66,13 +66,18 @@ if what == "delta chunks":
     own = delta | chunk | {"VECTOR_GATE": False}
     found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
     found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
+if what == "delta short":
+    tiles = delta_short.short_tiling(1024, 128)
+    own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
+    for replay in (False, True):
+        found[f"short {replay}"] = compiled(delta_short._short_kernel, own | {"REPLAY": replay}, tiles.warps)
 print(json.dumps(found))
 """
 HOPPER_SHARED = 227 << 10
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["tokens", "scans", "delta chunks"])
+@pytest.mark.parametrize("what", ["tokens", "scans", "delta chunks", "delta short"])
 def test_for_hopper(what: str) -> None:
     """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`)."""
     around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from fakes import tiny_llama, wrap
 
+import specdec.loading.parts
 import specdec.loading.warming
-import specdec.model
 from specdec.errors import InvalidInputError
 from specdec.loading.targets import open_target
 
@@ -43,9 +43,9 @@ def test_nothing_is_begun_for_a_target_that_is_refused() -> None:
 
 def test_kernels_begin_to_be_built_before_the_model_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    probe = specdec.model.probe_target
-    monkeypatch.setattr(specdec.model, "begin_kernels", lambda *args: order.append("kernels"))
-    monkeypatch.setattr(specdec.model, "probe_target", lambda model: (order.append("probe"), probe(model))[1])
+    probe = specdec.loading.parts.probe_target
+    monkeypatch.setattr(specdec.loading.parts, "begin_kernels", lambda *args: order.append("kernels"))
+    monkeypatch.setattr(specdec.loading.parts, "probe_target", lambda model: (order.append("probe"), probe(model))[1])
     wrap(tiny_llama()).close()
     assert order == ["kernels", "probe", "kernels"]  # the second time for what the layers themselves say
 

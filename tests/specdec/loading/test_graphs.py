@@ -101,7 +101,7 @@ def test_a_wrong_model_is_refused_before_what_the_compiler_said(
         raise UnsupportedModelError("comes out wrong")
 
     broken(monkeypatch, "compile", RuntimeError("a graph break"))
-    monkeypatch.setattr("specdec.model.check_target", refuses)
+    monkeypatch.setattr("specdec.loading.assembly.check_target", refuses)
     for cuda_graphs in (True, "auto"):
         with pytest.raises(UnsupportedModelError, match="comes out wrong"):
             load(cuda_graphs=cuda_graphs)

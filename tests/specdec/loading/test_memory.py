@@ -8,7 +8,7 @@ import pytest
 import torch
 from fakes import eagle3_head, table_head, tiny_llama, wrap
 
-import specdec.model
+import specdec.loading.assembly
 from attention.cache.kv_cache import FP8, KVFormat
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 from specdec.loading.groups import Rows, TokenBytes, divide_cache, token_bytes
@@ -80,7 +80,7 @@ def test_running_out_while_the_engine_is_built(monkeypatch: pytest.MonkeyPatch) 
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB, 80 * GIB))
-    monkeypatch.setattr(specdec.model, "check_target", full)
+    monkeypatch.setattr(specdec.loading.assembly, "check_target", full)
     with pytest.raises(OutOfDeviceMemoryError) as caught:
         wrap(tiny_llama())
     message = str(caught.value)

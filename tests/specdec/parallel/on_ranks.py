@@ -19,7 +19,7 @@ def wrong_drafts(engine: Any) -> None:
     """Rank 1 drafts other ids from now on, which no head ever drafts."""
     if engine.ranks.rank == 0:
         return
-    loop = engine._drafter.loop
+    loop = engine.executor.drafter.loop
     run = type(loop).run
 
     def wrong(*args: Any) -> Any:
@@ -31,7 +31,7 @@ def wrong_drafts(engine: Any) -> None:
 
 
 def right_drafts(engine: Any) -> None:
-    vars(engine._drafter.loop).pop("run", None)
+    vars(engine.executor.drafter.loop).pop("run", None)
 
 
 def never_share(engine: Any) -> None:

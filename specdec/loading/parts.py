@@ -1,0 +1,205 @@
+"""From a target, a draft and options to what an engine is built of: model, head, kernels and the sizes of caches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from attention.backends.base import AttentionBackend
+from attention.cache.kv_cache import KVFormat, KVLayout
+from drafters.base import Head
+from drafters.mtp.convention import MtpConvention
+from specdec.config import EngineConfig
+from specdec.loading.backends import begin_kernels, expected_keys, kv_format, kv_layout, make_backend
+from specdec.loading.checkpoint import Checkpoint
+from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
+from specdec.loading.heads import load_head
+from specdec.loading.memory import check_sizes_fit, check_tables_fit
+from specdec.loading.objects import check_head_type
+from specdec.loading.pairs import load_pair
+from specdec.loading.parallel import check_divisible, least_of_all
+from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
+from specdec.loading.progress import log
+from specdec.loading.sizes import max_model_len as max_model_len_of
+from specdec.loading.sizes import num_drafts
+from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes
+from specdec.loading.targets import open_target
+from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
+from specdec.loading.warming import warm_compiler
+from specdec.options import LoadOptions
+from specdec.parallel.ranks import Ranks
+from specdec.rounds.buckets import loop_limits
+from specdec.rounds.transfer import staging_bytes
+from specdec.target.probing import TargetProbe, probe_target
+from specdec.target.selftest import self_test_head
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What an engine is built of. Only the weights take memory yet.
+
+    Attributes:
+        probed: the target. head: the draft head that fits it, or None.
+        checkpoint: where the target was read from; None for a loaded model without a name.
+        tokenizer: the target's, or the one that was given; None where there is none.
+        backend: computes attention.
+        config: sizes and limits; with prefix caching where it can be done.
+        format: how the target's keys and values are stored. layout: order inside a page, of the head's cache too.
+        prefix_caching: "on", or "off: " and the reason. cascade: likewise, of cascade attention.
+        cache_tokens: tokens of the KV cache, as asked for or as they fit.
+        cache_bytes: what all caches and the states of recurrent layers will take.
+    """
+
+    probed: TargetProbe
+    head: Head | None
+    checkpoint: Checkpoint | None
+    tokenizer: Any
+    backend: AttentionBackend
+    config: EngineConfig
+    format: KVFormat
+    layout: KVLayout
+    prefix_caching: str
+    cascade: str
+    cache_tokens: int
+    cache_bytes: int
+
+
+def load_parts(
+    target: str | Path | PreTrainedModel,
+    draft: str | Path | Head | None,
+    options: LoadOptions,
+    ranks: Ranks | None = None,
+) -> Parts:
+    """Load target and head, and settle every size, before memory is taken for any of them.
+
+    Args:
+        target, draft: see `SpeculativeModel.from_pretrained`. ranks: load this rank's share of the target.
+
+    Raises:
+        ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
+        InvalidInputError: an option that does not fit these; CacheTooSmallError: no room for the caches.
+    """
+    if options.max_model_len is not None:
+        check_tables_fit(options.max_num_seqs, options.max_model_len)
+    if draft is not None:
+        check_head_type(draft)
+    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
+    model, checkpoint = opened
+    tokenizer = open_tokenizer(options.tokenizer, checkpoint)
+    backend = make_backend(options.backend, model.device)
+    probed = _probe(model, backend, options)
+    check_divisible(probed, ranks)
+    warn_of_another_vocabulary(tokenizer, probed.vocab_size)
+    log.info("loading the head")
+    convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
+    head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, ranks)
+    if isinstance(draft, (str, Path)):
+        self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
+    return parts
+
+
+def _open(
+    target: str | Path | PreTrainedModel, options: LoadOptions, ranks: Ranks | None
+) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """The target and where it was read from; kernels and the compiler begin while its weights are read."""
+    log.info("loading the target")
+
+    def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
+        kind = kind if isinstance(kind, torch.dtype) else config.dtype
+        begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
+        if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
+            warm_compiler()
+
+    return open_target(
+        target,
+        options.dtype,
+        options.device,
+        options.revision,
+        options.trust_remote_code,
+        begin,
+        options.adapter,
+        options.merge_adapter,
+        ranks,
+    )
+
+
+def _probe(model: PreTrainedModel, backend: AttentionBackend, options: LoadOptions) -> TargetProbe:
+    """What the model's layers are; the kernels they need begin to be built."""
+    log.info("reading the model's layers")
+    probed = probe_target(model)
+    check_backend_fits(probed, backend)
+    keys = [call.attention_spec for call in probed.calls]
+    begin_kernels(options.backend, model.device, keys, model.dtype, options.kv_cache_dtype)
+    return probed
+
+
+def _sized(
+    probed: TargetProbe,
+    head: Head | None,
+    checkpoint: Checkpoint | None,
+    tokenizer: Any,
+    backend: AttentionBackend,
+    options: LoadOptions,
+    ranks: Ranks | None,
+) -> Parts:
+    """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
+    device, page_size = probed.model.device, options.page_size
+    longest = max_model_len_of(options.max_model_len, probed.model)
+    format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+    check_format_fits(probed, format)
+    rows = _rows(head, longest, options)
+    sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
+    states = state_bytes(probed, rows)
+    cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
+    cache = cache if ranks is None else least_of_all(cache, ranks)
+    config = _config(rows, cache, sizes, len(probed.recurrent_calls) > 0, options)
+    loop = None if head is None else head.draft_loop(loop_limits(config))
+    prefix_caching = choose_prefix_caching(
+        loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
+    )
+    config = replace(config, enable_prefix_caching=prefix_caching == "on")
+    cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
+    windowed = sizes.of_pools(config.windowed, page_size)
+    check_sizes_fit(config, device, sizes.first, staging_bytes(loop, config), windowed, states)
+    return Parts(
+        probed,
+        head,
+        checkpoint,
+        tokenizer,
+        backend,
+        config,
+        format,
+        kv_layout(options.kv_cache_layout, backend),
+        prefix_caching,
+        cascade,
+        cache.tokens,
+        cache.tokens * sizes.first + windowed + states,
+    )
+
+
+def _rows(head: Head | None, longest: int, options: LoadOptions) -> Rows:
+    return Rows(
+        num_speculative_tokens=num_drafts(options.num_speculative_tokens, head),
+        max_model_len=longest,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        page_size=options.page_size,
+    )
+
+
+def _config(rows: Rows, cache: Division, sizes: TokenBytes, recurrent: bool, options: LoadOptions) -> EngineConfig:
+    """Without prefix caching: whether that can be done depends on what the sizes make of the draft loop."""
+    return EngineConfig(
+        **vars(rows),
+        num_pages=-(-cache.tokens // rows.page_size) + 1,
+        windowed=cache.pools(sizes, rows.page_size),
+        seed=options.seed,
+        draft_sampling=options.draft_sampling,
+        max_num_prefill_tokens=options.max_num_prefill_tokens,
+        recurrent=recurrent,
+    )
