@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
+import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,3 +104,36 @@ def wrong_results(engine: Any) -> None:
 
 def right_results(engine: Any) -> None:
     vars(engine.executor).pop("judge", None)
+
+
+_patches = contextlib.ExitStack()
+
+
+def graphs_on_cpu(engine: Any, compiled: bool) -> None:
+    """From now on this process captures graphs on a CPU: launches that run again, see tests/specdec/execution."""
+    if "fakes" not in sys.modules:  # in a worker, which has no conftest
+        spec = importlib.util.spec_from_file_location("fakes", Path(__file__).resolve().parents[2] / "fakes.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["fakes"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["fakes"])
+    import pytest
+    from fakes import backend_of_ours
+
+    from tests.sampled_rounds import kernels_by_reference
+    from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
+
+    patched = _patches.enter_context(pytest.MonkeyPatch.context())
+    _patches.enter_context(kernels_by_reference())
+    record_on_cpu(patched)
+    if not compiled:
+        compile_nothing(patched)
+    _patches.enter_context(backend_of_ours(FixedPlaceBackend(torch.device("cpu"))))
+
+
+def no_graphs_on_cpu(engine: Any) -> None:
+    _patches.close()
+
+
+def launch_ahead(engine: Any) -> None:
+    """As on a GPU, where a verification is queued before the host goes on."""
+    engine.use(engine.executor, queue_verification=True)
