@@ -48,13 +48,22 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 def tiny(name: str) -> Any:
     """A random model whose every part shows in its logits."""
     from fakes import TINY, VOCAB, enlarge
-    from transformers import GptOssConfig, LlamaConfig, Qwen3MoeConfig
+    from transformers import DeepseekV3Config, GptOssConfig, LlamaConfig, Qwen3MoeConfig
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     sizes: dict[str, Any] = {**TINY, "num_hidden_layers": 2, "tie_word_embeddings": False}
+    latent = {"q_lora_rank": 12, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+    latent |= {"n_group": 1, "topk_group": 1}
     experts = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config: Any = {
         "one-kv-head": lambda: LlamaConfig(**{**sizes, "num_key_value_heads": 1, "attention_bias": True}),
+        "deepseek-v3": lambda: DeepseekV3Config(
+            **{**sizes, "num_key_value_heads": 4, "head_dim": 8},
+            **{**experts, **latent},
+            n_routed_experts=4,
+            n_shared_experts=1,
+            first_k_dense_replace=1,
+        ),
         "two-kv-heads": lambda: LlamaConfig(**sizes),
         "qwen3-moe": lambda: Qwen3MoeConfig(**sizes, **experts, num_experts=4),
         "gpt-oss": lambda: GptOssConfig(

@@ -71,13 +71,16 @@ def test_they_are_the_rounds_of_one_rank(
 
 
 @pytest.mark.slow
-def test_compiled_shares_say_the_same(graphs: Callable[[bool], None], folders: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("name", ["one-kv-head", "deepseek-v3"])
+def test_compiled_shares_say_the_same(
+    graphs: Callable[[bool], None], folders: Callable[[str], Path], name: str
+) -> None:
     """With our own passes over the compiler's graph, in kernels for this CPU."""
     graphs(True)
     sizes: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2, "device": "cpu", "tokenizer": LetterTokenizer()}
     prompts, params = ["abcd efgh", "Hello 123"], SamplingParams(max_new_tokens=12)
     found = []
     for options in ({"cuda_graphs": False}, {"cuda_graphs": True, "tensor_parallel_size": 2}):
-        with SpeculativeModel.from_pretrained(folders("one-kv-head"), **sizes, **options) as model:
+        with SpeculativeModel.from_pretrained(folders(name), **sizes, **options) as model:
             found.append([answer.token_ids for answer in model.generate(prompts, params)])
     assert found[0] == found[1]
