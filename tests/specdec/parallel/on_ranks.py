@@ -137,3 +137,17 @@ def no_graphs_on_cpu(engine: Any) -> None:
 def launch_ahead(engine: Any) -> None:
     """As on a GPU, where a verification is queued before the host goes on."""
     engine.use(engine.executor, queue_verification=True)
+
+
+def wrong_drafts_of_graphs(engine: Any) -> None:
+    """Rank 1's draft loop leaves other ids than it found, whenever a verification is about to read them."""
+    if engine.ranks.rank == 0:
+        return
+    verify = engine.executor.verify
+
+    def wrong(round_: Any, draft: Any) -> Any:
+        if draft is not None:
+            draft.token_ids.zero_()
+        return verify(round_, draft)
+
+    engine.executor.verify = wrong

@@ -84,3 +84,16 @@ def test_compiled_shares_say_the_same(
         with SpeculativeModel.from_pretrained(folders(name), **sizes, **options) as model:
             found.append([answer.token_ids for answer in model.generate(prompts, params)])
     assert found[0] == found[1]
+
+
+@pytest.mark.slow
+def test_wrong_drafts_of_a_rank_are_overwritten_in_the_verification(graphs: Callable[[bool], None]) -> None:
+    graphs(False)
+    with SpeculativeModel.from_pretrained(
+        *("gsm-llama", "auto"), cuda_graphs=True, device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
+    ) as model:
+        engine: Any = model.engine
+        engine.run("on_ranks:launch_ahead")
+        right = tokens(model, replace(GREEDY, return_drafts=True))
+        engine.run("on_ranks:wrong_drafts_of_graphs")
+        assert tokens(model, replace(GREEDY, return_drafts=True)) == right
