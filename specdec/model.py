@@ -200,7 +200,8 @@ class SpeculativeModel(Generation):
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
                 changes what the model says a little; with and without speculation it still says the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
-                1.0 everywhere, which cuts off values beyond ±448.
+                the calibrated ones of the checkpoint (compressed-tensors, ModelOpt), else 1.0 everywhere, which cuts
+                off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
                 "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
                 changes no token: only where a key lies.

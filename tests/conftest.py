@@ -70,10 +70,13 @@ def _form(probed: Any) -> tuple[Any, ...]:
 
 
 def _weights(model: torch.nn.Module) -> bytes:
+    from attention.hf.weights import memory_of
+
     digest = hashlib.blake2b()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        for part in memory_of(tensor):  # a quantised tensor may be made of several
+            digest.update(part.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.digest()
 
 

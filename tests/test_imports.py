@@ -135,6 +135,7 @@ ROOMS = [
     "specdec/generation.py",
     "specdec/model.py",
     "specdec/worker.py",
+    "specdec/agreement",
     "specdec/training",
     "specdec/cli",
     "evals/errors.py",

@@ -26,7 +26,8 @@ def sum_once(graph: Graph) -> None:
         if first is None or second is None or first is second or not _same_shape(*node.args):
             continue
         for each in (first, second):
-            each.replace_all_uses_with(each.args[0])
+            parts: Any = each.args[0]
+            each.replace_all_uses_with(parts)
             graph.erase_node(each)
         with graph.inserting_after(node):
             total = graph.call_function(_SUM, (node,))

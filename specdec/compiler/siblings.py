@@ -18,6 +18,7 @@ from torch import nn
 
 from attention.hf.gate import gate_of
 from attention.hf.interface import attention_configs
+from attention.hf.weights import address_of, computes_plainly
 from specdec.compiler import fp8_siblings
 from specdec.compiler.fp8_siblings import SiblingFp8Linear
 from specdec.target.alterations import Alterations
@@ -79,7 +80,6 @@ class SiblingLinear(nn.Linear):
         plain.__class__ = nn.Linear
 
 
-_PLAIN = (nn.Linear, Fp8Linear)
 _SIBLINGS = (SiblingLinear, SiblingFp8Linear)
 
 
@@ -120,8 +120,9 @@ def _let_go(siblings: list[SiblingLinear | SiblingFp8Linear], holder: object, co
 
 def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     """Fuse what reads the same tensor while `run` runs; the number of groups."""
-    names = {module: name for name, module in root.named_modules() if type(module) in _PLAIN}
-    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
+    ours = ((name, m) for name, m in root.named_modules() if type(m) is Fp8Linear or computes_plainly(m))
+    names = {module: name for name, module in ours}
+    owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]
     readers: dict[tuple[str, int], list[str]] = {}
     kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
@@ -148,8 +149,8 @@ def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool
     kinds = {(type(layer), layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
     if type(layers[0]) is Fp8Linear and not fp8_siblings.fusible(layers):
         return False
-    plain = all(layer.weight.is_contiguous() and type(layer.weight.data) is torch.Tensor for layer in layers)
-    return plain and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
+    whole = all(layer.weight.is_contiguous() for layer in layers)
+    return whole and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
 
 
 def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:

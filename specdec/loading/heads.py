@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from attention.hf.weights import dense_weight
 from drafters.base import Head
 from drafters.checkpoints.tensor_files import locate
 from drafters.eagle import load_eagle
@@ -60,9 +61,24 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=probed.vocab_size,
         num_layers=len(probed.layers),
-        embedding=embedding.weight,  # type: ignore[arg-type]
-        lm_head=output.weight,
+        embedding=_shared(embedding, "input embedding", model),
+        lm_head=_shared(output, "output embedding (lm_head)", model),
     )
+
+
+def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
+
+    Raises:
+        HeadLoadError: it is packed so that only its library can read it.
+    """
+    weight = dense_weight(module)
+    if weight is None:
+        raise HeadLoadError(
+            f"{type(model).__name__}'s {what} is quantised ({type(module).__name__}), and a head that shares it needs "
+            "its rows; take a target whose embeddings are not quantised (most libraries leave them alone by default)"
+        )
+    return weight
 
 
 def load_head(

@@ -119,17 +119,25 @@ def check_divisible(probed: TargetProbe, ranks: Ranks | None) -> None:
         )
 
 
+def check_not_quantised(method: str | None, ranks: Ranks | None) -> None:
+    """Refuse shares of quantised weights. method: by which they are; None where they are not.
+
+    Raises:
+        UnsupportedModelError: they are.
+    """
+    if ranks is not None and method is not None:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size={ranks.size}: the checkpoint's weights are quantised ({method}), and shares of "
+            "those are not served; give a checkpoint in bfloat16, float16 or float32"
+        )
+
+
 def plan_for(config: PreTrainedConfig, found: AutoClass, size: int) -> Plan:
     """The plan of a configuration's model.
 
     Raises:
-        UnsupportedModelError: its weights are quantised, its code is not transformers' own, or see `plan_of`.
+        UnsupportedModelError: its code is not transformers' own, or see `plan_of`.
     """
-    if getattr(config, "quantization_config", None) is not None:
-        raise UnsupportedModelError(
-            f"tensor_parallel_size={size}: the checkpoint's weights are quantised, and shares of those are not served; "
-            "give a checkpoint in bfloat16, float16 or float32"
-        )
     kind = model_class(config, found)
     if kind is PreTrainedModel:
         raise UnsupportedModelError(
@@ -167,4 +175,13 @@ def least_of_all(cache: Division, ranks: Ranks) -> Division:
     return Division(tokens, tuple(windowed))
 
 
-__all__ = ["as_rank", "check_divisible", "check_parallel", "least_of_all", "plan_for", "take_share", "told"]
+__all__ = [
+    "as_rank",
+    "check_divisible",
+    "check_not_quantised",
+    "check_parallel",
+    "least_of_all",
+    "plan_for",
+    "take_share",
+    "told",
+]

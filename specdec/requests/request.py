@@ -105,7 +105,8 @@ class Request:
     """A request inside the engine. `row` is its RowTable row, -1 while it waits.
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
-    what has been reported.
+    what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
+    `specdec.target.long_rope`; decided when it gets a row.
     """
 
     id: int
@@ -120,6 +121,7 @@ class Request:
     eos_token_ids: tuple[int, ...]
     times: Times
     row: int = -1
+    long_rope: bool = False
     preemptions: int = 0
     prefix_hit_tokens: int = 0
     cached_tokens: int = 0

@@ -63,10 +63,12 @@ class Scheme:
     static: bool
     exponents: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def in_words(self) -> str:
+        """'fine-grained, 128x128', '…, static activation scales'."""
         if self.blocks is None:
-            return "fp8 (one scale a weight, static activation scales)"
-        return f"fp8 (fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static})"
+            return "one scale a weight, static activation scales"
+        return f"fine-grained, {'x'.join(map(str, self.blocks))}{', static activation scales' * self.static}"
 
     def check(self, name: str) -> None:
         """Refuse a scheme that no operator serves.
@@ -158,7 +160,9 @@ def _common_scheme(what: str, modules: Iterable[Any]) -> Scheme:
     for scheme in schemes:
         scheme.check(what)
     if len(schemes) > 1:
-        raise UnsupportedModelError(f"{what} has layers of several kinds of FP8: {', '.join(map(str, schemes))}")
+        raise UnsupportedModelError(
+            f"{what} has layers of several kinds of FP8: {'; '.join(each.in_words for each in schemes)}"
+        )
     return schemes[0]
 
 

@@ -148,7 +148,8 @@ def test_a_target_from_a_folder(tmp_path: Path, sizes: dict[str, Any], graphs: b
     oracle = reference(folder, sizes | ({"head_dim": 64} if sizes is not DEEPSEEK else {}))
     given = {"max_num_seqs": 3, "max_num_batched_tokens": 64, "kv_cache_tokens": 2048, "cuda_graphs": graphs}
     with SpeculativeModel.from_pretrained(folder, tokenizer=LetterTokenizer(), device="cuda", **given) as model:
-        assert model.describe()["quantisation"] == "fp8 (fine-grained, 128x128)" and model.dtype == HALF
+        found = model.describe()["quantisation"]
+        assert (found["scheme"], found["runs"]) == ("fine-grained, 128x128", "as stored") and model.dtype == HALF
         assert (model.graphs == "on") == graphs
         fused = sum(isinstance(m, SiblingFp8Linear) for m in model.hf_model.modules())
         assert (fused > 0) == graphs

@@ -135,7 +135,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an encoder": (settings(model_type="bert"), "causal language models are supported.*'bert' is an encoder"),
     "an image model": (settings(model_type="vit"), "causal language models are supported.*'vit'"),
     "an encoder and decoder": (settings(model_type="t5"), "'t5' is an encoder and a decoder"),
-    "GPTQ": (settings(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}), "optimum"),
+    "GPTQ": (
+        settings(quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128}),
+        "gptqmodel.*optimum",
+    ),
     "AWQ": (settings(quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128}), "gptqmodel"),
     "a quantisation nobody knows": (settings(quantization_config={"quant_method": "nosuch"}), "nosuch.*does not know"),
     "a quantisation that is none": (settings(quantization_config=3), "quantization_config=3"),

@@ -124,7 +124,9 @@ def test_weights_stay_in_8_bits_and_it_is_said(tmp_path: Path) -> None:
     with pytest.warns(SpecdecWarning, match="quantised in FP8 and runs on a CPU"):
         model = load(folder)
     facts = model.describe()
-    assert facts["quantisation"] == "fp8 (fine-grained, 128x128), multiplied out in float32 in every matmul"
+    found = facts["quantisation"]
+    assert found["method"] == "fp8" and found["scheme"] == "fine-grained, 128x128"
+    assert found["runs"] == "multiplied out in float32 in every matmul"
     assert facts["dtype"] == "float32"
     layers = [m for m in model.hf_model.modules() if isinstance(m, FP8Linear)]
     assert len(layers) == 14 and {type(m) for m in layers} == {Fp8Linear}

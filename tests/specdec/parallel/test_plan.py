@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading import parallel
 from specdec.loading.auto_classes import auto_class
-from specdec.loading.parallel import check_parallel, plan_for
+from specdec.loading.parallel import check_not_quantised, check_parallel, plan_for
 from specdec.options import LoadOptions
 from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.operators import gather_ranks, sum_ranks
@@ -84,8 +85,11 @@ def test_what_cannot_be_divided() -> None:
         plan(LlamaConfig, 6, hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
     with pytest.raises(UnsupportedModelError, match="no tensor-parallel plan"):
         plan(GPT2Config, n_embd=32, n_layer=2, n_head=4)
-    with pytest.raises(UnsupportedModelError, match="quantised"):
-        plan(LlamaConfig, quantization_config={"quant_method": "fp8"})
+    ranks: Any = SimpleNamespace(size=2)
+    with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
+        check_not_quantised("fp8", ranks)
+    check_not_quantised("fp8", None)
+    check_not_quantised(None, ranks)
 
 
 def test_a_fused_gate_is_divided_in_both_halves_and_fused_attention_stays_whole() -> None:
