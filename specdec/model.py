@@ -27,7 +27,7 @@ from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
 from specdec.loading.leading import load_on_all_ranks
 from specdec.loading.memory import memory_named
-from specdec.loading.parts import load_parts
+from specdec.loading.parts import Parts, load_parts
 from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
@@ -260,35 +260,17 @@ class SpeculativeModel(Generation):
         given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
         options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
         if options.tensor_parallel_size > 1:
-            return load_on_all_ranks(cls._loaded, target, draft, options)
-        return cls._loaded(target, draft, options)
+            return load_on_all_ranks(cls._share, target, draft, options)
+        parts = load_parts(target, draft, options)
+        with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
+            return cls(**_arguments(parts, options))
 
     @classmethod
-    def _loaded(
-        cls,
-        target: str | Path | PreTrainedModel,
-        draft: str | Path | Head | None,
-        options: LoadOptions,
-        ranks: Ranks | None = None,
-    ) -> SpeculativeModel:
-        """Load, and build the engine: see `from_pretrained`. ranks: load this rank's share."""
+    def _share(cls, target: str, draft: str | None, options: LoadOptions, ranks: Ranks) -> SpeculativeModel:
+        """As `from_pretrained`, on one of several ranks, which all call it."""
         parts = load_parts(target, draft, options, ranks)
         with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
-            return cls(
-                parts.probed,
-                parts.tokenizer,
-                parts.head,
-                parts.backend,
-                parts.config,
-                options.cuda_graphs,
-                format=parts.format,
-                layout=parts.layout,
-                generation_config=options.generation_config,
-                checkpoint=parts.checkpoint,
-                prefix_caching=parts.prefix_caching,
-                cascade=parts.cascade,
-                ranks=ranks,
-            )
+            return cls(**_arguments(parts, options), ranks=ranks)
 
     def close(self) -> None:
         """End what runs, free caches, buffers and graphs, and leave `hf_model` as it was before. Idempotent.
@@ -418,3 +400,21 @@ class SpeculativeModel(Generation):
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         self._shared.check_open()
         return facts_of(self)
+
+
+def _arguments(parts: Parts, options: LoadOptions) -> dict[str, Any]:
+    """Of `SpeculativeModel`."""
+    return {
+        "probed": parts.probed,
+        "tokenizer": parts.tokenizer,
+        "head": parts.head,
+        "backend": parts.backend,
+        "config": parts.config,
+        "cuda_graphs": options.cuda_graphs,
+        "format": parts.format,
+        "layout": parts.layout,
+        "generation_config": options.generation_config,
+        "checkpoint": parts.checkpoint,
+        "prefix_caching": parts.prefix_caching,
+        "cascade": parts.cascade,
+    }

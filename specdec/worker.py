@@ -68,7 +68,7 @@ class Follower:
         options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids))
         try:
             with ranks.together():
-                model = SpeculativeModel._loaded(message.target, message.draft, options, ranks)
+                model = SpeculativeModel._share(message.target, message.draft, options, ranks)
         except Exception as error:
             self._inbox.say(_failed(error))
             return
