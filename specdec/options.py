@@ -351,6 +351,10 @@ class LoadOptions:
             _NO_TRAINING,
         ),
     )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING),
+    )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)
     )
