@@ -20,7 +20,7 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
+from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
@@ -49,6 +49,7 @@ class Engine:
     last token that was reported.
 
     Attributes:
+        target: what it runs.
         config: its sizes and limits.
         reported: what the last round reported. It is set in one assignment: the moment at which the round counts.
         executor: how rounds run on the device; `use` replaces it.
@@ -64,11 +65,17 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int],
         executor: Executor | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        """Make an engine with no requests. executor: default operator by operator."""
+        """Make an engine with no requests.
+
+        executor: default operator by operator. announce: called with every round before it is launched.
+        """
         self.config = config
+        self._announce = announce
         self.reported: list[Update] = []
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self.target = target
         self._drafter = drafter
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters()
@@ -106,6 +113,7 @@ class Engine:
     def _connect(self) -> None:
         c, scheduler, table = self.config, self.scheduler, self.table
         self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, self._queue_verification)
+        self._launcher.announce = self._announce
         num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 

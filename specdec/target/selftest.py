@@ -51,7 +51,7 @@ _ROUNDED_TOLERANCE = 0.1
 """The same of a model whose layers round their activations to 8 bits: a value between two steps goes to either by an
 error of 1e-7, and so do those that are computed from it. Measured: 0.004 to 0.009 (tests/public/test_quantised.py)."""
 
-_TEXT = (
+SELF_TEST_TEXT = (
     "Anna has 12 apples and buys 8 more at the market. She gives 5 of them to her brother. She bakes a pie with 6. "
     "How many apples does she have now. She has 12 plus 8 which is 20 apples. After giving away 5 there were 15 left. "
     "The pie took 6 of them so 9 apples are left. The sun was low over the river when the old man walked home from "
@@ -246,7 +246,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
     Raises:
         InvalidInputError: the tokenizer makes ids that the model has no embedding for.
     """
-    (ids,) = encode_prompts(_TEXT, tokenizer)
+    (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
     largest = max(ids[:_MOST_TOKENS])
     if largest >= rows:
