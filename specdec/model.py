@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -383,18 +384,21 @@ class SpeculativeModel(Generation):
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
 
         Raises:
-            InvalidInputError: no tokens, or an id outside the vocabulary.
+            InvalidInputError: no tokens, ids that are no integers, or an id outside the vocabulary.
             RanksLostError: a rank is lost.
         """
         self._shared.check_open()
         largest = self.target.num_embeddings - 1
-        if not len(token_ids) or not all(0 <= token <= largest for token in token_ids):
-            raise InvalidInputError(f"own_logits: give at least one token id, all in 0 … {largest}")
+        ids = token_ids.tolist() if isinstance(token_ids, (torch.Tensor, np.ndarray)) else list(token_ids)
+        if not ids or not all(isinstance(token, (int, np.integer)) and 0 <= token <= largest for token in ids):
+            raise InvalidInputError(
+                f"own_logits: give at least one token id, all in 0 … {largest}: one sequence of integers, not text"
+            )
         with self._shared.between_rounds():
             if isinstance(self.engine, LeadingEngine):
-                found: torch.Tensor = self.engine.run("specdec.engine.ranked:own_logits", list(token_ids))
+                found: torch.Tensor = self.engine.run("specdec.engine.ranked:own_logits", ids)
                 return found
-            return own_logits(self.engine, token_ids)
+            return own_logits(self.engine, ids)
 
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""

@@ -84,8 +84,8 @@ def export_eagle3(
         The folder.
 
     Raises:
-        InvalidInputError: the layout cannot express the head (every field is named), or a value is not allowed. Nothing
-            was written then.
+        InvalidInputError: the layout cannot express the head (every field is named), a value is not allowed, or the
+            folder cannot be written. Nothing was written then.
     """
     _check_layout(layout)
     if num_speculative_tokens < 1:
@@ -94,7 +94,7 @@ def export_eagle3(
     if problems:
         raise InvalidInputError(f"this head cannot be written in the {layout} layout: " + "; ".join(problems))
     if layout == "specforge":
-        return save_eagle3(head, folder, dtype)
+        return save_eagle3(head, _made(folder), dtype)
     if verifier is None:
         raise InvalidInputError(
             "the speculators layout names the target that the head was made for: give its verifier, a hub name or a "
@@ -102,7 +102,7 @@ def export_eagle3(
         )
     stored = dtype or head.norm.weight.dtype
     tensors = _tensors(head, stored, with_target_tensors)
-    return _write(Path(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
+    return _write(_made(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
 
 
 def _check_layout(layout: str) -> None:
@@ -238,8 +238,18 @@ def _layer_config(spec: Eagle3Spec) -> dict[str, Any]:
     return config
 
 
+def _made(folder: str | Path) -> Path:
+    path = Path(folder)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidInputError(f"cannot write to the folder {path}: {error}; give another one") from error
+    if not os.access(path, os.W_OK):
+        raise InvalidInputError(f"cannot write to the folder {path}: no permission; give another one")
+    return path
+
+
 def _write(folder: Path, tensors: Mapping[str, torch.Tensor], config: Mapping[str, Any]) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     partial = folder / "model.safetensors.partial"
     save_file(dict(tensors), partial, metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

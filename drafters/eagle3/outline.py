@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from drafters.checkpoints.config_fields import lookup
-from drafters.checkpoints.layouts import Layout
+from drafters.checkpoints.layouts import Layout, require
 from drafters.eagle3.checkpoint import TargetFacts, open_head
 from drafters.eagle3.formats import AUX_KEYS, flattened
 from drafters.eagle3.overrides import USE_AUX, Eagle3Overrides
@@ -28,6 +28,8 @@ def target_of_files(path: str | Path, overrides: Eagle3Overrides = _NO_OVERRIDES
         HeadLoadError: files are missing or of another kind, or the aux layers depend on the target.
     """
     opened = open_head(path)
+    if opened.layout is not Layout.EAGLE1:
+        require(opened.layout, Layout.EAGLE3, opened.folder.config, opened.names)
     folder, config = opened.folder.path, overrides.applied(flattened(opened.folder.config).config)
     sizes = {key: lookup(config, key) for key in ("hidden_size", "target_hidden_size", "vocab_size")}
     hidden, vocab = sizes["target_hidden_size"] or sizes["hidden_size"], sizes["vocab_size"]

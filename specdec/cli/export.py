@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from specdec.cli.options import examples, pick_options
 from specdec.errors import InvalidInputError
@@ -29,7 +30,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 @click.option("--layout", type=click.Choice(_LAYOUTS), required=True, help="speculators: vLLM's; specforge: SGLang's.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder; it must be empty, or not exist.")
 @click.option("--target", help="The head's target: built-in name, folder or hub name. Default: what the head names.")
-@click.option("--verifier", help="The target's name in a speculators configuration. Default: --target.")
+@click.option("--verifier", help="speculators: the target's name in the configuration. Default: --target.")
 @click.option("--dtype", type=click.Choice(_DTYPES), help="Of the stored weights. Default: as they are stored.")
 @click.option(
     "--with-target-tensors/--without-target-tensors",
@@ -38,10 +39,18 @@ _DTYPES = ("float32", "bfloat16", "float16")
     help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does.",
 )
 @click.option(
-    "--num-speculative-tokens", "-k", type=click.IntRange(1), default=5, show_default=True, help="K that it proposes."
+    "--num-speculative-tokens",
+    "-k",
+    type=click.IntRange(1),
+    default=5,
+    show_default=True,
+    help="speculators: K that the configuration proposes.",
 )
 @pick_options("head_overrides")
-def export(head: str, layout: ExportLayout, out: Path, target: str | None, **options: Any) -> None:
+@click.pass_context
+def export(
+    context: click.Context, head: str, layout: ExportLayout, out: Path, target: str | None, **options: Any
+) -> None:
     """Write HEAD, an EAGLE-3 head in any layout that is read, in the layout of another project.
 
     What a layout cannot express is refused by name, and nothing is written.
@@ -49,6 +58,7 @@ def export(head: str, layout: ExportLayout, out: Path, target: str | None, **opt
     from specdec.options import LoadOptions
 
     _check_empty(out)
+    _check_of_speculators(context, layout)
     overrides = LoadOptions.from_words({"head_overrides": options.pop("head_overrides")})
     folder = _exported(head, layout, out, target, overrides, **options)
     click.echo(f"{head} is in {folder}, in the {layout} layout")
@@ -72,10 +82,9 @@ def _exported(
     from drafters.eagle3.export import Verifier, export_eagle3
     from drafters.eagle3.outline import stored_dtype, target_of_files
     from drafters.eagle3.overrides import Eagle3Overrides
-    from specdec.loading.builtin import resolve
     from specdec.loading.outlines import is_available, outline_target, target_of_head
 
-    path, overrides = resolve(head), Eagle3Overrides.of(options.head_overrides or {})
+    path, overrides = _eagle_head(head, target), Eagle3Overrides.of(options.head_overrides or {})
     named = target_of_head(path) if target is None else target
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
     facts = target_of_files(path, overrides) if outline is None else outline.facts
@@ -98,6 +107,36 @@ def _exported(
         num_speculative_tokens=num_speculative_tokens,
         with_target_tensors=with_target_tensors,
     )
+
+
+def _eagle_head(head: str, target: str | None) -> str:
+    """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
+    from drafters.eagle3.checkpoint import check_kind
+    from drafters.mtp.checkpoint import has_mtp
+    from specdec.loading.heads import AUTO_HEAD, MTP_HEAD, resolve_head
+
+    if head in (AUTO_HEAD, MTP_HEAD) and target is None:
+        raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
+    path = None if head == MTP_HEAD else resolve_head(head, target)
+    if path is None or has_mtp(check_kind(path)):
+        raise InvalidInputError(
+            f"{head}: a multi-token-prediction module has no layout of its own to be written in: vLLM and SGLang read it "
+            "from the target's checkpoint; HEAD must be an EAGLE-3 head"
+        )
+    return path
+
+
+def _check_of_speculators(context: click.Context, layout: ExportLayout) -> None:
+    """Options that decide nothing in the specforge layout are refused when they are given."""
+    names = {
+        "verifier": "--verifier",
+        "with_target_tensors": "--with-target-tensors/--without-target-tensors",
+        "num_speculative_tokens": "--num-speculative-tokens",
+    }
+    default = ParameterSource.DEFAULT
+    given = [words for name, words in names.items() if context.get_parameter_source(name) is not default]
+    if given and layout != "speculators":
+        raise InvalidInputError(f"{', '.join(given)}: only --layout speculators has a place for it; leave it out")
 
 
 def _check_empty(out: Path) -> None:

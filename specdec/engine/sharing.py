@@ -394,5 +394,7 @@ class Stream(Iterator[StreamUpdate]):
             self._shared.abandon(call)
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # __init__ did not come to its end
+        try:  # not by contextlib: when the interpreter ends, this module's names may be gone
             self.close()
+        except AttributeError:  # __init__ did not come to its end, or the interpreter has
+            return

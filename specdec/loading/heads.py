@@ -124,6 +124,16 @@ def load_head(
     return load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
 
 
+def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:
+    """Options that say how a head is read decide nothing where there is none.
+
+    Raises:
+        InvalidInputError: one is given.
+    """
+    _check_no_convention(convention, "there is no draft head")
+    _check_no_overrides(overrides, "there is no draft head")
+
+
 def _check_no_overrides(overrides: Mapping[str, Any] | None, reason: str) -> None:
     if overrides:
         raise InvalidInputError(f"head_overrides={short(dict(overrides))}: {reason}; leave them out")

@@ -17,7 +17,7 @@ from specdec.config import EngineConfig
 from specdec.loading.backends import begin_kernels, expected_keys, kv_format, kv_layout, make_backend
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
-from specdec.loading.heads import load_head
+from specdec.loading.heads import check_without_head, load_head
 from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
@@ -90,13 +90,15 @@ def load_parts(
         check_head_type(draft)
     opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
     model, checkpoint = opened
+    convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
+    if draft is None:
+        check_without_head(convention, options.head_overrides)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
     check_divisible(probed, ranks)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
-    convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
     head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, ranks)
     if isinstance(draft, (str, Path)):

@@ -89,6 +89,8 @@ def test_a_head_whose_layers_depend_on_its_target_needs_one(head: Path) -> None:
         (["some-head", "--draft", "none"], "say the same"),
         (["some-head", "--target", "a", "--model", "b"], "say the same"),
         (["auto"], "belongs to a target"),
+        (["none", "--target", "gsm-llama"], "HEAD 'none' is no head; leave it out"),
+        (["some-head", "--target", "gsm-llama", "-k", "0"], "-k 0: .* give 1 or more"),
     ],
 )
 def test_arguments_that_contradict_each_other(arguments: list[str], message: str) -> None:
@@ -100,8 +102,45 @@ def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
     found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).stdout)
     assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"
     assert found["agreement"]["chains"] is None and found["agreement"]["rounds"]["tau"] > 2
-    with pytest.raises(HeadLoadError, match="reads EAGLE-3 heads, the checkpoint's layout is"):
-        run(export, "gsm-deepseek", "--layout", "specforge", "--out", "nowhere")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gsm-deepseek"], "gsm-deepseek: a multi-token-prediction module has no layout of its own"),
+        (["mtp", "--target", "gsm-deepseek"], "mtp: a multi-token-prediction module has no layout of its own"),
+        (["auto"], "HEAD 'auto' belongs to a target: give --target"),
+        (["gsm-llama-eagle3", "--verifier", "a/b", "-k", "3"], "--verifier, --num-speculative-tokens: only --layout spec"),
+        (["gsm-llama-eagle3", "--without-target-tensors"], "--without-target-tensors: only --layout speculators"),
+    ],
+)
+def test_what_is_not_exported(arguments: list[str], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        run(export, *arguments, "--layout", "specforge", "--out", str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_auto_is_the_built_in_targets_own_head(tmp_path: Path) -> None:
+    run(export, "auto", "--target", "gsm-llama", "--layout", "specforge", "--out", str(tmp_path))
+    assert torch.equal(
+        load_file(tmp_path / "model.safetensors")["fc.weight"],
+        load_file(builtin_path("gsm-llama-eagle3") / "model.safetensors")["fc.weight"],
+    )
+
+
+def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for layout in ("specforge", "speculators"):
+        with pytest.raises(InvalidInputError, match="cannot write to the folder .*file/out: .*give another one"):
+            run(export, "gsm-llama-eagle3", "--layout", layout, "--out", str(tmp_path / "file" / "out"))
+
+
+@pytest.mark.parametrize("command", [inspect, export])
+def test_a_target_given_as_a_head_is_said_to_be_one(command: Any, tmp_path: Path) -> None:
+    folder = shutil.copytree(builtin_path("gsm-llama"), tmp_path / "target")  # by no name that is known
+    more = ["--layout", "specforge", "--out", str(tmp_path / "out")] if command is export else []
+    with pytest.raises(HeadLoadError, match="a whole language model: give it as the target"):
+        run(command, str(folder), *more)
 
 
 @pytest.mark.parametrize("layout", ["speculators", "specforge"])
