@@ -12,7 +12,15 @@ import torch
 from fakes import LetterTokenizer, eagle3_head, hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
 from torch._subclasses.fake_tensor import FakeTensor
 
-from specdec import CacheTooSmallError, ClosedModelError, SamplingParams, SpecdecError, SpeculativeModel
+from specdec import (
+    CacheTooSmallError,
+    ClosedModelError,
+    InvalidInputError,
+    SamplingParams,
+    SpecdecError,
+    SpeculativeModel,
+)
+from specdec.engine import sharing
 
 pytestmark = pytest.mark.usefixtures("every_self_test")
 
@@ -295,3 +303,30 @@ def test_a_head_outlives_the_model_that_it_drafted_for() -> None:
 
 def state_of_head(head: Any) -> list[Any]:
     return [(name, id(m), type(m), sorted(vars(m))) for name, m in head.named_modules()]
+
+
+def test_a_stream_that_outlives_its_module_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the interpreter ends, a module's names may be gone before a stream that a script still holds."""
+    with wrap(tiny_llama()) as model:
+        stream = model.stream(PROMPTS[0], SHORT)
+        next(stream)
+        stream.close()
+        names = [name for name in vars(sharing) if not name.startswith("__")]
+        with monkeypatch.context() as gone:
+            for name in names:
+                gone.setattr(sharing, name, None)
+            stream.__del__()
+
+
+@pytest.mark.parametrize("ids", ["hi", [], [0.5], [[1, 2]], [10**6], torch.tensor([[1, 2]])], ids=str)
+def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
+    with (
+        wrap(tiny_llama()) as model,
+        pytest.raises(InvalidInputError, match="own_logits: give at least one token id.*one sequence of integers"),
+    ):
+        model.own_logits(ids)
+
+
+def test_own_logits_of_a_tensor() -> None:
+    with wrap(tiny_llama()) as model:
+        assert torch.equal(model.own_logits(torch.tensor([1, 2, 3])), model.own_logits([1, 2, 3]))

@@ -206,5 +206,8 @@ def test_options_that_do_not_fit(tiny_case: Callable[..., Any]) -> None:
     with pytest.raises(InvalidInputError, match="no multi-token-prediction module; leave them out"):
         SpeculativeModel.from_pretrained("gsm-llama", "auto", mtp_feedback="pre_norm")
     case = tiny_case("deepseek_v3")
+    for option in ({"mtp_feedback": "pre_norm"}, {"head_overrides": {"aux_layers": [1, 2, 3]}}):
+        with pytest.raises(InvalidInputError, match="there is no draft head; leave them out"):
+            wrap(case.model, None, **option)
     with pytest.raises(InvalidInputError, match="loaded already"):
         wrap(case.model, MtpHead(MtpSpec(), mtp_target(case.model)), mtp_concat="hidden_first")

@@ -110,7 +110,10 @@ def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
         (["gsm-deepseek"], "gsm-deepseek: a multi-token-prediction module has no layout of its own"),
         (["mtp", "--target", "gsm-deepseek"], "mtp: a multi-token-prediction module has no layout of its own"),
         (["auto"], "HEAD 'auto' belongs to a target: give --target"),
-        (["gsm-llama-eagle3", "--verifier", "a/b", "-k", "3"], "--verifier, --num-speculative-tokens: only --layout spec"),
+        (
+            ["gsm-llama-eagle3", "--verifier", "a/b", "-k", "3"],
+            "--verifier, --num-speculative-tokens: only --layout spec",
+        ),
         (["gsm-llama-eagle3", "--without-target-tensors"], "--without-target-tensors: only --layout speculators"),
     ],
 )
@@ -131,7 +134,7 @@ def test_auto_is_the_built_in_targets_own_head(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_one_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for layout in ("specforge", "speculators"):
-        with pytest.raises(InvalidInputError, match="cannot write to the folder .*file/out: .*give another one"):
+        with pytest.raises(InvalidInputError, match=r"cannot write to the folder .*file/out: .*give another one"):
             run(export, "gsm-llama-eagle3", "--layout", layout, "--out", str(tmp_path / "file" / "out"))
 
 
