@@ -120,7 +120,7 @@ def _eagle_head(head: str, target: str | None) -> str:
     path = None if head == MTP_HEAD else resolve_head(head, target)
     if path is None or has_mtp(check_kind(path)):
         raise InvalidInputError(
-            f"{head}: a multi-token-prediction module has no layout of its own to be written in: vLLM and SGLang read it "
+            f"{head}: a multi-token-prediction module has no layout of its own: vLLM and SGLang read it "
             "from the target's checkpoint; HEAD must be an EAGLE-3 head"
         )
     return path

@@ -322,7 +322,7 @@ def test_a_stream_that_outlives_its_module_ends_quietly(monkeypatch: pytest.Monk
 def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
     with (
         wrap(tiny_llama()) as model,
-        pytest.raises(InvalidInputError, match="own_logits: give at least one token id.*one sequence of integers"),
+        pytest.raises(InvalidInputError, match=r"own_logits: give at least one token id.*one sequence of integers"),
     ):
         model.own_logits(ids)
 
