@@ -89,6 +89,10 @@ class StateRunner:
         for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
 
+    def of_slot(self, slot: int) -> list[torch.Tensor]:
+        """Views of one slot's part of every tensor, in a fixed order."""
+        return [tensor[slot] for tensor in self._tensors()]
+
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]
 

@@ -8,18 +8,20 @@ the commit is the pipeline that the round is in: see `lookahead`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import PrefixCache
-from drafters.loops.base import SharesPages
+from drafters.loops.base import Draft, SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
+from specdec.engine.handoff import Moving
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
@@ -30,6 +32,7 @@ from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.verification import DraftedVerification
+from specdec.requests.moved import Arrival, Departure, MovedRequest
 from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
@@ -54,6 +57,7 @@ class Engine:
         executor: how rounds run on the device; `use` replaces it.
         inflight: the round that is launched and not yet committed.
         table, scheduler: rows and pages of the running requests; new ones after an interrupt.
+        moving: pages of requests that come from other engines or leave for them.
     """
 
     def __init__(
@@ -79,6 +83,9 @@ class Engine:
         if config.enable_prefix_caching:
             self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
+        self.moving = Moving()
+        self._leaving: dict[int, Departure] = {}
+        self._hand_offs: set[int] = set()
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
@@ -101,6 +108,8 @@ class Engine:
         )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
+        self._leaving = {}
+        self.moving.keep(self.scheduler.pools())
         self._connect()
 
     def _connect(self) -> None:
@@ -138,6 +147,8 @@ class Engine:
 
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
+        if self.moving.active:
+            self.moving.collect(self.scheduler.pools())
         return self.scheduler.usage(len(self._requests))
 
     @property
@@ -172,12 +183,14 @@ class Engine:
         params: SamplingParams,
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
+        hand_off: float | None = None,
     ) -> int:
         """Queue a request; it joins the batch between two rounds.
 
         Args:
             token_ids: prompt ids; sample_index: which of several samples of one prompt (with one seed) this is.
             eos_token_ids: the ids that end it, unless params.ignore_eos is set; default the engine's.
+            hand_off: it leaves with its first token, for another engine; its pages are held for so many seconds.
 
         Returns:
             The request's id.
@@ -185,17 +198,63 @@ class Engine:
         Raises:
             InvalidInputError, CacheTooSmallError: see `check`.
         """
-        limit = self.check(token_ids, params)
+        limit = self.check(token_ids, params, hand_off is not None)
         request_id, self._next_id = self._next_id, self._next_id + 1
         request = self._admission.request(request_id, token_ids, params, limit, sample_index, eos_token_ids)
-        with self._change:
-            self._requests[request_id] = request
-            self.scheduler.waiting.append(request)
-        return request_id
+        request.hand_off = hand_off
+        return self._queue(request)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+    def _queue(self, request: Request) -> int:
+        with self._change:
+            if request.hand_off is not None:
+                self._hand_offs.add(request.id)
+            self._requests[request.id] = request
+            self.scheduler.waiting.append(request)
+        return request.id
+
+    def reserve(self, moved: MovedRequest) -> int:
+        """Pages for the keys and values of a request from another engine, to be filled and then given to `resume`.
+
+        Returns:
+            Their number, see `Moving`.
+
+        Raises:
+            InvalidInputError, CacheTooSmallError: such a request cannot be served here, see `Admission.check_moved`.
+            OutOfPagesError: not now.
+        """
+        self._admission.check_moved(moved)
+        with self._change:
+            self.moving.collect(self.scheduler.pools())
+            without_head = self.scheduler.head_pages is not None and not moved.num_drafts
+            return self.moving.reserve(self.scheduler.pools(), moved, without_head)
+
+    def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
+        """Queue a request from another engine; it goes on as if it had been here all the time.
+
+        Args:
+            arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
+        """
+        self._admission.check_moved(moved)
+        request_id, self._next_id = self._next_id, self._next_id + 1
+        request = self._admission.moved(request_id, moved)
+        if arrival is not None:
+            number, tensors = arrival
+            request.arrival = Arrival(self.moving.take(number), tensors)
+        return self._queue(request)
+
+    def release(self, leases: Sequence[str]) -> None:
+        """Pages that are held for requests that left are free: nobody will read them. Unknown leases are over."""
+        with self._change:
+            self.moving.release(self.scheduler.pools(), leases)
+
+    def drop(self, number: int, settled: Callable[[], bool]) -> None:
+        """A request for which pages were reserved does not come, see `Moving.drop`."""
+        with self._change:
+            self.moving.drop(self.scheduler.pools(), number, settled)
+
+    def check(self, token_ids: Sequence[int], params: SamplingParams, hand_off: bool = False) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
-        return self._admission.check(token_ids, params)
+        return self._admission.check(token_ids, params, hand_off)
 
     def check_weights(self) -> None:
         """Empty the prefix cache when weights have changed in place since the last call, see `WeightVersions`."""
@@ -214,6 +273,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
+                    self._hand_offs.discard(request_id)
                     self.scheduler.remove(request)
             self._settle()
 
@@ -224,8 +284,11 @@ class Engine:
         When a stage fails, the requests of the round are reported with a RoundFailedError; those that waited still do.
         """
         with self._change, Isolated(self._fail_round):
+            if self.moving.active:
+                self.moving.collect(self.scheduler.pools())
             launched = self.inflight or self._launcher.first()  # first: fill the pipeline
             if launched is None:
+                self.moving.pause(bool(self.scheduler.waiting))
                 return self._publish([])
             current = self.inflight = self._launcher.verify(launched)
             upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
@@ -235,6 +298,8 @@ class Engine:
             head_has_read = isinstance(current.verification, DraftedVerification)
             committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
             owners = self._retire(current, committed)
+            if self._hand_offs:
+                self._depart(current, committed, owners, draft)
             self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts
         return self.reported
@@ -258,6 +323,32 @@ class Engine:
                 self.scheduler.remove(request)
         return owners
 
+    def _depart(
+        self, current: VerifyingRound, committed: Committed, owners: Sequence[Request | None], draft: Draft | None
+    ) -> None:
+        """Requests that leave go out of the batch, with their drafts for the next engine's first verification."""
+        leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
+        carried = {r.id: self.executor.pack(r.row) for r in leaving}
+        schedule, drafting = self.scheduler.leaving_drafts(leaving)
+        if drafting:
+            made = self._launcher.drafts_for(current, committed, schedule, draft)
+            for request, tensors in zip(drafting, made, strict=True):
+                carried[request.id] |= tensors
+        for request in leaving:
+            assert request.hand_off is not None
+            pages = self.scheduler.leave(request)
+            lease = self.moving.hold(pages, request.hand_off)
+            self._leaving[request.id] = Departure(request.moved, lease, pages, carried[request.id])
+
+    def _departed(self, request: Request, update: Update) -> Update:
+        """What is reported of a request that leaves, once its first token was looked at: it may end with that."""
+        departure = self._leaving.pop(request.id)
+        if update.last:
+            self.moving.release(self.scheduler.pools(), [departure.lease])
+            return update
+        tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
+        return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))
+
     def _report(self, committed: Committed, owners: Sequence[Request | None]) -> None:
         """Statistics, text and stop strings."""
         now = time.perf_counter()
@@ -269,6 +360,8 @@ class Engine:
                 update = request.take(committed.round_of(j), now)
             if fault.error is not None:
                 update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
+            if request.id in self._leaving:
+                update = self._departed(request, update)
             updates.append(update)
         self._publish(updates)
 
@@ -291,6 +384,7 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
+                self._hand_offs.discard(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

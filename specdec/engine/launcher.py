@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from drafters.loops.base import Draft, DraftInput
 from specdec.acceptance.packed import Outcome
@@ -13,6 +14,7 @@ from specdec.engine.commit import Committed
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
 from specdec.execution.base import Executor
+from specdec.execution.moving import drafts_of
 from specdec.execution.round import Round
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.rounds.buckets import power_of_two
@@ -95,7 +97,8 @@ class Launcher:
             return None
         schedule, tables = scheduled
         target = self._verification(schedule, tables)
-        return self.launched(schedule, target, self._send(schedule, target), None)
+        device = self._send(schedule, target)
+        return self.launched(schedule, target, device, self._received(device, None))
 
     def draft_steps(self, current: VerifyingRound, outcome: Outcome) -> Draft | None:
         """Launch the draft steps after a draft prefill, for all rows. None where no draft prefill was launched."""
@@ -120,7 +123,33 @@ class Launcher:
         target = self._verification(schedule, tables)
         device = self._send(schedule, target, loop)
         draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
-        return self.launched(schedule, target, device, draft)
+        return self.launched(schedule, target, device, self._received(device, draft))
+
+    def drafts_for(
+        self, last: VerifyingRound, committed: Committed, leaving: Schedule, draft: Draft | None
+    ) -> list[dict[str, torch.Tensor]]:
+        """Drafts of rows that leave after `last`, in the schedule's order, on the device; see `Departure.tensors`.
+
+        Args:
+            leaving: the rows, each with its bonus token and a draft or more; the head's pages are reserved.
+            draft: see `after`. Where None, a draft loop is launched for these rows alone.
+        """
+        places = self._table.previous[leaving.rows]
+        if draft is None:
+            tables = self.tables(leaving, self._num_drafts)
+            assert tables.head is not None
+            own = (self._table, tables.head, self._page_size, False)
+            loop = draft_input(committed.verified, leaving, *own)
+            device = self.send(loop, self._verification(leaving, tables), leaving.rows)
+            draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
+            assert draft is not None
+        counts = zip(places.tolist(), leaving.num_drafts.tolist(), strict=True)
+        return [drafts_of(draft, place, count) for place, count in counts]
+
+    def _received(self, device: Round, draft: Draft | None) -> Draft | None:
+        """The drafts of a round, with those of the requests that the schedule has let in from other engines."""
+        arrived = self._scheduler.take_arrived()
+        return self.executor.receive(device, draft, arrived) if arrived else draft
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:
         """Launch a round's verification, unless it is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from drafters.loops.base import Draft, DraftInput
@@ -9,6 +11,7 @@ from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, 
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter
+from specdec.execution.moving import Arrived, joined, packed, unpack
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
@@ -49,8 +52,23 @@ class EagerExecutor:
             return None
         sampling = sent.verification.sampling
         drawn = sampling if self._draws else None
-        choose = choose_greedy if drawn is None else choose_sampled(drawn, len(drawn.draft_uniform))
+        choose = choose_greedy if drawn is None else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
+
+    def pack(self, row: int) -> dict[str, torch.Tensor]:
+        """See `Executor.pack`."""
+        return packed(row, self.target.states, None if self.drafter is None else self.drafter.loop)
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """See `Executor.receive`."""
+        device, loop = self.target.hf_model.device, None if self.drafter is None else self.drafter.loop
+        for one in arrived:
+            unpack(one.row, {n: t.to(device) for n, t in one.arrival.tensors.items()}, self.target.states, loop)
+        drafting = [one for one in arrived if one.num_drafts]
+        if not drafting or self._vocab is None:
+            return draft
+        drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
+        return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""

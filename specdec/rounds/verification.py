@@ -89,6 +89,7 @@ class TargetArrays:
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
         windowed: the rows' pages of the target's further cache groups.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
+        num_arrived: see `Schedule.num_arrived`.
         replay: [B] accepted drafts that are not in the rows' recurrent states; None where the target has none.
     """
 
@@ -109,6 +110,7 @@ class TargetArrays:
     windowed: tuple[WindowedTable, ...] = ()
     begins: np.ndarray | None = None
     replay: np.ndarray | None = None
+    num_arrived: int = 0
 
     @property
     def states(self) -> StateIndex | None:
@@ -225,6 +227,7 @@ def target_arrays(
         windowed=windowed,
         begins=table.begin[rows],
         replay=replay_of(start, table.folded[rows]) if recurrent else None,
+        num_arrived=schedule.num_arrived,
     )
 
 

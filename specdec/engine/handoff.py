@@ -1,0 +1,127 @@
+"""Requests that move between engines: the pages that this one holds for others, and those that others' requests fill.
+
+A request leaves with its first token. Its pages stay owned until its next engine says that it has read them, or its
+lease is over: whichever comes first, and never while a read in time may go on. A request that comes has pages here
+before it is read, and no row: it waits for one with all it needs. Where a read came too late, its pages are in
+quarantine until the transport says that nothing writes to them any more.
+
+After an interrupt or a failed round all tables are made anew; these pages stay what they are (`Moving.keep`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from attention.cache.pages import BlockTables
+from specdec.engine.aside import keep_aside, pages_needed, put_aside, release_aside
+from specdec.requests.moved import MovedRequest, Pages
+
+LEASE_SECONDS = 60.0
+"""How long pages are held for a request that left, unless it is said otherwise."""
+GRACE_SECONDS = 5.0
+"""How much longer than the lease says: the clocks of two hosts may differ by that."""
+
+_PAUSE_SECONDS = 1e-3
+
+
+@dataclass(frozen=True)
+class _Held:
+    pages: Pages
+    until: float
+
+
+@dataclass(frozen=True)
+class _Late:
+    pages: Pages
+    settled: Callable[[], bool]
+
+
+class Moving:
+    """Pages aside of one engine."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._filling: dict[int, Pages] = {}
+        self._late: list[_Late] = []
+        self._next = 0
+        self.finished: Callable[[], Sequence[str]] = lambda: ()
+        self.revoke: Callable[[str], None] = lambda lease: None
+
+    @property
+    def num_held(self) -> int:
+        """Requests that left, whose pages are still held."""
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Reads that came too late and may still write to their pages."""
+        return len(self._late)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to `collect`."""
+        return bool(self._held or self._late)
+
+    def pause(self, waiting: bool) -> None:
+        """Where requests wait for pages that only a peer or the end of a lease gives back: not at full speed."""
+        if waiting and (self.active or self._filling):
+            time.sleep(_PAUSE_SECONDS)
+
+    def hold(self, pages: Pages, lease_seconds: float) -> str:
+        """Hold the pages of a request that leaves; its lease."""
+        lease = secrets.token_hex(16)
+        self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + GRACE_SECONDS)
+        return lease
+
+    def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
+        """These requests were read, or nobody will: their pages are free. Unknown leases are over already."""
+        for lease in leases:
+            held = self._held.pop(lease, None)
+            if held is not None:
+                self.revoke(lease)
+                release_aside(pools, held.pages)
+
+    def collect(self, pools: Sequence[BlockTables]) -> None:
+        """Release what was read, what is overdue, and what has left quarantine."""
+        if self._held:
+            now = time.monotonic()
+            over = [lease for lease, held in self._held.items() if held.until <= now]
+            self.release(pools, [*self.finished(), *over])
+        if self._late:
+            done = [late for late in self._late if late.settled()]
+            self._late = [late for late in self._late if late not in done]
+            for late in done:
+                release_aside(pools, late.pages)
+
+    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool) -> int:
+        """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now."""
+        pages = put_aside(pools, pages_needed(pools, moved.computed, without_head))
+        self._next += 1
+        self._filling[self._next] = pages
+        return self._next
+
+    def pages_of(self, number: int) -> Pages:
+        """The pages that were reserved."""
+        return self._filling[number]
+
+    def take(self, number: int) -> Pages:
+        """The pages that were reserved, filled now: they are a waiting request's from here on."""
+        return self._filling.pop(number)
+
+    def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
+        """The request does not come. Its pages are free as soon as `settled` says that nothing writes to them."""
+        pages = self._filling.pop(number)
+        if settled():
+            release_aside(pools, pages)
+        else:
+            self._late.append(_Late(pages, settled))
+
+    def keep(self, pools: Sequence[BlockTables]) -> None:
+        """In pools that replace others: all that is aside stays aside."""
+        every = [*(held.pages for held in self._held.values()), *self._filling.values()]
+        for pages in (*every, *(late.pages for late in self._late)):
+            keep_aside(pools, pages)
+
