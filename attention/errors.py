@@ -24,7 +24,7 @@ class KernelBuildError(SpecdecError):
 
 
 class HandoffMismatchError(InvalidInputError):
-    """A request cannot move between these two engines; found before anything was read. The message names what differs."""
+    """A request cannot move between these two engines; nothing was read. The message names what differs."""
 
 
 class TransferError(SpecdecError):

@@ -8,11 +8,11 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
 from specdec.engine.stats import EngineStats
-from specdec.config import EngineConfig
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion

@@ -125,7 +125,7 @@ class Moving(Generation):
         return [found[i] for i in sorted(found)]
 
     def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
-        """Let go of what is held for requests that this model handed over, and that nobody will continue. Idempotent."""
+        """Let go of the pages of requests that this model handed over and that nobody will continue. Idempotent."""
         given = [handoffs] if isinstance(handoffs, Handoff) else list(handoffs)
         with self._shared.between_rounds():
             self.engine.release([handoff.lease for handoff in given])
@@ -288,8 +288,8 @@ class Link:
         check_fingerprints(self.table().fingerprint, source.fingerprint)
         if set(handoff.blocks) != set(self.groups):
             raise HandoffMismatchError(
-                f"cache groups {sorted(handoff.blocks)} there and {sorted(self.groups)} here; load both models with the "
-                "same hybrid_kv_cache and max_model_len"
+                f"cache groups {sorted(handoff.blocks)} there and {sorted(self.groups)} here; load both models with "
+                "the same hybrid_kv_cache and max_model_len"
             )
         return plan(self.rank, source.ranks)
 

@@ -76,7 +76,8 @@ class RankTable:
     """What one rank of an engine holds.
 
     Attributes:
-        rank: its number, from 0. device: "cpu" or "cuda:0". regions: in the order of groups, layers, keys before values.
+        rank: its number, from 0. device: "cpu" or "cuda:0".
+        regions: in the order of groups, then layers, keys before values.
         address: how a transport reaches the rank, in its own words.
     """
 
@@ -275,9 +276,7 @@ def _check_stored(here: Region, there: Region) -> None:
 
 
 def _check_layout(here: Region, there: Region) -> None:
-    if {here.layout, there.layout} == {"HND"} or (
-        here.layout == there.layout and here.head_range == there.head_range
-    ):
+    if {here.layout, there.layout} == {"HND"} or (here.layout == there.layout and here.head_range == there.head_range):
         return
     if here.layout != there.layout:
         raise HandoffMismatchError(

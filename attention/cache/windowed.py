@@ -87,7 +87,8 @@ class WindowedTables(BlockTables):
         require(bool((counts == 1).all()), f"pages owned twice: {seen[counts > 1][:8].tolist()}")
         require(len(seen) == most, f"{most - len(seen)} pages are lost")
         require(
-            np.count_nonzero(self.table) == self.num_used - len(aside), "an entry that its row does not own is not the null page"
+            np.count_nonzero(self.table) == self.num_used - len(aside),
+            "an entry that its row does not own is not the null page",
         )
 
     def _shrink(self, row: int, count: int) -> None:

@@ -1,8 +1,8 @@
 """Between processes, on one host or several, by plain TCP: no package is needed. The slow, simple way.
 
 The engine that holds pages answers on a thread of its own. A question is one line of JSON, {"lease", "segments":
-[[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then the
-segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only; whoever
+[[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
+the segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only; whoever
 knows a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told otherwise.
 """
 
@@ -159,18 +159,16 @@ class SocketRead:
             segments = self._plan.of_rank(rank.rank)
             if not segments:
                 continue
+            peer_name = f"{rank.address['host']}:{rank.address['port']} (engine {self._plan.source.engine})"
             try:
                 with _connected(rank.address, deadline) as peer:
                     self._read_rank(peer, segments, deadline)
             except TimeoutError as error:
                 raise TransferTimeoutError(
-                    f"{rank.address['host']}:{rank.address['port']} (engine {self._plan.source.engine}) sent no more "
-                    "bytes before the deadline: it hangs, or the network does"
+                    f"{peer_name} sent no more bytes before the deadline: it hangs, or the network does"
                 ) from error
             except OSError as error:
-                raise TransferError(
-                    f"{rank.address['host']}:{rank.address['port']} (engine {self._plan.source.engine}) is gone: {error}"
-                ) from error
+                raise TransferError(f"{peer_name} is gone: {error}") from error
         synchronize([bound.bytes for bound in self._bounds[:1]])
 
     def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:

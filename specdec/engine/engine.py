@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import PrefixCache
-from drafters.loops.base import Draft, SharesPages
+from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.handoff import Moving
+from specdec.engine.handoff import Departures, Moving
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
@@ -32,7 +32,7 @@ from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.verification import DraftedVerification
-from specdec.requests.moved import Arrival, Departure, MovedRequest
+from specdec.requests.moved import Arrival, MovedRequest
 from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
@@ -84,8 +84,7 @@ class Engine:
             self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
         self.moving = Moving()
-        self._leaving: dict[int, Departure] = {}
-        self._hand_offs: set[int] = set()
+        self._departures = Departures(self.moving)
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
@@ -108,7 +107,7 @@ class Engine:
         )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
-        self._leaving = {}
+        self._departures.forget()
         self.moving.keep(self.scheduler.pools())
         self._connect()
 
@@ -207,7 +206,7 @@ class Engine:
     def _queue(self, request: Request) -> int:
         with self._change:
             if request.hand_off is not None:
-                self._hand_offs.add(request.id)
+                self._departures.expect(request.id)
             self._requests[request.id] = request
             self.scheduler.waiting.append(request)
         return request.id
@@ -273,7 +272,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
-                    self._hand_offs.discard(request_id)
+                    self._departures.expect_no_more(request_id)
                     self.scheduler.remove(request)
             self._settle()
 
@@ -298,8 +297,9 @@ class Engine:
             head_has_read = isinstance(current.verification, DraftedVerification)
             committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
             owners = self._retire(current, committed)
-            if self._hand_offs:
-                self._depart(current, committed, owners, draft)
+            if self._departures.expected:
+                drafts = partial(self._launcher.drafts_for, current, committed, draft)
+                self._departures.leave(owners, self.scheduler, self.executor, drafts)
             self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts
         return self.reported
@@ -323,32 +323,6 @@ class Engine:
                 self.scheduler.remove(request)
         return owners
 
-    def _depart(
-        self, current: VerifyingRound, committed: Committed, owners: Sequence[Request | None], draft: Draft | None
-    ) -> None:
-        """Requests that leave go out of the batch, with their drafts for the next engine's first verification."""
-        leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
-        carried = {r.id: self.executor.pack(r.row) for r in leaving}
-        schedule, drafting = self.scheduler.leaving_drafts(leaving)
-        if drafting:
-            made = self._launcher.drafts_for(current, committed, schedule, draft)
-            for request, tensors in zip(drafting, made, strict=True):
-                carried[request.id] |= tensors
-        for request in leaving:
-            assert request.hand_off is not None
-            pages = self.scheduler.leave(request)
-            lease = self.moving.hold(pages, request.hand_off)
-            self._leaving[request.id] = Departure(request.moved, lease, pages, carried[request.id])
-
-    def _departed(self, request: Request, update: Update) -> Update:
-        """What is reported of a request that leaves, once its first token was looked at: it may end with that."""
-        departure = self._leaving.pop(request.id)
-        if update.last:
-            self.moving.release(self.scheduler.pools(), [departure.lease])
-            return update
-        tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
-        return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))
-
     def _report(self, committed: Committed, owners: Sequence[Request | None]) -> None:
         """Statistics, text and stop strings."""
         now = time.perf_counter()
@@ -360,9 +334,7 @@ class Engine:
                 update = request.take(committed.round_of(j), now)
             if fault.error is not None:
                 update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
-            if request.id in self._leaving:
-                update = self._departed(request, update)
-            updates.append(update)
+            updates.append(self._departures.reported(request, update, self.scheduler))
         self._publish(updates)
 
     def _publish(self, updates: list[Update]) -> list[Update]:
@@ -384,7 +356,7 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
-                self._hand_offs.discard(request.id)
+                self._departures.expect_no_more(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

@@ -13,11 +13,17 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from attention.cache.pages import BlockTables
 from specdec.engine.aside import keep_aside, pages_needed, put_aside, release_aside
-from specdec.requests.moved import MovedRequest, Pages
+from specdec.engine.crossing import Crossing
+from specdec.execution.base import Executor
+from specdec.requests.moved import Departure, MovedRequest, Pages
+from specdec.requests.request import Request, Update
+from specdec.rounds.schedule import Schedule
 
 LEASE_SECONDS = 60.0
 """How long pages are held for a request that left, unless it is said otherwise."""
@@ -125,3 +131,65 @@ class Moving:
         for pages in (*every, *(late.pages for late in self._late)):
             keep_aside(pools, pages)
 
+
+class Departures:
+    """The requests of one engine that leave it with their first token."""
+
+    def __init__(self, moving: Moving) -> None:
+        self._moving = moving
+        self._expected: set[int] = set()
+        self._leaving: dict[int, Departure] = {}
+
+    @property
+    def expected(self) -> bool:
+        """Whether any request of the engine is to leave."""
+        return bool(self._expected)
+
+    def expect(self, request_id: int) -> None:
+        """A request that is to leave was queued."""
+        self._expected.add(request_id)
+
+    def expect_no_more(self, request_id: int) -> None:
+        """A request is ended. Idempotent."""
+        self._expected.discard(request_id)
+
+    def forget(self) -> None:
+        """Rows are made anew: who was on the way out comes to it again."""
+        self._leaving = {}
+
+    def leave(
+        self,
+        owners: Sequence[Request | None],
+        scheduler: Crossing,
+        executor: Executor,
+        drafts_for: Callable[[Schedule], list[dict[str, torch.Tensor]]],
+    ) -> None:
+        """Requests with a first token go out of the batch, with their drafts for the next engine's first verification.
+
+        Args:
+            owners: of the rows that a round decided. drafts_for: see `Launcher.drafts_for`.
+        """
+        leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
+        if not leaving:
+            return
+        carried = {r.id: executor.pack(r.row) for r in leaving}
+        schedule, drafting = scheduler.leaving_drafts(leaving)
+        if drafting:
+            for request, tensors in zip(drafting, drafts_for(schedule), strict=True):
+                carried[request.id] |= tensors
+        for request in leaving:
+            assert request.hand_off is not None
+            pages = scheduler.leave(request)
+            lease = self._moving.hold(pages, request.hand_off)
+            self._leaving[request.id] = Departure(request.moved, lease, pages, carried[request.id])
+
+    def reported(self, request: Request, update: Update, scheduler: Crossing) -> Update:
+        """What is reported of a request: of one that leaves its departure, unless its first token ends it."""
+        departure = self._leaving.pop(request.id, None)
+        if departure is None:
+            return update
+        if update.last:
+            self._moving.release(scheduler.pools(), [departure.lease])
+            return update
+        tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
+        return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))

@@ -126,13 +126,13 @@ class Launcher:
         return self.launched(schedule, target, device, self._received(device, draft))
 
     def drafts_for(
-        self, last: VerifyingRound, committed: Committed, leaving: Schedule, draft: Draft | None
+        self, last: VerifyingRound, committed: Committed, draft: Draft | None, leaving: Schedule
     ) -> list[dict[str, torch.Tensor]]:
         """Drafts of rows that leave after `last`, in the schedule's order, on the device; see `Departure.tensors`.
 
         Args:
-            leaving: the rows, each with its bonus token and a draft or more; the head's pages are reserved.
             draft: see `after`. Where None, a draft loop is launched for these rows alone.
+            leaving: the rows, each with its bonus token and a draft or more; the head's pages are reserved.
         """
         places = self._table.previous[leaving.rows]
         if draft is None:

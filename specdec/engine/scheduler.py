@@ -17,11 +17,11 @@ from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.aside import release_aside
+from specdec.engine.crossing import Crossing
 from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.execution.moving import Arrived
-from specdec.requests.moved import Pages
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable
@@ -53,7 +53,7 @@ def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
     return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
 
 
-class Scheduler:
+class Scheduler(Crossing):
     """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
 
     Attributes:
@@ -131,7 +131,7 @@ class Scheduler:
             if self.prefixes is not None:
                 self.prefixes.register_read(schedule)
             if self.waiting:
-                schedule = self._with_admitted(self._with_arrived(schedule))
+                schedule = self._with_admitted(self.with_arrived(schedule))
         else:
             while not self._reserved(schedule):
                 self._preempt(self.running[-1])
@@ -144,9 +144,7 @@ class Scheduler:
             return schedule
         reads = self._table.computed[schedule.rows] + schedule.num_new < self._table.length[schedule.rows]
         order = np.argsort(np.where(schedule.num_drafts > 0, 0, 1 + reads), kind="stable")
-        return Schedule(
-            schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived
-        )
+        return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived)
 
     def reserve_next(self, schedule: Schedule) -> bool:
         """Reserve the round after a launched one of verifications, whatever that accepts: before its result is known.
@@ -184,41 +182,6 @@ class Scheduler:
             self.waiting.remove(request)
             if request.arrival is not None:
                 release_aside(self.pools(), request.arrival.pages)
-
-    def take_arrived(self) -> list[Arrived]:
-        """The requests from other engines that the last schedule let in, each once, in its order."""
-        arrived, self.arrived = self.arrived, []
-        return arrived
-
-    def leaving_drafts(self, leaving: Sequence[Request]) -> tuple[Schedule, list[Request]]:
-        """Those of some running requests that draft, which leave: the draft loop that is launched before they go.
-
-        The head's pages are reserved for it; nothing of theirs is verified here, so the target needs none.
-        """
-        table, rows = self._table, np.array([r.row for r in leaving], np.int64)
-        drafts = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
-        if self.head_pages is None:
-            drafts = np.zeros_like(drafts)
-        own = drafts > 0
-        rows, drafts = rows[own], drafts[own]
-        if self.head_pages is not None:
-            self.head_pages.extend(rows, table.computed[rows] + drafts)
-        return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
-
-    def leave(self, request: Request) -> Pages:
-        """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
-        row, computed = request.row, int(self._table.computed[request.row])
-        self._free_behind_windows(np.array([row]))
-        for pool in self.pools():
-            if pool.pages_of(row):  # else the head's, which it has none of
-                pool.resize([row], [computed])
-        if self.prefixes is not None:
-            self.prefixes.leave(row)
-        pages = tuple(tuple(pool.detach(row)) for pool in self.pools())
-        self.running.remove(request)
-        self._table.close(row)
-        request.row = -1
-        return pages
 
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
@@ -327,64 +290,6 @@ class Scheduler:
             np.concatenate([schedule.num_drafts, no_drafts]),
             schedule.num_arrived,
         )
-
-    def _with_arrived(self, schedule: Schedule) -> Schedule:
-        """Open rows for requests from other engines, before others: they hold pages already.
-
-        Each verifies its bonus token at once, and the drafts that it has brought.
-        """
-        waiting = [request for request in self.waiting if request.arrival is not None]
-        if not waiting:
-            return schedule
-        tokens, promised = schedule.num_tokens, 0
-        for request in waiting:
-            computed = len(request.committed) - 1
-            drafts = self._drafts_brought(request, computed)
-            tokens += 1 + drafts
-            more = self.target_pages.pages_for(computed + 1 + drafts) - self.target_pages.pages_for(computed)
-            free = min(pool.allocator.num_free for pool in (self.target_pages, *self.windowed_pages))
-            if not self._table.num_free or tokens > self._config.max_num_batched_tokens or promised + more > free:
-                break
-            self.waiting.remove(request)
-            if self._enter(request, computed, drafts):
-                promised += more
-        new, old = self.arrived, schedule
-        counts = np.array([one.num_drafts for one in new], np.int64)
-        rows = np.array([one.row for one in new], np.int64)
-        self._reserve(rows, self._table.computed[rows] + 1 + counts, False)
-        return Schedule(
-            np.concatenate([old.rows, rows]),
-            np.concatenate([old.num_new, np.ones_like(rows)]),
-            np.concatenate([old.num_drafts, counts]),
-            int(np.count_nonzero(counts)),
-        )
-
-    def _drafts_brought(self, request: Request, computed: int) -> int:
-        assert request.arrival is not None
-        position, drafts, limit = np.array(computed), np.array(request.num_drafts), np.array(request.limit)
-        return min(request.arrival.num_drafts, int(self._drafts_at(position, drafts, limit)))
-
-    def _enter(self, request: Request, computed: int, drafts: int) -> bool:
-        """Open a row for a request from another engine, with its pages. False: its parameters do not fit."""
-        table, arrival = self._table, request.arrival
-        assert arrival is not None
-        own = (request.limit, request.num_drafts, request.key, request.params, request.eos_token_ids)
-        with Isolated() as fault:
-            request.row = table.open(request.committed, *own, computed, computed)
-        if fault.error is not None:
-            release_aside(self.pools(), arrival.pages)
-            self.refused.append((request, fault.error))
-            return False
-        table.begin[request.row] = 0  # module m has read what stands before its rows: `Arrival.tensors` goes on there
-        if self.prefixes is not None:
-            self.prefixes.enter(request, NOTHING)
-        for pool, pages in zip(self.pools(), arrival.pages, strict=True):
-            if pages:
-                pool.attach(request.row, pages, computed)
-        request.arrival = None
-        self.running.append(request)
-        self.arrived.append(Arrived(request.row, arrival, drafts))
-        return True
 
     def _free_besides(self, found: Found) -> list[int]:
         """Free pages of each of the target's groups once `found` is held: until then idle pages of it count as free."""

@@ -52,7 +52,11 @@ class EagerExecutor:
             return None
         sampling = sent.verification.sampling
         drawn = sampling if self._draws else None
-        choose = choose_greedy if drawn is None else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
+        choose = (
+            choose_greedy
+            if drawn is None
+            else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
+        )
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def pack(self, row: int) -> dict[str, torch.Tensor]:

@@ -20,7 +20,7 @@ from specdec.requests.moved import Arrival
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request that joins the round: its RowTable row, what it has brought, and how many of its drafts are verified."""
+    """A request that joins a round: its RowTable row, what it has brought, and how many of its drafts are verified."""
 
     row: int
     arrival: Arrival
@@ -81,6 +81,8 @@ def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: D
         ids[place, : one.num_drafts] = tokens
         if probs is not None:
             given = one.arrival.tensors.get("draft_probs")
-            mass = (tokens[:, None] == vocab.target_ids).float() if given is None else given[: one.num_drafts].to(device)
+            mass = (
+                (tokens[:, None] == vocab.target_ids).float() if given is None else given[: one.num_drafts].to(device)
+            )
             probs[place, : one.num_drafts] = mass
     return Draft(ids, probs)

@@ -88,7 +88,9 @@ class Handoff:
         start = len(_MAGIC) + 8
         size = int.from_bytes(data[len(_MAGIC) : start], "little")
         if data[: len(_MAGIC)] != _MAGIC or not 0 < size <= min(len(data) - start, _LONGEST_HEADER):
-            raise HandoffMismatchError(f"{len(data)} bytes that begin with {data[:16]!r} are no handoff, or only a part")
+            raise HandoffMismatchError(
+                f"{len(data)} bytes that begin with {data[:16]!r} are no handoff, or only a part"
+            )
         try:
             header = json.loads(data[start : start + size])
             if header["version"] != VERSION:
