@@ -285,12 +285,13 @@ class Link:
                 f"the request was handed over by transport {source.transport!r}, and this model has "
                 f"{self.transport.name!r}: call open_transfer({source.transport!r})"
             )
-        check_fingerprints(self.table().fingerprint, source.fingerprint)
+        own = self.table().fingerprint
         if set(handoff.blocks) != set(self.groups):
             raise HandoffMismatchError(
                 f"cache groups {sorted(handoff.blocks)} there and {sorted(self.groups)} here; load both models with "
                 "the same hybrid_kv_cache and max_model_len"
             )
+        check_fingerprints(own, source.fingerprint)
         return plan(self.rank, source.ranks)
 
     def fetch(self, handoff: Handoff, segments: Any, number: int, timeout: float) -> None:
@@ -333,11 +334,12 @@ def fingerprint(model: Any) -> dict[str, Any]:
     """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts."""
     head, states, loop = model.head, model.target.states, getattr(model.executor, "drafter", None)
     adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
+    scales = {r.group.name: [list(pair) for pair in r.group.format.scales] for r in model.runners}
     found: dict[str, Any] = {
-        "target weights": target_fingerprint(model.hf_model) + (f", adapters {adapters}" if adapters else ""),
-        "scales of an fp8 cache": [[list(pair) for pair in r.group.format.scales] for r in model.runners],
-        "recurrent states": None if states is None else [list(t.shape) for t in states.of_slot(0)],
         "head": None if head is None else type(head).__name__,
+        "target weights": target_fingerprint(model.hf_model) + (f", adapters {adapters}" if adapters else ""),
+        "scales of an fp8 cache": scales,
+        "recurrent states": None if states is None else [list(t.shape) for t in states.of_slot(0)],
         "draft_sampling": None if head is None else model.config.draft_sampling,
         "modules of the head": None if loop is None else loop.loop.num_modules,
     }

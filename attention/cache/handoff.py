@@ -366,7 +366,7 @@ class Descriptors:
 
 def check_fingerprints(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raises HandoffMismatchError: the two engines would not compute the same, and what differs."""
-    for name in sorted({*here, *there}):
+    for name in dict.fromkeys([*here, *there]):
         if here.get(name) != there.get(name):
             raise HandoffMismatchError(
                 f"{name}: {there.get(name)} in the engine that read the prompt and {here.get(name)} in this one; a "

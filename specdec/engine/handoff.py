@@ -46,13 +46,19 @@ class _Late:
 
 
 class Moving:
-    """Pages aside of one engine."""
+    """Pages aside of one engine.
+
+    Attributes:
+        grace: see `GRACE_SECONDS`.
+        finished: gives leases of which the transport says that they were read. revoke: tells it that one is over.
+    """
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
         self._filling: dict[int, Pages] = {}
         self._late: list[_Late] = []
         self._next = 0
+        self.grace = GRACE_SECONDS
         self.finished: Callable[[], Sequence[str]] = lambda: ()
         self.revoke: Callable[[str], None] = lambda lease: None
 
@@ -76,10 +82,14 @@ class Moving:
         if waiting and (self.active or self._filling):
             time.sleep(_PAUSE_SECONDS)
 
+    def late_pages(self) -> set[int]:
+        """Pages of the target's first group that are in quarantine."""
+        return {page for late in self._late for page in late.pages[0]}
+
     def hold(self, pages: Pages, lease_seconds: float) -> str:
         """Hold the pages of a request that leaves; its lease."""
         lease = secrets.token_hex(16)
-        self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + GRACE_SECONDS)
+        self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + self.grace)
         return lease
 
     def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
@@ -172,16 +182,16 @@ class Departures:
         leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
         if not leaving:
             return
-        carried = {r.id: executor.pack(r.row) for r in leaving}
         schedule, drafting = scheduler.leaving_drafts(leaving)
-        if drafting:
-            for request, tensors in zip(drafting, drafts_for(schedule), strict=True):
-                carried[request.id] |= tensors
+        made = drafts_for(schedule) if drafting else []
+        drafts = {request.id: tensors for request, tensors in zip(drafting, made, strict=True)}
         for request in leaving:
             assert request.hand_off is not None
+            own = drafts.get(request.id, {})
+            tensors = executor.pack(request.row, bool(own)) | own  # after the draft prefill, which carries on
             pages = scheduler.leave(request)
             lease = self._moving.hold(pages, request.hand_off)
-            self._leaving[request.id] = Departure(request.moved, lease, pages, carried[request.id])
+            self._leaving[request.id] = Departure(request.moved, lease, pages, tensors)
 
     def reported(self, request: Request, update: Update, scheduler: Crossing) -> Update:
         """What is reported of a request: of one that leaves its departure, unless its first token ends it."""

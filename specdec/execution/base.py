@@ -45,8 +45,9 @@ class Executor(Protocol):
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """Launch the draft loop that was sent; None when the round has none."""
 
-    def pack(self, row: int) -> dict[str, torch.Tensor]:
-        """What the request in a RowTable row carries from round to round, copied on the device."""
+    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
+        """What the request in a RowTable row carries from round to round, copied on the device; drafts: whether its
+        drafts were made."""
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """Take over, into their rows, what requests have brought from another engine; the drafts of the whole round.

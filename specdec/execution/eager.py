@@ -59,9 +59,9 @@ class EagerExecutor:
         )
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
-    def pack(self, row: int) -> dict[str, torch.Tensor]:
+    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
         """See `Executor.pack`."""
-        return packed(row, self.target.states, None if self.drafter is None else self.drafter.loop)
+        return packed(row, self.target.states, self.drafter.loop if drafts and self.drafter is not None else None)
 
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """See `Executor.receive`."""
