@@ -2,8 +2,9 @@
 
 The engine that holds pages answers on a thread of its own. A question is one line of JSON, {"lease", "segments":
 [[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
-the segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only; whoever
-knows a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told otherwise.
+the segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only;
+whoever knows a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told
+otherwise.
 """
 
 from __future__ import annotations

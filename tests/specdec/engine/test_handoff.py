@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -76,7 +75,9 @@ def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(
     options: dict[str, Any], there: dict[str, Any]
 ) -> None:
     """Greedy and sampled, other K, page numbers, rows and sizes; D has fewer rows than requests that hold pages."""
-    params = PARAMS if options.get("num_speculative_tokens", 3) else [replace(p, num_speculative_tokens=0) for p in PARAMS]
+    params = (
+        PARAMS if options.get("num_speculative_tokens", 3) else [replace(p, num_speculative_tokens=0) for p in PARAMS]
+    )
 
     def load(**given: Any) -> Any:
         return eagle3(**given)
@@ -123,7 +124,7 @@ def test_streams_report_the_first_token_too() -> None:
     p, d = eagle3(), eagle3()
     (expected,) = p.generate(PROMPTS[1], GREEDY)
     updates = list(d.stream_resumed(p.prefill(PROMPTS[1], GREEDY)[0]))
-    assert sum((u.token_ids for u in updates), []) == expected.token_ids
+    assert [t for u in updates for t in u.token_ids] == expected.token_ids
     assert "".join(u.text for u in updates) == expected.text and len(updates) > 3
 
 
@@ -214,7 +215,10 @@ def test_preempted_after_the_move() -> None:
 def test_another_engine_is_refused_before_anything_is_read(
     options: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, own = eagle3(), {"model": tiny_llama(), "head": table_head(tiny_llama(), known=range(0, 64, 2), aux_layers=(1, 2, 3))}
+    p, own = (
+        eagle3(),
+        {"model": tiny_llama(), "head": table_head(tiny_llama(), known=range(0, 64, 2), aux_layers=(1, 2, 3))},
+    )
     own = SIZES | own | options
     d = wrap(own.pop("model"), own.pop("head"), **own)
     (handoff,) = p.prefill(PROMPTS[1], GREEDY)
