@@ -21,7 +21,6 @@ from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
 from specdec.engine.sharing import Stream, StreamUpdate
 from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
-from specdec.execution.eager import EagerExecutor
 from specdec.generation import Generation
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
@@ -66,14 +65,9 @@ class Moving(Generation):
             What a handoff tells its next engine about this one.
 
         Raises:
-            InvalidInputError: an unknown transport, NIXL is not installed, or rounds run from CUDA graphs.
+            InvalidInputError: an unknown transport, or NIXL is not installed.
             TransferError: it cannot be opened, or requests that moved away are still held.
         """
-        if not isinstance(self.engine.executor, EagerExecutor):
-            raise InvalidInputError(
-                "requests move between engines whose rounds run operator by operator; load the model with "
-                "cuda_graphs=False"
-            )
         if isinstance(transport, str):
             if transport not in TRANSPORTS:
                 raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
@@ -292,6 +286,9 @@ class Link:
                 "the same hybrid_kv_cache and max_model_len"
             )
         check_fingerprints(own, source.fingerprint)
+        refused = self._model.executor.moves.refuses(handoff.tensors)
+        if refused:
+            raise HandoffMismatchError(refused)
         return plan(self.rank, source.ranks)
 
     def fetch(self, handoff: Handoff, segments: Any, number: int, timeout: float) -> None:
@@ -339,7 +336,7 @@ def fingerprint(model: Any) -> dict[str, Any]:
         "head": None if head is None else type(head).__name__,
         "target weights": target_fingerprint(model.hf_model) + (f", adapters {adapters}" if adapters else ""),
         "scales of an fp8 cache": scales,
-        "recurrent states": None if states is None else [list(t.shape) for t in states.of_slot(0)],
+        "recurrent states": None if states is None else [list(t.shape) for t in states.of_row(0)],
         "draft_sampling": None if head is None else model.config.draft_sampling,
         "modules of the head": None if loop is None else loop.loop.num_modules,
     }

@@ -142,5 +142,5 @@ class Crossing(ABC):
                 pool.attach(request.row, pages, computed)
         request.arrival = None
         self.running.append(request)
-        self.arrived.append(Arrived(request.row, arrival, drafts))
+        self.arrived.append(Arrived(request.row, arrival, drafts, request.params))
         return True

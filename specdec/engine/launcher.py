@@ -14,7 +14,6 @@ from specdec.engine.commit import Committed
 from specdec.engine.scheduler import Scheduler
 from specdec.engine.stats import Counters
 from specdec.execution.base import Executor
-from specdec.execution.moving import drafts_of
 from specdec.execution.round import Round
 from specdec.execution.verification import DraftedVerification, Verification
 from specdec.rounds.buckets import power_of_two
@@ -96,7 +95,7 @@ class Launcher:
         if scheduled is None:
             return None
         schedule, tables = scheduled
-        target = self._verification(schedule, tables)
+        target = self._verification(schedule, tables, self._places_arrived(schedule))
         device = self._send(schedule, target)
         return self.launched(schedule, target, device, self._received(device, None))
 
@@ -117,8 +116,10 @@ class Launcher:
             return None
         schedule, tables = scheduled
         if draft is not None:
+            self._places_arrived(schedule)
             target = self._verification(schedule, tables, drafts_in_order_of_last=True)
-            return self.launched(schedule, target, self._send(schedule, target), draft)
+            device = self._send(schedule, target)
+            return self.launched(schedule, target, device, self._received(device, draft))
         loop = self._draft_loop(last, committed, schedule, tables)
         target = self._verification(schedule, tables)
         device = self._send(schedule, target, loop)
@@ -143,13 +144,25 @@ class Launcher:
             device = self.send(loop, self._verification(leaving, tables), leaving.rows)
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
-        counts = zip(places.tolist(), leaving.num_drafts.tolist(), strict=True)
-        return [drafts_of(draft, place, count) for place, count in counts]
+        sampled = self._table.sampling(leaving.rows).temperature > 0
+        own = zip(places.tolist(), leaving.num_drafts.tolist(), sampled.tolist(), strict=True)
+        return [self.executor.moves.drafts_of(draft, *one) for one in own]
+
+    def _places_arrived(self, schedule: Schedule) -> bool:
+        """Say where the drafts of requests from other engines are put, where that is not after the others'. Whether it
+        is said: then the round's drafts are in the order of `RowTable.previous`."""
+        if not schedule.num_arrived:
+            return False
+        rows, count = schedule.rows[: schedule.num_drafting], schedule.num_arrived
+        places = self.executor.moves.places(self._table.previous[rows[:-count]], count)
+        if places is not None:
+            self._table.previous[rows[-count:]] = places
+        return places is not None
 
     def _received(self, device: Round, draft: Draft | None) -> Draft | None:
         """The drafts of a round, with those of the requests that the schedule has let in from other engines."""
         arrived = self._scheduler.take_arrived()
-        return self.executor.receive(device, draft, arrived) if arrived else draft
+        return self.executor.moves.receive(device, draft, arrived) if arrived else draft
 
     def verify(self, round_: LaunchedRound) -> VerifyingRound:
         """Launch a round's verification, unless it is."""

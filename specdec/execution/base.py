@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,7 +10,7 @@ import torch
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftInput, DraftLoop
-from specdec.execution.moving import Arrived
+from specdec.execution.moving import Moves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
@@ -32,6 +31,10 @@ class Executor(Protocol):
     """The device's part of a round."""
 
     @property
+    def moves(self) -> Moves:
+        """Its part in requests that move between engines."""
+
+    @property
     def transfers(self) -> int:
         """Host-to-device copies of ours so far."""
 
@@ -44,17 +47,6 @@ class Executor(Protocol):
 
     def draft(self, round_: Round, aux_hidden_states: torch.Tensor) -> Draft | None:
         """Launch the draft loop that was sent; None when the round has none."""
-
-    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
-        """What the request in a RowTable row carries from round to round, copied on the device; drafts: whether its
-        drafts were made."""
-
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """Take over, into their rows, what requests have brought from another engine; the drafts of the whole round.
-
-        Args:
-            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
-        """
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """Launch the target forward and the acceptance of its drafts, and start reading the result."""

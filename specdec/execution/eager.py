@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
 from drafters.loops.base import Draft, DraftInput
@@ -11,7 +9,7 @@ from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, 
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter
-from specdec.execution.moving import Arrived, joined, packed, unpack
+from specdec.execution.moving import EagerMoves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
@@ -33,6 +31,8 @@ class EagerExecutor:
         self._transfer = RoundTransfer(None if drafter is None else drafter.loop, config, device)
         self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
         self._vocab = self._draft_vocab()
+        loop = None if drafter is None else drafter.loop
+        self.moves = EagerMoves(target.states, loop, self._vocab, self._draws, device)
 
     @property
     def transfers(self) -> int:
@@ -58,21 +58,6 @@ class EagerExecutor:
             else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
         )
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
-
-    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
-        """See `Executor.pack`."""
-        return packed(row, self.target.states, self.drafter.loop if drafts and self.drafter is not None else None)
-
-    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
-        """See `Executor.receive`."""
-        device, loop = self.target.hf_model.device, None if self.drafter is None else self.drafter.loop
-        for one in arrived:
-            unpack(one.row, {n: t.to(device) for n, t in one.arrival.tensors.items()}, self.target.states, loop)
-        drafting = [one for one in arrived if one.num_drafts]
-        if not drafting or self._vocab is None:
-            return draft
-        drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
-        return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:
         """See `Executor.verify`."""

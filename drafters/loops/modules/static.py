@@ -75,6 +75,14 @@ class StaticModules:
         self.hidden = aux.new_zeros(len(passes), rows, hidden_size)
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
+    def carried_by(self, request_row: int) -> torch.Tensor:
+        """See `drafters.loops.base.CarriesVectors`: [M-1, H]."""
+        return self.carried[:, request_row]
+
+    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+        """See `drafters.loops.base.CarriesVectors`."""
+        self.carried[:, request_row] = vectors
+
     def steps(self, shape: StaticShape) -> FixedModuleSteps:
         """See `StaticLoop.steps`."""
         return FixedModuleSteps(shape, len(self._passes), self._aux.device)
