@@ -329,7 +329,8 @@ class Link:
 @torch.no_grad()
 def fingerprint(model: Any) -> dict[str, Any]:
     """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts."""
-    head, states, loop = model.head, model.target.states, getattr(model.executor, "drafter", None)
+    head, states = model.head, model.target.states
+    modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))
     adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
     scales = {r.group.name: [list(pair) for pair in r.group.format.scales] for r in model.runners}
     found: dict[str, Any] = {
@@ -338,7 +339,7 @@ def fingerprint(model: Any) -> dict[str, Any]:
         "scales of an fp8 cache": scales,
         "recurrent states": None if states is None else [list(t.shape) for t in states.of_row(0)],
         "draft_sampling": None if head is None else model.config.draft_sampling,
-        "modules of the head": None if loop is None else loop.loop.num_modules,
+        "modules of the head": None if head is None else modules,
     }
     if head is not None:
         form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, head.draft_vocab_size)
