@@ -14,7 +14,7 @@ import torch
 from attention.cache.handoff import Bound, EngineTable, RankTable, bind, check_fingerprints, plan
 from attention.runner import GroupRunner
 from attention.transport.base import Read, ReadPlan, Transport
-from attention.transport.local import LocalTransport
+from attention.transport.local import LocalTransport, synchronize
 from attention.transport.nixl_agent import NixlTransport
 from attention.transport.sockets import SocketTransport
 from drafters.base import Head
@@ -188,18 +188,35 @@ class Moving(Generation):
             if on_failure == "raise":
                 raise
             return Stream(self._shared, None, self._shared.submit([Resumption(moved)]))
-        return Stream(self._shared, None, self._shared.submit([Resumption(moved, (number, handoff.tensors))]))
+        try:
+            return Stream(self._shared, None, self._shared.submit([Resumption(moved, (number, handoff.tensors))]))
+        except BaseException:
+            self._dropped(number)
+            raise
 
     def _reserved(self, moved: MovedRequest, deadline: float) -> int:
-        """Pages for a request, once there are enough; rounds go on meanwhile."""
-        while True:
+        """Pages for a request, once there are enough and they may be filled; rounds go on meanwhile."""
+        number = None
+        try:
+            while True:
+                with self._shared.between_rounds():
+                    try:
+                        number = self.engine.reserve(moved) if number is None else number
+                        if self.engine.may_fill(number):
+                            return number
+                    except OutOfPagesError:
+                        if time.monotonic() >= deadline:
+                            raise
+                self._shared.help()
+        except BaseException:
+            self._dropped(number)
+            raise
+
+    def _dropped(self, number: int | None) -> None:
+        """Reserved pages to which nothing was written, or nothing is any more."""
+        if number is not None:
             with self._shared.between_rounds():
-                try:
-                    return self.engine.reserve(moved)
-                except OutOfPagesError:
-                    if time.monotonic() >= deadline:
-                        raise
-            self._shared.help()
+                self.engine.drop(number, lambda: True)
 
     def _check_held_at_once(self, lens: list[int]) -> None:
         size = self.config.page_size
@@ -240,6 +257,7 @@ class Link:
         for runner in model.runners:
             bounds += bind(runner.group.name, runner.group, runner.layers)
         address = transport.start(self._engine_name, bounds, device)
+        self._bounds = tuple(bounds)
         self.rank = RankTable(0, device, tuple(bound.region for bound in bounds), address)
         self._versions = WeightVersions(model.hf_model, model.head)
         self._weights: dict[str, Any] | None = None
@@ -311,6 +329,7 @@ class Link:
                         f"cache group {group}: {len(handoff.blocks[group])} pages there and {len(own)} here for a "
                         "request of the same length"
                     )
+            synchronize([bound.bytes for bound in self._bounds[:1]])  # rounds in vain write to pages that were free
             read_plan = ReadPlan(handoff.source, handoff.lease, self.rank, segments, handoff.blocks, here)
             read = self.transport.read(read_plan)
             read.wait(deadline)

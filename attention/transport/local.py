@@ -105,16 +105,23 @@ class LocalRead:
 
 
 def taken(blocks: torch.Tensor, numbers: Sequence[int], offset: int, length: int) -> torch.Tensor:
-    """[n, length] bytes of some blocks of a region."""
+    """[n, length] bytes of some blocks of a region, uint8."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
-    return blocks[:, offset : offset + length].index_select(0, index)
+    return _wide(blocks[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
 
 
 def put(blocks: torch.Tensor, numbers: Sequence[int], segment: Segment, piece: torch.Tensor) -> None:
     """Write [n, length] bytes to their place in some blocks of a local region."""
     index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
     start = segment.local_offset
-    blocks[:, start : start + segment.length].index_copy_(0, index, piece.to(blocks.device))
+    place = _wide(blocks[:, start : start + segment.length])
+    place.index_copy_(0, index, piece.to(blocks.device).view(place.dtype))
+
+
+def _wide(blocks: torch.Tensor) -> torch.Tensor:
+    """A view of bytes by the eight where they lie so, which torch copies several times faster; else as they are."""
+    lies = (blocks.data_ptr(), blocks.storage_offset(), blocks.stride(0), blocks.shape[1])
+    return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks
 
 
 def synchronize(tensors: Sequence[torch.Tensor]) -> None:

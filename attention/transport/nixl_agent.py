@@ -79,12 +79,13 @@ class NixlTransport:
         """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
         self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
         number = int(device.partition(":")[2] or 0)
+        errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
         try:
             self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
             whole = [(*_extent(bound), number, "") for bound in bounds]
             self._registered = self._agent.register_memory(whole, self._memory) if whole else None
             metadata = self._agent.get_agent_metadata()
-        except (*self._errors, RuntimeError) as error:
+        except errors as error:
             raise TransferError(f"NIXL cannot serve this engine over {self._backends}: {error}") from error
         return {"agent": engine, "metadata": base64.b64encode(metadata).decode()}
 

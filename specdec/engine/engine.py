@@ -21,7 +21,7 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.handoff import Departures, Moving
+from specdec.engine.handoff import ROUNDS_IN_VAIN, Departures, Moving
 from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
@@ -225,7 +225,12 @@ class Engine:
         with self._change:
             self.moving.collect(self.scheduler.pools())
             without_head = self.scheduler.head_pages is not None and not moved.num_drafts
-            return self.moving.reserve(self.scheduler.pools(), moved, without_head)
+            rounds = 0 if self.inflight is None else ROUNDS_IN_VAIN
+            return self.moving.reserve(self.scheduler.pools(), moved, without_head, rounds)
+
+    def may_fill(self, number: int) -> bool:
+        """Whether reserved pages may be written to, see `Moving.may_fill`."""
+        return self.inflight is None or self.moving.may_fill(number)
 
     def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
         """Queue a request from another engine; it goes on as if it had been here all the time.
@@ -284,7 +289,7 @@ class Engine:
         """
         with self._change, Isolated(self._fail_round):
             if self.moving.active:
-                self.moving.collect(self.scheduler.pools())
+                self.moving.begin_round(self.scheduler.pools())
             launched = self.inflight or self._launcher.first()  # first: fill the pipeline
             if launched is None:
                 self.moving.pause(bool(self.scheduler.waiting))

@@ -31,6 +31,10 @@ GRACE_SECONDS = 5.0
 """How much longer than the lease says: the clocks of two hosts may differ by that."""
 
 _PAUSE_SECONDS = 1e-3
+ROUNDS_IN_VAIN = 2
+"""Rounds that may still write to pages that are free: a row that has ended is in the launched round in vain, and in the
+draft steps after it. Later rounds write to such pages after that; what another engine or thread writes may come before.
+So pages for a request that comes are filled when these rounds are over."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ class Moving:
         self._held: dict[str, _Held] = {}
         self._filling: dict[int, Pages] = {}
         self._late: list[_Late] = []
+        self._not_yet: dict[int, int] = {}
         self._next = 0
         self.grace = GRACE_SECONDS
         self.finished: Callable[[], Sequence[str]] = lambda: ()
@@ -75,7 +80,7 @@ class Moving:
     @property
     def active(self) -> bool:
         """Whether there is anything to `collect`."""
-        return bool(self._held or self._late)
+        return bool(self._held or self._late or self._not_yet)
 
     def pause(self, waiting: bool) -> None:
         """Where requests wait for pages that only a peer or the end of a lease gives back: not at full speed."""
@@ -112,12 +117,26 @@ class Moving:
             for late in done:
                 release_aside(pools, late.pages)
 
-    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool) -> int:
-        """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now."""
+    def begin_round(self, pools: Sequence[BlockTables]) -> None:
+        """A round begins: what was launched before the last one is over."""
+        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 0}
+        self.collect(pools)
+
+    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
+        """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now.
+
+        rounds: how many must be over before they are filled, see `may_fill`.
+        """
         pages = put_aside(pools, pages_needed(pools, moved.computed, without_head))
         self._next += 1
         self._filling[self._next] = pages
+        if rounds:
+            self._not_yet[self._next] = rounds
         return self._next
+
+    def may_fill(self, number: int) -> bool:
+        """Whether no launched round can write to reserved pages any more."""
+        return number not in self._not_yet
 
     def pages_of(self, number: int) -> Pages:
         """The pages that were reserved."""
@@ -128,8 +147,14 @@ class Moving:
         return self._filling.pop(number)
 
     def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
-        """The request does not come. Its pages are free as soon as `settled` says that nothing writes to them."""
-        pages = self._filling.pop(number)
+        """The request does not come. Its pages are free as soon as `settled` says that nothing writes to them.
+
+        Nothing is done where it has come already.
+        """
+        pages = self._filling.pop(number, None)
+        self._not_yet.pop(number, None)
+        if pages is None:
+            return
         if settled():
             release_aside(pools, pages)
         else:

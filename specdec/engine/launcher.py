@@ -145,8 +145,8 @@ class Launcher:
             draft, places = self.executor.draft(device, last.verification.aux_hidden_states), np.arange(len(places))
             assert draft is not None
         sampled = self._table.sampling(leaving.rows).temperature > 0
-        own = zip(places.tolist(), leaving.num_drafts.tolist(), sampled.tolist(), strict=True)
-        return [self.executor.moves.drafts_of(draft, *one) for one in own]
+        each = zip(places.tolist(), leaving.num_drafts.tolist(), sampled.tolist(), strict=True)
+        return [self.executor.moves.drafts_of(draft, place, count, drawn) for place, count, drawn in each]
 
     def _places_arrived(self, schedule: Schedule) -> bool:
         """Say where the drafts of requests from other engines are put, where that is not after the others'. Whether it

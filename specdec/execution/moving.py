@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -92,7 +92,7 @@ class EagerMoves(_Carried):
     def __init__(
         self,
         states: StateRunner | None,
-        loop: DraftLoop[object, object] | None,
+        loop: DraftLoop[Any, Any] | None,
         vocab: DraftVocab | None,
         draws: bool,
         device: torch.device,

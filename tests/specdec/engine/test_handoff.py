@@ -399,3 +399,34 @@ def test_refusals_of_bad_arguments() -> None:
         p.resume(p.prefill(PROMPTS[0]), on_failure="hope")  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="held until"):
         p.open_transfer("sockets")
+
+
+@pytest.mark.parametrize("planted", [False, True])
+def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""
+    p, d = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=40)
+    if planted:
+        monkeypatch.setattr(engine_of(d), "may_fill", lambda number: True)
+    (text,) = (c.text for c in p.generate(PROMPTS[3], GREEDY))
+    stays = d.stream(PROMPTS[0], replace(GREEDY, max_new_tokens=90))
+    ends = d.stream(PROMPTS[3], replace(GREEDY, stop=(text[5:8],)))
+    next(stays)
+    while next(ends).completion is None:
+        pass
+    (handoff,) = p.prefill(PROMPTS[1], GREEDY)
+    kept = [bytes_of(p, handoff.blocks[group]) for group in ("target",)]
+    engine = engine_of(d)
+    given: list[Any] = []
+    plain = engine.moving.take
+    monkeypatch.setattr(engine.moving, "take", lambda number: given.append(plain(number)) or given[-1])
+    resumed = d.stream_resumed(handoff)
+    next(resumed)
+    assert (bytes_of(d, given[0][0]) == kept[0]) != planted
+    resumed.close()
+    stays.close()
+    assert free_everywhere(d)
+
+
+def bytes_of(wrapped: Any, pages: Any) -> list[Any]:
+    """The keys of the target's first layer in full pages."""
+    return wrapped.runners[0].layers[0].keys[list(pages)[:-1]].tolist()
