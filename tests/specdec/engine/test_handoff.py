@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
@@ -430,3 +431,21 @@ def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, mo
 def bytes_of(wrapped: Any, pages: Any) -> list[Any]:
     """The keys of the target's first layer in full pages."""
     return wrapped.runners[0].layers[0].keys[list(pages)[:-1]].tolist()
+
+
+def test_threads_share_both_engines() -> None:
+    p, d, stays = eagle3(enable_prefix_caching=True), eagle3(enable_prefix_caching=True), eagle3()
+    prompts = random_prompts((9, 21, 13, 30, 9, 17), seed=2)
+    params = [replace(PARAMS[i % 3], seed=i) for i in range(6)]
+    expected = lived(stays.generate(prompts, params))
+
+    def move(i: int) -> Any:
+        return lived(d.resume(sent(p.prefill(prompts[i], params[i]))))[0]
+
+    with ThreadPoolExecutor(3) as pool:
+        assert list(pool.map(move, range(6))) == expected
+    assert free_everywhere(p) and free_everywhere(d)
+    again = random_prompts((2,))[0]  # pages that came are found by later requests of D
+    before = d.engine_stats.prefix_hit_tokens
+    d.generate(prompts[3] + again, GREEDY)
+    assert d.engine_stats.prefix_hit_tokens - before >= 28
