@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Literal
@@ -290,7 +290,11 @@ class Link:
         return Handoff(self.table(), departure.lease, expires, departure.moved, blocks, departure.tensors)
 
     def segments(self, handoff: Handoff) -> Any:
-        """What is read of the source. Raises HandoffMismatchError: it cannot move here."""
+        """What is read of the source.
+
+        Raises:
+            HandoffMismatchError: it cannot move here. InvalidInputError, CacheTooSmallError: see `Engine.check_moved`.
+        """
         source = handoff.source
         if source.transport != self.transport.name:
             raise HandoffMismatchError(
@@ -304,10 +308,24 @@ class Link:
                 "the same hybrid_kv_cache and max_model_len"
             )
         check_fingerprints(own, source.fingerprint)
-        refused = self._model.executor.moves.refuses(handoff.tensors)
+        self._model.engine.check_moved(handoff.moved)
+        refused = self._model.executor.moves.refuses(handoff.tensors) or self._wrong_drafts(handoff.tensors)
         if refused:
             raise HandoffMismatchError(refused)
         return plan(self.rank, source.ranks)
+
+    def _wrong_drafts(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Why drafts cannot be verified here, "" when they can: an id outside of the vocabulary would end a round."""
+        drafts, most = tensors.get("drafts"), self._model.num_speculative_tokens
+        if drafts is None:
+            return ""
+        vocab, count = self._model.target.num_embeddings, len(drafts) if drafts.dim() == 1 else -1
+        if drafts.dtype != torch.int64 or not 0 < count <= most or not 0 <= drafts.min() <= drafts.max() < vocab:
+            return f"it brings drafts {drafts.tolist()}; allowed are 1 to {most} ids from 0 to {vocab - 1}"
+        width = self._model.head.draft_vocab_size
+        shapes = {"draft_probs": (count, width), "draft_logits": (count, width), "draft_stats": (count, 4)}
+        wrong = [name for name, shape in shapes.items() if name in tensors and tuple(tensors[name].shape) != shape]
+        return f"it brings {wrong[0]} of shape {tuple(tensors[wrong[0]].shape)}" if wrong else ""
 
     def fetch(self, handoff: Handoff, segments: Any, number: int, timeout: float) -> None:
         """Fill the reserved pages. After an error they are free, or in quarantine while anything may write to them.

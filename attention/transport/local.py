@@ -61,6 +61,9 @@ class LocalTransport:
         with self._lock:
             if plan.lease not in self._granted:
                 raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")
+            granted = self._granted[plan.lease]
+            if any(set(own) - set(granted.get(group, ())) for group, own in plan.remote_blocks.items()):
+                raise TransferError(f"blocks were asked for that are not of lease {plan.lease}")
             for segment in plan.segments:
                 there, here = self._bounds[segment.remote], bounds[segment.local]
                 group = here.region.group

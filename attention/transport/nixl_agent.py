@@ -110,7 +110,7 @@ class NixlTransport:
                         lists = (peer.local_list, ours, peer.remote_list, theirs)
                         handles.append(self._agent.make_prepped_xfer("READ", *lists))
                         self._agent.transfer(handles[-1])
-            except self._errors as error:
+            except (*self._errors, KeyError, ValueError) as error:
                 self._forget(plan.source.engine)
                 failed = error  # of several ranks others may be writing already: said once nothing does any more
             return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)

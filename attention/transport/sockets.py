@@ -129,7 +129,7 @@ class SocketTransport:
             try:
                 with _connected(rank.address, time.monotonic() + 1.0) as peer:
                     peer.sendall(json.dumps({"done": plan.lease}).encode() + b"\n")
-            except (OSError, TransferError):
+            except (OSError, TransferError, KeyError, ValueError):
                 continue  # the source is gone, and with it its pages
 
     def finished(self) -> list[str]:
@@ -160,7 +160,8 @@ class SocketRead:
             segments = self._plan.of_rank(rank.rank)
             if not segments:
                 continue
-            peer_name = f"{rank.address['host']}:{rank.address['port']} (engine {self._plan.source.engine})"
+            place = f"{rank.address.get('host')}:{rank.address.get('port')}"
+            peer_name = f"{place} (engine {self._plan.source.engine})"
             try:
                 with _connected(rank.address, deadline) as peer:
                     self._read_rank(peer, segments, deadline)
@@ -170,6 +171,8 @@ class SocketRead:
                 ) from error
             except OSError as error:
                 raise TransferError(f"{peer_name} is gone: {error}") from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise TransferError(f"{peer_name} answers what is no answer: {error}") from error
         synchronize([bound.bytes for bound in self._bounds[:1]])
 
     def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:

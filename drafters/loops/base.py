@@ -163,6 +163,10 @@ class SharesPages(Protocol):
 class CarriesVectors(Protocol):
     """A loop that keeps vectors of each request from round to round: they move with a request to another engine."""
 
+    @property
+    def carried_shape(self) -> tuple[int, ...]:
+        """(n, H)."""
+
     def carried_by(self, request_row: int) -> torch.Tensor:
         """[n, H] a view of those of the request in this row of the row table."""
 

@@ -211,6 +211,10 @@ class Engine:
             self.scheduler.waiting.append(request)
         return request.id
 
+    def check_moved(self, moved: MovedRequest) -> None:
+        """Whether a request from another engine can be served, see `Admission.check_moved`."""
+        self._admission.check_moved(moved)
+
     def reserve(self, moved: MovedRequest) -> int:
         """Pages for the keys and values of a request from another engine, to be filled and then given to `resume`.
 

@@ -118,8 +118,8 @@ class Moving:
                 release_aside(pools, late.pages)
 
     def begin_round(self, pools: Sequence[BlockTables]) -> None:
-        """A round begins: what was launched before the last one is over."""
-        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 0}
+        """A round begins; who asks `may_fill` between two rounds asks after it."""
+        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
         self.collect(pools)
 
     def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:

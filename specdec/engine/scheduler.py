@@ -34,7 +34,8 @@ class Usage:
 
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
-        target_pages, head_pages: pages of the target's and of the head's KV cache.
+        target_pages, head_pages: pages of the target's and of the head's KV cache, those held for requests that move
+            to another engine, or from one, included.
         windowed_pages: pages of the target's further cache groups, all of them.
     """
 

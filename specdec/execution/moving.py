@@ -77,6 +77,16 @@ class _Carried:
             found |= {f"state.{i}": tensor.clone() for i, tensor in enumerate(self._states.of_row(row))}
         return found
 
+    def refuses(self, tensors: Tensors) -> str:
+        """See `Moves.refuses`."""
+        expected: dict[str, tuple[int, ...]] = {}
+        if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
+            expected["carried"] = self._loop.carried_shape
+        if self._states is not None:
+            expected |= {f"state.{i}": tuple(own.shape) for i, own in enumerate(self._states.of_row(0))}
+        given = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("draft")}
+        return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
+
     def unpack(self, row: int, tensors: Tensors) -> None:
         """Put back what `pack` gave in another engine of the model, for a row of this one."""
         if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
@@ -120,10 +130,6 @@ class EagerMoves(_Carried):
             return draft
         drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
         return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
-
-    def refuses(self, tensors: Tensors) -> str:
-        """See `Moves.refuses`."""
-        return ""
 
 
 class GraphMoves(_Carried):
@@ -170,7 +176,7 @@ class GraphMoves(_Carried):
                 "drafts drawn without CUDA graphs cannot be verified from graphs in half precision, which would round "
                 "their distribution; load both models with cuda_graphs=True, or both with False"
             )
-        return ""
+        return super().refuses(tensors)
 
 
 def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:

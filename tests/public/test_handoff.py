@@ -100,6 +100,9 @@ DEFECTS: dict[str, tuple[Callable[..., Handoff], int]] = {
 }
 
 
+QUICK = ("blocks in another order", "no pages of the head", "another key")
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
     """Without prefix caching: spoiled pages would be found again."""
@@ -110,7 +113,7 @@ def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
         yield p, d
 
 
-@pytest.mark.parametrize("name", DEFECTS)
+@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DEFECTS])
 def test_a_planted_defect_is_seen(name: str, pair: tuple[SpeculativeModel, SpeculativeModel]) -> None:
     """What moves is needed: the comparison fails without any part of it (tokens alone would hide the head's)."""
     (p, d), (spoil, sampled) = pair, DEFECTS[name]

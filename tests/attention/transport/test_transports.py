@@ -31,7 +31,7 @@ os.environ.setdefault("UCX_NET_DEVICES", "lo")
 HAS_NIXL = importlib.util.find_spec("nixl") is not None
 needs_nixl = pytest.mark.skipif(not HAS_NIXL, reason="NIXL is not installed: pip install 'specdec-hf[transfer]'")
 TRANSPORTS = [LocalTransport, SocketTransport, pytest.param(NixlTransport, marks=needs_nixl)]
-BETWEEN = ["SocketTransport", pytest.param("NixlTransport", marks=needs_nixl)]
+BETWEEN = [pytest.param("SocketTransport", marks=pytest.mark.slow), pytest.param("NixlTransport", marks=needs_nixl)]
 HERE, THERE = {"g": (5, 1, 3)}, {"g": (2, 6, 4)}
 DIM, PAGES = 8, 8
 
@@ -155,6 +155,25 @@ def test_a_deadline_that_is_over_reads_nothing(engines: Engines) -> None:
     assert read.settled and all((b.bytes == regions(range(4), 7)[0].bytes).all() for b in engines.bounds)
 
 
+def test_addresses_that_are_none_are_errors_by_name() -> None:
+    engines = Engines(SocketTransport)
+    for address in ({}, {"host": "127.0.0.1", "port": "x"}):
+        table = replace(engines.table, ranks=tuple(replace(rank, address=address) for rank in engines.table.ranks))
+        own = replace(engines.plan(), source=table)
+        with pytest.raises(TransferError, match="what is no answer"):
+            engines.reader.read(own).wait(soon())
+        engines.reader.finish(own)
+    engines.close()
+
+
+def test_in_one_process_too_a_lease_is_for_its_blocks() -> None:
+    engines = Engines(LocalTransport)
+    engines.grant()
+    with pytest.raises(TransferError, match="not of lease"):
+        engines.reader.read(replace(engines.plan(), remote_blocks={"g": (2, 6, 99)})).wait(soon())
+    engines.close()
+
+
 def test_a_server_gives_blocks_of_the_lease_only() -> None:
     """Whatever a peer asks for."""
     engines = Engines(SocketTransport)
@@ -259,7 +278,10 @@ def test_between_two_processes_until_one_is_killed(kind: str) -> None:
         transport.close()
 
 
-@pytest.mark.parametrize(("name", "error"), [("SIGKILL", TransferError), ("SIGSTOP", TransferTimeoutError)])
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [pytest.param("SIGKILL", TransferError, marks=pytest.mark.slow), ("SIGSTOP", TransferTimeoutError)],
+)
 def test_a_source_that_dies_or_hangs_halfway(name: str, error: type[Exception]) -> None:
     """What it had sent is garbage, and nothing more is written after the error."""
     with child("SocketTransport", DIES_HALFWAY.format(signal=f"signal.{name}")) as (process, table):

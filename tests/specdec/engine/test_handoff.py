@@ -130,7 +130,7 @@ def test_streams_report_the_first_token_too() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "lfm2", "mamba2", "jamba"))]
+    "name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "qwen3_next", "mamba2", "jamba"))]
 )
 def test_states_of_recurrent_layers_move(name: str) -> None:
     def load() -> Any:
@@ -229,6 +229,31 @@ def test_another_engine_is_refused_before_anything_is_read(
     assert free_everywhere(d) and p.usage().target_pages == 9  # still held
     p.release(handoff)
     assert free_everywhere(p)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"drafts": torch.tensor([1, 64, 2])},
+        {"drafts": torch.tensor([1, -1, 2])},
+        {"drafts": torch.zeros(4, dtype=torch.int64)},
+        {"drafts": torch.zeros(0, dtype=torch.int64)},
+        {"drafts": torch.zeros(3)},
+        {"draft_probs": torch.zeros(3, 31)},
+        {"state.0": torch.zeros(3)},
+        {"carried": torch.zeros(1, 32)},
+    ],
+)
+def test_tensors_that_would_end_a_round_are_refused(change: dict[str, torch.Tensor]) -> None:
+    """A round is shared: what somebody sends must not fail it for the others."""
+    p, d = eagle3(), eagle3()
+    (handoff,) = p.prefill(PROMPTS[1], PARAMS[1])
+    with pytest.raises(HandoffMismatchError, match="it brings"):
+        d.resume(replace(handoff, tensors={**handoff.tensors, **change}))
+    with pytest.raises(TransferError, match="not of lease"):
+        d.resume(replace(handoff, blocks={group: [999] * len(own) for group, own in handoff.blocks.items()}))
+    p.release(handoff)
+    assert free_everywhere(d) and free_everywhere(p)
 
 
 def test_other_scales_of_an_fp8_cache_are_refused() -> None:

@@ -33,7 +33,14 @@ def eager(**options: Any) -> Any:
 ENGINES = {"graphs": graphs, "eager": eager}
 
 
-@pytest.mark.parametrize(("there", "here"), [("graphs", "graphs"), ("graphs", "eager"), ("eager", "graphs")])
+@pytest.mark.parametrize(
+    ("there", "here"),
+    [
+        ("graphs", "graphs"),
+        pytest.param("graphs", "eager", marks=pytest.mark.slow),
+        pytest.param("eager", "graphs", marks=pytest.mark.slow),
+    ],
+)
 def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(there: str, here: str) -> None:
     """Greedy and sampled, alone and beside rows that run, which lose their rows meanwhile."""
     p, d, stays = ENGINES[there](), ENGINES[here](max_num_seqs=3), ENGINES[here]()

@@ -14,7 +14,7 @@ from tests.specdec.engine.test_handoff import PARAMS, PROMPTS, SIZES, lived, mov
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 
-@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("graphs_on_cpu")
 def test_vectors_that_modules_carry_move(graphs: bool, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case("deepseek_v3", modules=2, context=0.5)
