@@ -20,7 +20,7 @@ from attention.backends.base import AttentionBackend, FixedMetadataBuilder
 from attention.backends.building import Build
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
-from attention.cache.kv_cache import CacheGroup, KVFormat, LayerKV
+from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import InvalidInputError
 from attention.runner import FixedPlanner, GroupRunner, PlannedBatch, Planner
 from attention.spec import AttentionSpec
@@ -85,7 +85,7 @@ def split_group(group: CacheGroup, windowed: Sequence[tuple[int, int]]) -> tuple
 def _part(group: CacheGroup, layers: tuple[int, ...]) -> CacheGroup:
     scales = tuple(group.format.scales[layer] for layer in layers) if group.format.scales else ()
     specs = tuple(group.attention_specs[layer] for layer in layers)
-    return replace(group, attention_specs=specs, format=KVFormat(group.format.dtype, scales))
+    return replace(group, attention_specs=specs, format=replace(group.format, scales=scales))
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,10 @@ With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-sh
 Several shares are measured one after the other in one process, a line each; 1 is a greedy batch:
 
     python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
+
+With --weights fp8 the target's linear layers have weights in fine-grained FP8 (blocks of 128 x 128):
+
+    python -m benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --out round-fp8.jsonl
 """
 
 from __future__ import annotations
@@ -285,6 +289,13 @@ class Run:
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
 @click.option("--device", type=click.Choice(list(_BACKENDS)), default="cuda", show_default=True)
+@click.option(
+    "--weights",
+    type=click.Choice(["model", "fp8"]),
+    default="model",
+    show_default=True,
+    help="The target's linear layers: bfloat16, or fine-grained FP8.",
+)
 @click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
 @click.option("--trace", help="Batch sizes that are also traced with CUPTI.  [default: 1,32, on the CPU none]")
@@ -303,6 +314,7 @@ def main(
     greedy_share: str,
     entropy: float | None,
     device: str,
+    weights: str,
     backend: str | None,
     plan_from: str,
     trace: str | None,
@@ -316,11 +328,12 @@ def main(
         raise click.UsageError(f"--backend {backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[device])}")
     if trace and device == "cpu":
         raise click.UsageError(f"--trace {trace} needs a GPU (CUPTI); on the CPU leave it out")
-    pair = random_pair(shape, torch.bfloat16, torch.device(device))
+    pair = random_pair(shape, torch.bfloat16, torch.device(device), weights)
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
     facts = {"benchmark": "round", "shape": shape, "prompt": prompt, "new_tokens": new_tokens}
     facts |= {"acceptance": acceptance, "backend": backend, "plan_from": plan_from, **provenance()}
+    facts |= {} if weights == "model" else {"weights": weights}
     facts |= {} if entropy is None else {"entropy": entropy}
     facts |= {} if long_prompt is None else {"long": long_prompt}
     sizes = numbers(rows), prompt, long_prompt, new_tokens

@@ -18,6 +18,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.hf.probe import Probe, probe
+from benchmarks.fp8_weights import fp8_weights, quantise
 from benchmarks.routing import ExpertWork, expert_work
 from benchmarks.states import bytes_per_launch
 from drafters.eagle3.head import Eagle3Head
@@ -157,20 +158,23 @@ class Pair:
         context: keys a row, the mean of uneven rows. accepted: drafts of a row that were accepted on average; only
         recurrent states depend on it. Operations of attention and of recurrences do not count: with 6 tokens and 4
         query heads a KV head, attention's are 24 for each byte read, where a GPU makes 186. Of experts, only the
-        weights of those that were chosen count. Every draft is a pass of the head, and each later one of several
-        modules has a pass more, in the draft prefill; of that only memory counts.
+        weights of those that were chosen count. Weights in FP8 are a byte each, and their scales four. Every draft is a
+        pass of the head, and each later one of several modules has a pass more, in the draft prefill; of that only
+        memory counts.
         """
         verify, first, step = experts
         steps, others = max(drafts - 1, 0), max(min(self.num_modules, drafts) - 1, 0)
         dense, head = _matmul_weights(self.target), _head_weights(self.head)
+        in_fp8, scales = fp8_weights(self.target)
         of_target, of_head = self.cache_bytes
         chosen = verify.weights + ((1 + others) * first.weights + steps * step.weights if drafts else 0)
         read = dense + head * drafts + _matmul_weights(_module(self.head)) * others + chosen
         keys = context * (of_target + of_head * (drafts + others))
-        memory = 2 * read + rows * (keys + self.state_bytes(drafts, accepted))
+        memory = 2 * read - in_fp8 + 4 * scales + rows * (keys + self.state_bytes(drafts, accepted))
         tokens = rows * (drafts + 1)
         routed = verify.weights_a_token * tokens + (first.weights_a_token * rows * drafts if drafts else 0)
-        compute = 2 * (dense * tokens + head * rows * drafts + routed)
+        # in 8 bits tensor cores make twice as many operations
+        compute = 2 * ((dense - in_fp8 / 2) * tokens + head * rows * drafts + routed)
         return 1e3 * max(memory / COPY_BYTES_PER_S, compute / MATMUL_FLOPS)
 
 
@@ -189,14 +193,20 @@ def _head_weights(head: Eagle3Head | MtpHead | MtpStack) -> int:
     return _matmul_weights(own) + (own.target_lm_head.numel() if isinstance(own, MtpHead) else 0)
 
 
-def random_pair(shape: str, dtype: torch.dtype, device: torch.device) -> Pair:
-    """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3."""
+def random_pair(shape: str, dtype: torch.dtype, device: torch.device, weights: str = "model") -> Pair:
+    """Build a pair of the shape with random weights on the device: MTP modules where MODULES has it, else EAGLE-3.
+
+    weights: "model", the target's are of `dtype`; "fp8", those of its linear layers are in fine-grained FP8, but for
+    the lm_head, as in published checkpoints. The head's are of `dtype`.
+    """
     config, modules = SHAPES[shape](), MODULES.get(shape, 0)
     torch.manual_seed(0)
     with device:
         target = AutoModelForCausalLM.from_config(config, dtype=dtype).eval().requires_grad_(False)
         if isinstance(config, DeepseekV2Config):
             _spread_tokens(target)
+        if weights == "fp8":
+            quantise(target)
         heads = [_mtp_head(target) for _ in range(modules)]
         head = MtpStack(heads) if modules > 1 else heads[0] if heads else _eagle_head(target, config)
     return Pair(target, head.eval().requires_grad_(False))

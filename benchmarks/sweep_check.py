@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import copy
+import tempfile
 import zlib
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from transformers import PreTrainedModel
 
-from benchmarks.sweep_configs import Case
-from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, build, prompts_of
+from benchmarks.sweep_configs import VOCAB, Case
+from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, build, eager_copy, prompts_of
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import SpecdecError
+from specdec.errors import ModelLoadError, SpecdecError
+from specdec.target.long_rope import find_long_rope
+from specdec.target.placeholders import placeholders
 
-Outcome = Literal["exact", "near ties", "refused", "WRONG", "unnamed exception", "not built", "crashed", "timed out"]
+Outcome = Literal[
+    "exact", "exact, limited", "near ties", "refused", "WRONG", "unnamed exception", "not built", "crashed", "timed out"
+]
 BAD: tuple[Outcome, ...] = ("WRONG", "unnamed exception", "crashed", "timed out")
-PROMPT_LENS = (5, 37, 90)
+PROMPT_LENS = (5, 20, 37, 90)
 NEW_TOKENS = 24
 DRAFTS = 3
 _CHUNKS = {0: 64, DRAFTS: 24}
@@ -39,8 +45,10 @@ class Verdict:
     """What came of one model in one dtype.
 
     Attributes:
-        outcome: "exact": all tokens are the model's own; "near ties": they are, but for divergences within rounding;
-            "refused": by a named error. reason: of anything else, in one line; notes: what else should be known.
+        outcome: "exact": all tokens are the model's own; "exact, limited": so, up to `limit` tokens, and longer
+            requests are refused by name; "near ties": they are, but for divergences within rounding; "refused": by a
+            named error. reason: of anything else and of a limit, in one line; notes: what else should be known.
+        recurrent: True for a model with recurrent layers, else None.
         near_ties: divergences within rounding. worst: the largest of all divergences, in rounding
             errors. accepted: share of the drafts that were accepted.
     """
@@ -51,6 +59,30 @@ class Verdict:
     near_ties: int = 0
     worst: float = 0.0
     accepted: float | None = None
+    limit: int | None = None
+    recurrent: bool | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of a model.
+
+    Attributes:
+        target: what specdec loads: the model, or the folder of a wrapper; on `device`. load: its options. prompts, new:
+            prompts that fit its longest request, and new tokens of each. limit, why: that length, where it is shorter
+            than what all prompts need, and specdec's reason. vocab_size, num_layers, recurrent: as specdec sees them.
+    """
+
+    target: Any
+    device: torch.device
+    load: dict[str, Any]
+    prompts: list[list[int]]
+    new: int = NEW_TOKENS
+    limit: int | None = None
+    why: str = ""
+    vocab_size: int = VOCAB
+    num_layers: int = 1
+    recurrent: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -79,11 +111,29 @@ class Reference:
     called wrong.
     """
 
-    def __init__(self, model: PreTrainedModel, finer: PreTrainedModel | None, prompts: list[list[int]]) -> None:
-        """finer: a float32 copy of a model in half precision; None for one in float32."""
-        self._model, self._finer = model, finer
-        self.note = ""
-        self.answers = [self._answer(prompt) for prompt in prompts]
+    def __init__(
+        self, model: PreTrainedModel, finer: PreTrainedModel | None, prompts: list[list[int]], new: int = NEW_TOKENS
+    ) -> None:
+        """finer: a float32 copy of a model in half precision; None for one in float32. The answers are those of its
+        default attention; a note says where eager attention gives others."""
+        self._model, self._finer, self._new = model, finer, new
+        self.notes: dict[str, None] = {}
+        self.answers = [self._answer(model, prompt) for prompt in prompts]
+        if finer is None:
+            self._compare_eager(prompts)
+
+    @property
+    def note(self) -> str:
+        """All notes."""
+        return "; ".join(self.notes)
+
+    def _compare_eager(self, prompts: list[list[int]]) -> None:
+        eager = eager_copy(self._model)
+        for prompt, answer in zip(prompts, self.answers, strict=True):
+            other = self._answer(eager, prompt)
+            at = first_difference(answer, other)
+            if at is not None and self.excess(prompt, answer, at, other[at]) > _MOST_ERRORS:
+                self.notes["its eager attention gives other tokens than its default one"] = None
 
     def excess(self, prompt: list[int], answer: Sequence[int], at: int, token: int) -> float:
         """By how many rounding errors `token` is worse than the best after the prompt and `at` tokens of the answer."""
@@ -132,22 +182,28 @@ class Reference:
             for hook in hooks:
                 hook.remove()
 
-    def _answer(self, prompt: list[int]) -> list[int]:
-        """Cached greedy `generate`; where that contradicts the uncached forward, greedy tokens of the latter."""
-        ids = torch.tensor([prompt], device=self._model.device)
-        arguments = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-        answer = self._model.generate(ids, **arguments)[0, len(prompt) :].tolist()
-        said = self._logits(self._model, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+    def _answer(self, model: PreTrainedModel, prompt: list[int]) -> list[int]:
+        """Cached greedy `generate`; where that contradicts the uncached forward, greedy tokens of the latter.
+
+        But for a longrope model that keeps its cache when its factors change: there only the cached one is meant.
+        """
+        ids = torch.tensor([prompt], device=model.device)
+        arguments = {"max_new_tokens": self._new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        answer = model.generate(ids, **arguments)[0, len(prompt) :].tolist()
+        rope = find_long_rope(model)
+        if rope is not None and not rope.rule.rereads:
+            return answer
+        said = self._logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
         at = first_difference(answer, said)
         if at is None or self.excess(prompt, answer, at, answer[at]) <= _MOST_ERRORS:
             return answer
-        self.note = "its own cached generate differs from its own forward, which is what is compared with"
-        return self._uncached(prompt)
+        self.notes["its own cached generate differs from its own forward, which is what is compared with"] = None
+        return self._uncached(model, prompt)
 
-    def _uncached(self, prompt: list[int]) -> list[int]:
+    def _uncached(self, model: PreTrainedModel, prompt: list[int]) -> list[int]:
         text = list(prompt)
-        for _ in range(NEW_TOKENS):
-            text.append(int(self._logits(self._model, text)[-1].argmax()))
+        for _ in range(self._new):
+            text.append(int(self._logits(model, text)[-1].argmax()))
         return text[len(prompt) :]
 
     def _logits(self, model: PreTrainedModel, text: list[int]) -> torch.Tensor:
@@ -170,29 +226,98 @@ def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:
 @torch.no_grad()
 def check(case: Case, dtype: torch.dtype, device: str) -> Verdict:
     """Build the case's model, run it both ways, and judge."""
-    prompts = prompts_of(PROMPT_LENS)
     try:
         whole = build(case)
     except NotBuilt as error:
         return Verdict("not built", one_line(error))
-    model = whole.to(dtype).to(device)  # type: ignore[arg-type]
-    finer = None if dtype == torch.float32 else copy.deepcopy(model).float()
-    try:
-        _load(model, None, 0, case)
     except SpecdecError as error:
         return Verdict("refused", one_line(error))
+    model = whole.to(dtype).to(device)  # type: ignore[arg-type]
+    finer = None if dtype == torch.float32 else copy.deepcopy(model).float()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            target, load = _target(case, model, folder)
+        except Exception as error:  # transformers validates a configuration again before it writes it
+            return Verdict("not built", f"its miniature cannot be saved: {one_line(error)}")
+        return _checked(model, finer, target, load)
+
+
+def _target(case: Case, model: PreTrainedModel, folder: str) -> tuple[Any, dict[str, Any]]:
+    """What specdec loads, and with which options: a wrapper is written to the folder and read from it."""
+    if case.wrapper is None:
+        return model, dict(case.load)
+    model.save_pretrained(folder)
+    return folder, {"dtype": model.dtype, "device": str(model.device), **case.load}
+
+
+def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any, load: dict[str, Any]) -> Verdict:
+    embedding: Any = model.get_input_embeddings()
+    prompts = prompts_of(PROMPT_LENS, 0, min(VOCAB, len(embedding.weight)), placeholders(model.config))
+    plan = Plan(target, model.device, load, prompts)
+    try:
+        plan = _fitting(plan)
+    except ModelLoadError as error:
+        if target is model:
+            return Verdict("refused", one_line(error))
+        reason = one_line(error).replace(str(target), "its folder")
+        return Verdict("not built", f"its miniature does not load again: {reason}")
+    except SpecdecError as error:
+        broken = _broken_miniature(model)
+        return Verdict("refused", one_line(error)) if broken is None else Verdict("not built", broken)
     except Exception as error:
         return _unnamed(error, model, finer, prompts)
     try:
-        reference = Reference(model, finer, prompts)
+        reference = Reference(model, finer, plan.prompts, plan.new)
     except Exception as error:
         return Verdict("not built", f"its own generate fails: {one_line(error)}")
     try:
-        return _compared(case, model, prompts, reference)
+        return _compared(plan, reference)
     except SpecdecError as error:
         return Verdict("refused", one_line(error), reference.note)
     except Exception as error:
         return Verdict("unnamed exception", one_line(error), reference.note)
+
+
+def _fitting(plan: Plan) -> Plan:
+    """Prompts and new tokens that fit the longest request; where these are fewer, why. Longer requests are tried, too.
+
+    Raises:
+        SpecdecError: the model is refused.
+        AssertionError: a longer request is not.
+    """
+    with _load(plan, None, 0) as wrapped:
+        limit = wrapped.config.max_model_len
+        plan = replace(plan, vocab_size=wrapped.target.vocab_size, num_layers=wrapped.target.num_layers)
+        plan = replace(plan, recurrent=wrapped.config.recurrent or None)
+        if max(map(len, plan.prompts)) + plan.new <= limit:
+            return plan
+        too_long = (plan.prompts[-1] * limit)[:limit]
+        _refusal(lambda: wrapped.generate([too_long]))
+    new = min(NEW_TOKENS, limit // 2)
+    lens = [n for n in PROMPT_LENS if n + new < limit]
+    prompts = [*plan.prompts[: len(lens)], plan.prompts[-1][: limit - new]]
+    longer = replace(plan, load=plan.load | {"max_model_len": limit + 1})
+    return replace(plan, prompts=prompts, new=new, limit=limit, why=_refusal(lambda: _load(longer, None, 0)))
+
+
+def _refusal(call: Callable[[], object]) -> str:
+    """The named error that a call ends in, in one line."""
+    try:
+        call()
+    except SpecdecError as error:
+        return one_line(error)
+    raise AssertionError("a request beyond the longest was not refused")
+
+
+def _broken_miniature(model: PreTrainedModel) -> str | None:
+    """Why the model itself, so small, cannot read four tokens; not where it misses an input, such as an image."""
+    try:
+        model(input_ids=torch.arange(8, 12, device=model.device)[None])
+    except RuntimeError as error:
+        return f"its own forward fails: {one_line(error)}"
+    except Exception:
+        return None
+    return None
 
 
 def _unnamed(error: Exception, model: Any, finer: Any, prompts: list[list[int]]) -> Verdict:
@@ -204,15 +329,16 @@ def _unnamed(error: Exception, model: Any, finer: Any, prompts: list[list[int]])
     return Verdict("unnamed exception", one_line(error))
 
 
-def _compared(case: Case, model: PreTrainedModel, prompts: list[list[int]], reference: Reference) -> Verdict:
+def _compared(plan: Plan, reference: Reference) -> Verdict:
+    prompts = plan.prompts
     texts = [p + a for p, a in zip(prompts, reference.answers, strict=True)]
     found: list[Divergence] = []
     drafted = accepted = 0
     for drafts in _CHUNKS:
-        wrapped = _load(model, texts, drafts, case)
-        params = SamplingParams(max_new_tokens=NEW_TOKENS)
-        alone = [wrapped.generate([prompt], params)[0] for prompt in prompts]
-        batched = wrapped.generate(prompts, params)
+        params = SamplingParams(max_new_tokens=plan.new)
+        with _load(plan, texts, drafts) as wrapped:
+            alone = [wrapped.generate([prompt], params)[0] for prompt in prompts]
+            batched = wrapped.generate(prompts, params)
         for how, completions in (("alone", alone), ("in a batch", batched)):
             rounds = [r for c in completions for r in c.stats.rounds]
             drafted, accepted = drafted + sum(r.drafted for r in rounds), accepted + sum(r.accepted for r in rounds)
@@ -225,9 +351,10 @@ def _compared(case: Case, model: PreTrainedModel, prompts: list[list[int]], refe
     wrong = [d for d in found if d.wrong]
     share = accepted / drafted if drafted else None
     worst = max((d.excess for d in found), default=0.0)
-    outcome: Outcome = "WRONG" if wrong else "near ties" if found else "exact"
-    reason = f"{len(wrong)} answers of 12; {wrong[0]}" if wrong else ""
-    return Verdict(outcome, reason, reference.note, len(found) - len(wrong), worst, share)
+    right: Outcome = "exact" if plan.limit is None else "exact, limited"
+    outcome: Outcome = "WRONG" if wrong else "near ties" if found else right
+    reason = f"{len(wrong)} answers of {4 * len(prompts)}; {wrong[0]}" if wrong else plan.why
+    return Verdict(outcome, reason, reference.note, len(found) - len(wrong), worst, share, plan.limit, plan.recurrent)
 
 
 def _judged(
@@ -240,25 +367,15 @@ def _judged(
     return Divergence(where, at, excess, not explained)
 
 
-def _load(model: PreTrainedModel, texts: list[list[int]] | None, drafts: int, case: Case) -> SpeculativeModel:
+def _load(plan: Plan, texts: list[list[int]] | None, drafts: int) -> SpeculativeModel:
     """The wrapped model, with a head that knows the texts where it is to draft."""
-    head = None
-    if drafts and texts is not None:
-        vocab = model(input_ids=torch.tensor([[9]], device=model.device), use_cache=False).logits.shape[-1]
-        layers = int(model.config.get_text_config().num_hidden_layers)
-        head = ScriptedHead(texts, vocab, (1, layers // 2, layers), model.device)
-    return SpeculativeModel.from_pretrained(
-        model,
-        head,
-        tokenizer=NumberTokenizer(),
-        num_speculative_tokens=drafts,
-        backend="torch",
-        max_num_seqs=len(PROMPT_LENS),
-        max_num_batched_tokens=_CHUNKS[drafts],
-        page_size=4,
-        kv_cache_tokens=512,
-        **case.load,
-    )
+    options: dict[str, Any] = {"tokenizer": NumberTokenizer(), "backend": "torch", "page_size": 4, **plan.load}
+    sizes = {"max_num_seqs": len(PROMPT_LENS), "max_num_batched_tokens": _CHUNKS[drafts], "kv_cache_tokens": 640}
+    load = partial(SpeculativeModel.from_pretrained, plan.target, **options, **sizes)
+    if not drafts or texts is None:
+        return load()
+    head = ScriptedHead(texts, plan.vocab_size, (1, plan.num_layers // 2, plan.num_layers), plan.device)
+    return load(head, num_speculative_tokens=drafts)
 
 
 def one_line(error: BaseException) -> str:

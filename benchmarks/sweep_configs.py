@@ -14,6 +14,8 @@ from typing import Any
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from benchmarks.sweep_wrappers import tiny_wrapper, wrapper_types
+
 THRESHOLD = 32
 VOCAB = 160
 WIDTH = 64
@@ -175,6 +177,8 @@ class Case:
         name: the model type, with a word for its option where it has one.
         model_type: of the mapping; None for a class by name.
         class_name: of transformers; default AutoModelForCausalLM's choice.
+        wrapper: a model type outside the mapping with a language model inside, see `sweep_wrappers`; it is saved, and
+            loaded from its folder.
         options: fields of the (text) configuration on top of the shrunk ones.
         load: arguments of SpeculativeModel.from_pretrained.
     """
@@ -184,6 +188,7 @@ class Case:
     class_name: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     load: Mapping[str, Any] = field(default_factory=dict)
+    wrapper: str | None = None
 
 
 def _rope(kind: str, **more: Any) -> dict[str, Any]:
@@ -192,12 +197,14 @@ def _rope(kind: str, **more: Any) -> dict[str, Any]:
 
 
 _FACTORS = [1.0 + 0.1 * i for i in range(8)]
+_LONGROPE = _rope("longrope", short_factor=_FACTORS, long_factor=[2 * f for f in _FACTORS])
 _SLIDING = {"layer_types": ["sliding_attention", "full_attention"] * 2}
 
 _VARIANTS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("llama", "yarn", _rope("yarn")),
     ("llama", "llama3", _rope("llama3", low_freq_factor=1.0, high_freq_factor=4.0)),
-    ("llama", "longrope", _rope("longrope", short_factor=_FACTORS, long_factor=[2 * f for f in _FACTORS])),
+    ("llama", "longrope", _LONGROPE),
+    ("phi3", "longrope", _LONGROPE | {"original_max_position_embeddings": THRESHOLD}),
     ("llama", "dynamic", _rope("dynamic") | {"max_position_embeddings": THRESHOLD}),
     ("llama", "linear", _rope("linear")),
     ("mistral", "no window", {"sliding_window": None}),
@@ -247,7 +254,8 @@ def all_cases() -> tuple[Case, ...]:
     options = [Case(f"{kind}: {word}", kind, options=fields) for kind, word, fields in _VARIANTS if kind in known]
     whisper = [Case("whisper: max_model_len", "whisper", load={"max_model_len": 128})] if "whisper" in known else []
     live = [Case(name, class_name=name) for name in _CLASSES if hasattr(transformers, name)]
-    return (*plain, *options, *whisper, *live)
+    wrappers = [Case(f"{name} (wrapper)", wrapper=name) for name in wrapper_types()]
+    return (*plain, *options, *whisper, *live, *wrappers)
 
 
 def named_cases(names: tuple[str, ...]) -> tuple[Case, ...]:
@@ -257,14 +265,21 @@ def named_cases(names: tuple[str, ...]) -> tuple[Case, ...]:
         KeyError: a name that no case has.
     """
     cases = all_cases()
-    unknown = [n for n in names if not any(n in (c.name, c.model_type) for c in cases)]
+    unknown = [n for n in names if not any(n in (c.name, c.model_type, c.wrapper, _kind_word(c)) for c in cases)]
     if unknown:
         raise KeyError(f"the installed transformers has no case {', '.join(unknown)}")
-    return tuple(c for c in cases if c.name in names or c.model_type in names)
+    return tuple(c for c in cases if {c.name, c.model_type, c.wrapper, _kind_word(c)} & set(names))
+
+
+def _kind_word(case: Case) -> str | None:
+    """A word that names all cases of its kind."""
+    return "wrappers" if case.wrapper is not None else None
 
 
 def tiny_config(case: Case) -> Any:
     """The shrunk configuration of a case."""
+    if case.wrapper is not None:
+        return tiny_wrapper(case.wrapper)
     if case.class_name is not None:
         kind = getattr(transformers, case.class_name).config_class
     else:

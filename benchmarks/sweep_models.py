@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Container, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +16,8 @@ from benchmarks.sweep_configs import VOCAB, Case, tiny_config
 from drafters.base import Attend
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.run import ChainLoop
+from specdec.errors import ModelLoadError
+from specdec.loading.auto_classes import auto_class
 from specdec.target.twin import enlarge
 
 MOST_PARAMETERS = 20_000_000
@@ -39,15 +42,20 @@ class NumberTokenizer:
 
 
 def build(case: Case) -> PreTrainedModel:
-    """The case's model in float32, with eager attention and no token that ends a text.
+    """The case's model in float32, with its default attention and no token that ends a text.
 
     Raises:
+        ModelLoadError: specdec loads no model of this type.
         NotBuilt: its configuration or its model cannot be made, or is not small.
     """
     try:
         config = tiny_config(case)
+        if case.wrapper is not None:
+            auto_class(config, case.wrapper)
         with torch.device("meta"):
             size = sum(p.numel() for p in _model(case, config).parameters())
+    except ModelLoadError:
+        raise
     except Exception as error:
         raise NotBuilt(f"{type(error).__name__}: {error}") from error
     if size > MOST_PARAMETERS:
@@ -65,15 +73,26 @@ def build(case: Case) -> PreTrainedModel:
 def _model(case: Case, config: Any) -> PreTrainedModel:
     if case.class_name is not None:
         model: PreTrainedModel = getattr(transformers, case.class_name)(config)
-        model.set_attn_implementation("eager")
         return model
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    loader = AutoModelForCausalLM if case.wrapper is None else auto_class(config, case.wrapper).loader
+    return loader.from_config(config)
 
 
-def prompts_of(lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Random prompts; the lowest ids, where special tokens lie, are left out."""
+def eager_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights with eager attention, which does without some of what other attention does, and the reverse."""
+    copied = copy.deepcopy(model)
+    copied.set_attn_implementation("eager")
+    return copied
+
+
+def prompts_of(
+    lengths: Sequence[int], seed: int = 0, vocab_size: int = VOCAB, left_out: Container[int] = ()
+) -> list[list[int]]:
+    """Random prompts; the lowest ids, where special tokens lie, are left out, and those that stand for no text."""
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(8, VOCAB, (n,), generator=generator).tolist() for n in lengths]
+    rows = [torch.randint(8, vocab_size, (n,), generator=generator).tolist() for n in lengths]
+    plain = next(token for token in range(8, vocab_size) if token not in left_out)
+    return [[plain if token in left_out else token for token in row] for row in rows]
 
 
 class ScriptedHead(torch.nn.Module):
@@ -94,7 +113,7 @@ class ScriptedHead(torch.nn.Module):
         for text in texts:
             for at, (token, following) in enumerate(pairwise(text)):
                 knows = (at * 7919 + token * 104729) % 100 < _RIGHT
-                table[at, token] = following if knows else (following + 1) % VOCAB
+                table[at, token] = following if knows else (following + 1) % min(VOCAB, vocab_size)
         self.table = table.to(device)
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:

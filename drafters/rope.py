@@ -10,7 +10,7 @@ from torch import nn
 
 from drafters.errors import HeadLoadError
 
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 @dataclass(frozen=True)
@@ -22,26 +22,31 @@ class RopeSpec:
         kind: one of `ROPE_KINDS`.
         max_positions: the head's `max_position_embeddings`; only scaled kinds read it, it is no limit on positions.
         scaling: the kind's further keys under their configuration names, e.g. (("factor", 8.0), ...).
+        first_position: what position 0 is rotated as, by the head's own code: 0, or 1 for heads of speculators. Only
+            "dynamic" reads it: everywhere else attention sees differences of positions alone.
     """
 
     theta: float = 10000.0
     kind: str = "default"
     max_positions: int = 2048
     scaling: tuple[tuple[str, float | bool], ...] = ()
+    first_position: int = 0
 
     def __str__(self) -> str:
         scaling = "".join(f", {name} {value}" for name, value in self.scaling)
         return f"{self.kind}, theta {self.theta:g}{scaling}"
 
     def frequencies(self, head_dim: int) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin.
+        """Inverse frequencies [D/2] float32 on CPU and the factor on cos and sin; of "dynamic" those of short texts.
 
         Raises:
-            HeadLoadError: unknown kind, or keys of its scaling are missing.
+            HeadLoadError: unknown kind, keys of its scaling are missing, or heads too narrow for "dynamic".
         Source: transformers, modeling_rope_utils (called, so that heads and targets cannot drift apart).
         """
         if self.kind not in ROPE_KINDS:
             raise HeadLoadError(f"RoPE type {self.kind!r} of this head is not among {', '.join(ROPE_KINDS)}")
+        if self.kind == "dynamic" and head_dim <= 2:
+            raise HeadLoadError(f"RoPE type 'dynamic' needs heads wider than 2, this head has {head_dim}")
         with torch.device("cpu"):
             if self.kind == "default":
                 return self.theta ** -(torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim), 1.0
@@ -63,7 +68,16 @@ class RopeSpec:
 
 
 class Rotary(nn.Module):
-    """cos and sin of positions, in float32."""
+    """cos and sin of positions, in float32.
+
+    With "dynamic" the base grows with the length of the text once that exceeds `max_positions`. A token is rotated with
+    the base of the text that ends with it, so that a key is the same in whatever pieces the text was read; a head that
+    reads its text token by token does that of itself. (transformers rotates all tokens that are read at once with the
+    base of the last of them.)
+
+    Source: transformers, modeling_rope_utils (_compute_dynamic_ntk_parameters); SafeAILab/EAGLE, eagle/model/cnets.py
+    (LlamaDynamicNTKScalingRotaryEmbedding).
+    """
 
     frequencies: torch.Tensor
 
@@ -71,6 +85,7 @@ class Rotary(nn.Module):
         super().__init__()
         frequencies, self.factor = spec.frequencies(head_dim)
         self.register_buffer("frequencies", frequencies.to(device), persistent=False)
+        self.spec, self.head_dim = spec, head_dim
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Rotary:
         """Follow the module's device but stay float32: half-precision frequencies would move far positions."""
@@ -81,9 +96,20 @@ class Rotary(nn.Module):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """positions [T] -> cos, sin [T, 1, D/2] float32 (the middle axis runs over heads)."""
-        angles = (positions[:, None] * self.frequencies)[:, None]
+        if self.spec.kind == "dynamic":
+            angles = self._dynamic_angles(positions + self.spec.first_position)[:, None]
+        else:
+            angles = (positions[:, None] * self.frequencies)[:, None]
         cos, sin = angles.cos(), angles.sin()
         return (cos, sin) if self.factor == 1.0 else (cos * self.factor, sin * self.factor)
+
+    def _dynamic_angles(self, positions: torch.Tensor) -> torch.Tensor:
+        """positions [T], as the head's own code counts them -> [T, D/2]."""
+        longest, factor = self.spec.max_positions, float(dict(self.spec.scaling)["factor"])
+        lengths = (positions + 1).clamp_min(longest).float()
+        growth = factor * lengths / longest - (factor - 1)  # of the base, to the power D / (D - 2); 1 up to `longest`
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=positions.device)
+        return positions[:, None] * self.frequencies * growth[:, None] ** (-exponents / (self.head_dim - 2))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -165,7 +165,8 @@ class SpeculativeModel(Moving):
 
         Args:
             target: built-in name, folder, hub name, or a loaded transformers model; an adapter of peft, which names its
-                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged).
+                base, or a PeftModel, whose inner model runs as it is (its adapters live or merged). A head alone,
+                without `draft`, whose config.json names its target (as the package speculators does), stands for both.
             draft: folder or hub name of a head, "auto" for a built-in target's own, "mtp" for the multi-token-
                 prediction module in the target's checkpoint, a loaded head, or None.
             num_speculative_tokens: K, drafts a round; default 5 with a head, 0 without.
@@ -191,7 +192,8 @@ class SpeculativeModel(Moving):
             kv_cache_dtype: "auto" (the model's) or "fp8": the target's cache in 8 bits (e4m3), half the memory. That
                 changes what the model says a little; with and without speculation it still says the same.
             kv_cache_scales: with "fp8", (scale of keys, scale of values) of each layer: x / scale is stored. Default
-                1.0 everywhere, which cuts off values beyond ±448.
+                the calibrated ones of the checkpoint (compressed-tensors, ModelOpt), else 1.0 everywhere, which cuts
+                off values beyond ±448.
             kv_cache_layout: order inside a page of the cache, the target's and the head's: "NHD", token by token, or
                 "HND", head by head; "auto" is NHD, or HND where the GPU's kernels read that better (Blackwell). It
                 changes no token: only where a key lies.
@@ -220,7 +222,7 @@ class SpeculativeModel(Moving):
                 "hidden_first"; "auto" is its family's order.
             mtp_feedback: what such a module's next step gets, "post_norm" or "pre_norm". A plainly wrong choice of
                 these two is noticed and refused.
-            head_overrides: what you know better than an EAGLE-3 head's config.json, by its keys ("rope_theta",
+            head_overrides: what you know better than an EAGLE head's config.json, by its keys ("rope_theta",
                 "eagle_config.norm_output", …; None removes one), or "aux_layers" (layer boundaries) and "feedback"
                 ("pre_norm", "post_norm"). What the tensors show cannot be overridden.
             generation_config: "model": the model's own generation_config applies as in transformers' `generate`. What

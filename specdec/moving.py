@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -72,15 +73,7 @@ class Moving(Generation):
             if transport not in TRANSPORTS:
                 raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
             transport = TRANSPORTS[transport](**options)
-        with self._shared.between_rounds():
-            held = self.engine.moving.num_held
-            if held:
-                raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")
-            self._close_transfer()
-            link = Link(self, transport)
-            self.engine.moving.finished, self.engine.moving.revoke = transport.finished, transport.revoke
-            self._link = link
-        return link.table()
+        return self._linked(transport, instead=True).table()
 
     def prefill(
         self, prompts: Prompts, params: Params = None, *, lease_seconds: float = LEASE_SECONDS
@@ -228,10 +221,21 @@ class Moving(Generation):
             )
 
     def _opened(self) -> Link:
-        if self._link is None:
-            self.open_transfer()
-        assert self._link is not None
-        return self._link
+        return self._link or self._linked(LocalTransport(), instead=False)
+
+    def _linked(self, transport: Transport, instead: bool) -> Link:
+        """Open a transport; instead: of the one that is open, else that one stays (another thread's)."""
+        with self._shared.between_rounds():
+            if self._link is not None and not instead:
+                return self._link
+            held = self.engine.moving.num_held
+            if held:
+                raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")
+            self._close_transfer()
+            link = Link(self, transport)
+            self.engine.moving.finished, self.engine.moving.revoke = transport.finished, transport.revoke
+            self._link = link
+            return link
 
     def _close_transfer(self) -> None:
         link, self._link = self._link, None
@@ -261,6 +265,7 @@ class Link:
         self.rank = RankTable(0, device, tuple(bound.region for bound in bounds), address)
         self._versions = WeightVersions(model.hf_model, model.head)
         self._weights: dict[str, Any] | None = None
+        self._looking = threading.Lock()
 
     @property
     def groups(self) -> list[str]:
@@ -269,9 +274,10 @@ class Link:
 
     def table(self) -> EngineTable:
         """What others need to know of this engine; its weights are looked at once, and again when they change."""
-        if self._weights is None or self._versions.changed():
-            self._weights = fingerprint(self._model)
-        return EngineTable(self._engine_name, self.transport.name, self._weights, (self.rank,))
+        with self._looking:
+            if self._weights is None or self._versions.changed():
+                self._weights = fingerprint(self._model)
+            return EngineTable(self._engine_name, self.transport.name, self._weights, (self.rank,))
 
     def handed_over(self, update: Update, lease_seconds: float) -> Handoff:
         """What `prefill` returns of a request that has left, or ended with its first token.

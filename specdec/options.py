@@ -243,7 +243,11 @@ class LoadOptions:
     )
     kv_cache_scales: Sequence[tuple[float, float]] | None = field(
         default=None,
-        metadata=_about(Scales(), "With fp8, KEYS:VALUES of each layer, joined by ';' (default: 1.0).", _NO_TRAINING),
+        metadata=_about(
+            Scales(),
+            "With fp8, KEYS:VALUES of each layer, joined by ';' (default: the checkpoint's, or 1.0).",
+            _NO_TRAINING,
+        ),
     )
     kv_cache_layout: str = field(
         default="auto",
@@ -294,7 +298,7 @@ class LoadOptions:
         default=None,
         metadata=_about(
             Overrides(),
-            "KEY=VALUE, repeatable: an EAGLE-3 head's aux_layers, feedback, or a key of its config.json, given anew.",
+            "KEY=VALUE, repeatable: an EAGLE head's aux_layers, feedback, or a key of its config.json, given anew.",
             _NO_TRAINING,
         ),
     )

@@ -48,7 +48,7 @@ sys.meta_path.append(FakesFinder())
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter at half of its time: see tests/interpreter.py."""
+    """Triton's interpreter in less than half of its time: see tests/interpreter.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
         from tests.interpreter import hasten
 
@@ -70,10 +70,13 @@ def _form(probed: Any) -> tuple[Any, ...]:
 
 
 def _weights(model: torch.nn.Module) -> bytes:
+    from attention.hf.weights import memory_of
+
     digest = hashlib.blake2b()
     for name, tensor in model.state_dict().items():
         digest.update(name.encode())
-        digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
+        for part in memory_of(tensor):  # a quantised tensor may be made of several
+            digest.update(part.contiguous().view(-1).view(torch.uint8).numpy())
     return digest.digest()
 
 

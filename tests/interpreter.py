@@ -1,8 +1,9 @@
 """Triton's interpreter, hastened: the same results and the same checks, without what it does again at every call.
 
-Half of its time goes into preparations: which names of `triton.language` are builtins, listed at every launch and at
-every call of a device function; a table of dtypes, made whenever one is looked up; and integer sums and products that
-are computed a second time in int64, to see whether they overflow, for an assertion that is not made.
+More than half of its time goes into preparations: which names of `triton.language` are builtins, listed at every launch
+and at every call of a device function; a table of dtypes, made whenever one is looked up; the shape of every tensor;
+and integer sums and products that are computed a second time in int64, to see whether they overflow, for an assertion
+that is not made.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from __future__ import annotations
 import inspect
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
-from triton.language.core import is_builtin
+from triton.language.core import is_builtin, tensor
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
@@ -21,6 +23,7 @@ def hasten() -> None:
     _list_builtins_once()
     _patch_once_a_launch()
     _look_dtypes_up()
+    _share_shapes()
     _sanitize_for_debug_alone()
 
 
@@ -39,7 +42,7 @@ def _list_builtins_once() -> None:
 def _patch_once_a_launch() -> None:
     """A device function patches the language again, which stays until its launch ends: once for each file it is in."""
     launch, call = interpreter.GridExecutor.__call__, interpreter.InterpretedFunction.__call__
-    plain, patched, inside = interpreter._patch_lang, set[int](), [False]
+    plain, patched, inside = vars(interpreter)["_patch_lang"], set[int](), [False]
 
     def launching(self: Any, *args: Any, **kwargs: Any) -> Any:
         patched.clear()
@@ -58,12 +61,12 @@ def _patch_once_a_launch() -> None:
 
     interpreter.GridExecutor.__call__ = launching
     interpreter.InterpretedFunction.__call__ = calling
-    interpreter._patch_lang = patch_lang
+    patch.object(interpreter, "_patch_lang", patch_lang).start()
 
 
 def _look_dtypes_up() -> None:
     """numpy's dtype of a type is that of its elements, by name; of any pointer the same."""
-    plain, by_name = interpreter._get_np_dtype, dict[str, Any]()
+    plain, by_name = vars(interpreter)["_get_np_dtype"], dict[str, Any]()
 
     def np_dtype(kind: Any) -> Any:
         scalar = kind.scalar
@@ -72,7 +75,23 @@ def _look_dtypes_up() -> None:
             by_name[name] = plain(kind)
         return by_name[name]
 
-    interpreter._get_np_dtype = np_dtype
+    patch.object(interpreter, "_get_np_dtype", np_dtype).start()
+
+
+def _share_shapes() -> None:
+    """Tensors of one shape hold the same object for it; nobody changes one."""
+    plain, shapes = tensor.__init__, dict[tuple[int, ...], tuple[Any, Any]]()
+
+    def init(self: Any, handle: Any, type: Any) -> None:
+        key = tuple(type.shape) if type.is_block() else ()
+        if key not in shapes:
+            plain(self, handle, type)
+            shapes[key] = self.shape, self.numel
+            return
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = shapes[key]
+
+    tensor.__init__ = init
 
 
 def _sanitize_for_debug_alone() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, get_args
 
@@ -28,10 +28,12 @@ class KVFormat:
     Attributes:
         dtype: None for the dtype of the model, or torch.float8_e4m3fn.
         scales: (scale of keys, scale of values) of each layer in layer order; empty is 1.0 everywhere.
+        source: where the scales come from, in words; "" without any.
     """
 
     dtype: torch.dtype | None = None
     scales: tuple[tuple[float, float], ...] = ()
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for another dtype, for scales without 8 bits, and for scales that are no scales."""

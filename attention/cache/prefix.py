@@ -1,9 +1,10 @@
 """The prefix cache: which pages hold the keys and values of which tokens, so that requests share what they begin with.
 
 A page is found by all token ids from the first to its last: a tree has one node for each page of tokens, its children
-by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. Nothing but the ids
-decides what is written in a page: weights are the same for all (`PrefixCache.clear` when they change), and there are
-no adapters, images or prefixes of other kinds.
+by the bytes of the next page's ids. Ids are compared, not only hashed, so there are no collisions. Beside the ids one
+thing decides what is written in a page: whether the row's first tokens have the long factors of a longrope rotary
+embedding. Each kind has a tree of its own (`long`). Weights are the same for all (`PrefixCache.clear` when they
+change), and there are no adapters or images.
 
 A head's entries at the last positions of a page depend on the next page's first tokens, too: `num_following` of them (1
 for a head that pairs the state at p with the token at p+1; M for M modules). So a node has a page of the target and a
@@ -97,19 +98,20 @@ class PrefixCache:
         self.head_pages: SharedPages | None = None
         if num_head_pages is not None:
             self.head_pages = SharedPages(num_head_pages, lambda page: self._forget(self._head_entries[page]))
-        self._root = _Node(None, b"")
+        self._roots = _Node(None, b""), _Node(None, b"")
         self._entries: dict[int, _Entry] = {}
         self._head_entries: dict[int, _Entry] = {}
 
-    def find(self, tokens: np.ndarray, with_head: bool) -> Found:
+    def find(self, tokens: np.ndarray, with_head: bool, long: bool = False) -> Found:
         """What a request begins with.
 
         Args:
             tokens: [n] int32, what it reads before it decodes: the position of the last one must be read in any case.
             with_head: whether it drafts, so that only pages serve which the head has read, too.
+            long: which tree.
         """
         taken: list[_Entry] = []
-        node, most = self._root, self.num_shared(len(tokens), len(tokens), with_head)
+        node, most = self._roots[long], self.num_shared(len(tokens), len(tokens), with_head)
         keys = self._keys(tokens)
         following = self._following(tokens, most) if with_head else []
         for i, key in enumerate(keys[:most]):
@@ -150,7 +152,7 @@ class PrefixCache:
         """How many of the target's pages in `found` count as free until it is held."""
         return self.pages.num_idle(found.pages)
 
-    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int]) -> None:
+    def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], long: bool = False) -> None:
         """Let others find a row's pages. Idempotent.
 
         Where the cache has a page for the same already, it stays, unless nobody holds it: then the row's takes its
@@ -159,9 +161,10 @@ class PrefixCache:
         Args:
             tokens: [n] int32, the row's committed tokens.
             pages: the first ones of the row, with all entries final. head_pages: the same of the head's, for as many
-                pages from the first on as the head has final entries in; what follows them is among the tokens.
+                pages from the first on as the head has final entries in; what follows them is among the tokens. long:
+                which tree.
         """
-        node, following = self._root, self._following(tokens, len(head_pages))
+        node, following = self._roots[long], self._following(tokens, len(head_pages))
         for i, key in enumerate(self._keys(tokens)[: len(pages)]):
             child = node.children.get(key)
             if child is None:
@@ -179,7 +182,7 @@ class PrefixCache:
         if self.head_pages is not None:
             for page in self._head_entries:
                 self.head_pages.withdraw(page)
-        self._root = _Node(None, b"")
+        self._roots = _Node(None, b""), _Node(None, b"")
         self._entries, self._head_entries = {}, {}
 
     def validate(self) -> None:
@@ -189,7 +192,7 @@ class PrefixCache:
             InvariantError: a registered page has no entry, a node is not reached from the root, or is of no use.
         """
         reached: list[_Node] = []
-        stack = list(self._root.children.values())
+        stack = [child for root in self._roots for child in root.children.values()]
         while stack:
             reached.append(stack.pop())
             stack += reached[-1].children.values()

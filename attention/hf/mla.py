@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attention.hf.weights import computes_plainly
 from attention.spec import AttentionSpec
 
 
@@ -79,9 +80,7 @@ def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
     bias): such a model runs expanded.
     """
     up = getattr(module, "kv_b_proj", None)
-    if not hasattr(type(module), "expand_kv") or type(up) is not nn.Linear:
-        return None
-    if up.bias is not None or not up.weight.is_floating_point() or up.weight.element_size() < 2:
+    if not hasattr(type(module), "expand_kv") or up is None or not computes_plainly(up) or up.bias is not None:
         return None
     nope, value, latent = (int(getattr(module, n)) for n in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
     return AbsorbedAttention(module, nope, value, latent)

@@ -11,10 +11,12 @@ import torch
 from attention.errors import UnsupportedAttentionError
 from attention.hf.custom_op import Channel, LayerAttend, opaque_attend
 from attention.hf.gate import guard, unguard
+from attention.hf.indexer import dense_stand_ins
 from attention.hf.interface import ATTENTION_NAME, attention_configs, attention_implementation
 from attention.hf.mla import unexpanded
 from attention.hf.positional import untuned
 from attention.hf.probe import AttentionCall
+from attention.hf.standing_in import standing_in
 
 
 class AttentionPort:
@@ -29,6 +31,7 @@ class AttentionPort:
         self._configs = attention_configs(root)
         self._latent = [call.latent for call in calls]
         self._modules = [call.module for call in calls]
+        self._dense = dense_stand_ins(root)
         self._tuned = [call.module for call in calls if call.attention_spec.temperature is not None]
 
     @contextmanager
@@ -42,6 +45,7 @@ class AttentionPort:
             attention_implementation(self._configs, ATTENTION_NAME),
             unexpanded(latent),
             untuned(self._tuned),
+            standing_in(self._dense),
             self._channel.carrying(attend),
         ):
             try:

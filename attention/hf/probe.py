@@ -14,10 +14,12 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from attention.errors import UnsupportedAttentionError
 from attention.hf.gate import guarded
+from attention.hf.indexer import INDEX_ARGUMENT, dense_stand_ins, reads_indices
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.hf.mla import AbsorbedAttention, absorbed_attention
 from attention.hf.positional import chunk_size_of, temperature_of
 from attention.hf.recurrent import RecurrentCall, recorded_recurrences
+from attention.hf.standing_in import standing_in
 from attention.spec import AttentionSpec
 
 _PROBE_NAME = "specdec_probe"
@@ -114,8 +116,8 @@ def recorded_calls(root: torch.nn.Module) -> Iterator[list[AttentionCall]]:
             calls of one module.
     """
     calls: list[AttentionCall] = []
-    configs = attention_configs(root)
-    with guarded(root), attention_implementation(configs, _PROBE_NAME):
+    configs, dense = attention_configs(root), dense_stand_ins(root)
+    with guarded(root), attention_implementation(configs, _PROBE_NAME), standing_in(dense):
         _recordings[get_ident()] = calls
         try:
             yield calls
@@ -150,7 +152,10 @@ def _record(
 
 
 def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: dict[str, Any]) -> None:
-    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in _KNOWN_ARGUMENTS)
+    known = _KNOWN_ARGUMENTS
+    if reads_indices(module):  # what stand-ins gave it, see `attention.hf.indexer`
+        known, mask = known | {INDEX_ARGUMENT}, None if mask is None or mask.numel() == 1 else mask
+    unknown = sorted(name for name, value in kwargs.items() if value is not None and name not in known)
     if unknown:
         raise UnsupportedAttentionError(
             f"{type(module).__name__} passes {', '.join(unknown)} to its attention, unknown to the paged attention"

@@ -101,6 +101,7 @@ class NixlTransport:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
             failed: Exception | None = None
+            errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError)
             try:
                 for rank in plan.source.ranks:
                     segments = merged(plan.of_rank(rank.rank), plan.local, plan.source.ranks)
@@ -110,7 +111,7 @@ class NixlTransport:
                         lists = (peer.local_list, ours, peer.remote_list, theirs)
                         handles.append(self._agent.make_prepped_xfer("READ", *lists))
                         self._agent.transfer(handles[-1])
-            except (*self._errors, KeyError, ValueError) as error:
+            except errors as error:
                 self._forget(plan.source.engine)
                 failed = error  # of several ranks others may be writing already: said once nothing does any more
             return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)

@@ -20,6 +20,8 @@ class Layout(Enum):
 
     EAGLE3 = "EAGLE-3"
     EAGLE3_MLA = "EAGLE-3 with multi-head latent attention (kv_a_proj_with_mqa)"
+    EAGLE3_MOE = "EAGLE-3 with a mixture of experts (mlp.experts)"
+    EAGLE3_GEMMA = "DeepSpec's EAGLE-3 of Gemma 4 layers (Gemma4Eagle3Model)"
     EAGLE1 = "EAGLE-1/2 (fc over [embedding, hidden], plain layers)"
     PEAGLE = "P-EAGLE (mask_hidden)"
     SPECULATORS = "speculators"
@@ -77,7 +79,7 @@ def detect_by_config(config: Config) -> Layout | None:
     Some kinds keep their weights in files that are not listed here (Medusa: medusa_lm_head.pt).
     """
     if "speculators_model_type" in config or "speculators_config" in config:
-        return Layout.SPECULATORS
+        return None if speculators_type(config) in _SPECULATORS_SERVED else Layout.SPECULATORS  # the tensors say it
     architectures = config.get("architectures")
     words = [config.get("model_type"), *(architectures if isinstance(architectures, list) else ())]
     name = " ".join(word for word in words if isinstance(word, str)).lower()
@@ -85,6 +87,15 @@ def detect_by_config(config: Config) -> Layout | None:
         if any(key in config for key in keys) or part in name:
             return layout
     return None
+
+
+_SPECULATORS_SERVED = ("eagle3", "mtp")
+
+
+def speculators_type(config: Config) -> str | None:
+    """The kind of head that a config.json of the package speculators describes."""
+    named = lookup(config, "speculators_model_type") or lookup(config, "speculators_config.algorithm")
+    return named if isinstance(named, str) else None
 
 
 _NAMED: tuple[tuple[Layout, tuple[str, ...], str], ...] = (
@@ -95,6 +106,7 @@ _NAMED: tuple[tuple[Layout, tuple[str, ...], str], ...] = (
     (Layout.MLP_SPECULATOR, ("n_predict",), "mlpspeculator"),
     (Layout.PEAGLE, (), "peagle"),
     (Layout.GEMMA_ASSISTANT, (), "gemma4_assistant"),
+    (Layout.EAGLE3_GEMMA, (), "gemma4eagle3"),
 )
 """Kinds, keys of config.json that only they have, and what is in the name of their class or model_type.
 
@@ -117,17 +129,15 @@ _MARKERS = (
 
 def _detect_eagle(config: Config, shapes: Mapping[str, tuple[int, ...]]) -> Layout:
     first = [name for name in shapes if name.startswith(("midlayer.", "layers.0."))]
-    if any("kv_a_proj_with_mqa" in name for name in first):
+    has_latent = any("kv_a_proj_with_mqa" in name for name in first)
+    if has_latent and ("fc.weight" in shapes or first[0].startswith("midlayer.")):  # else a whole model of DeepSeek's
         return Layout.EAGLE3_MLA
-    if any(name.startswith("midlayer.") for name in first):
-        return Layout.EAGLE3
-    query = shapes.get("layers.0.self_attn.q_proj.weight")
-    hidden = lookup(config, "hidden_size")
-    if query is None or hidden is None:
-        return Layout.UNKNOWN
-    if query[-1] == 2 * hidden:
-        return Layout.EAGLE3
-    return Layout.EAGLE1 if query[-1] == hidden and "fc.weight" in shapes else Layout.UNKNOWN
+    query = next((shapes[name] for name in first if name.endswith(".self_attn.q_proj.weight")), None)
+    output = next((shapes[name] for name in first if name.endswith(".self_attn.o_proj.weight")), None)
+    hidden = lookup(config, "hidden_size") if output is None else output[0]  # exporters may leave out a class's default
+    if any(name.startswith("midlayer.") for name in first) or (query and hidden and query[-1] == 2 * hidden):
+        return Layout.EAGLE3_MOE if any(".mlp.experts." in name for name in first) else Layout.EAGLE3
+    return Layout.EAGLE1 if query and query[-1] == hidden and "fc.weight" in shapes else Layout.UNKNOWN
 
 
 def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str]) -> None:
@@ -138,7 +148,7 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     """
     if found is wanted:
         return
-    detail = f" of type {lookup(config, 'speculators_model_type')!r}" if found is Layout.SPECULATORS else ""
+    detail = f" of type {speculators_type(config)!r}" if found is Layout.SPECULATORS else ""
     if found is Layout.UNKNOWN:
         listed = sorted(names)
         if _WHOLE_MODEL.issubset(listed):
@@ -153,5 +163,7 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
     )
 
 
-_UNSERVED = frozenset({*(layout for layout, _, _ in _NAMED), Layout.PARALLEL})
+_UNSERVED = frozenset(
+    {*(layout for layout, _, _ in _NAMED), Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS}
+)
 _SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"

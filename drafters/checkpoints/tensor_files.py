@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -163,7 +164,8 @@ def _indexed_files(folder: Path, index: dict[str, Any]) -> list[Path]:
 
 def _list_file(file: Path) -> dict[str, TensorInfo]:
     if file.name == _PICKLED:
-        return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in _unpickle(file).items()}
+        listed = _unpickle(file, mmap=zipfile.is_zipfile(file))  # looks at shapes alone: no need to read the rest
+        return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in listed.items()}
     try:
         with safe_open(file, framework="pt") as weights:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
@@ -183,9 +185,9 @@ def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
         raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
 
 
-def _unpickle(file: Path) -> dict[str, torch.Tensor]:
+def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
+        weights = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except pickle.UnpicklingError as error:
         raise HeadLoadError(
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "

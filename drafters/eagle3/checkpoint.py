@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors.torch import save_file
@@ -16,6 +17,7 @@ from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
+from drafters.eagle3.formats import flattened, format_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
 from drafters.eagle3.overrides import Eagle3Overrides
@@ -65,7 +67,7 @@ def load_eagle3(
     device: torch.device | str,
     overrides: Eagle3Overrides = _NO_OVERRIDES,
 ) -> Eagle3Head:
-    """Load an EAGLE-3 head in the layout of SafeAILab or of SpecForge/SGLang, ready for inference.
+    """Load an EAGLE-3 head in any of the layouts of `drafters.eagle3.formats`, ready for inference.
 
     Args:
         path: a folder, or a model's name on the Hugging Face hub.
@@ -85,7 +87,7 @@ def load_eagle3(
     d2t = _read_map(opened, weights)
     head = _empty_head(opened.spec, target, d2t)
     cast = {name: tensor.to(device=device, dtype=dtype) for name, tensor in weights.items() if name not in _MAPS}
-    _check_finite(cast)
+    check_finite(cast)
     head.load_state_dict(cast, assign=True)
     head.checkpoint_report = _report(opened)
     log.info("%s", head.checkpoint_report)
@@ -151,34 +153,65 @@ def check_kind(path: str | Path) -> Path:
     return folder
 
 
-def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+class HeadFolder(NamedTuple):
+    """An opened folder, and the family that its tensors are of.
+
+    names: of the tensors, without wrappers' prefixes. stray: stored rotary buffers, which nobody reads.
+    """
+
+    folder: CheckpointFolder
+    layout: Layout
+    names: list[str]
+    stray: list[str]
+
+
+def open_head(path: str | Path) -> HeadFolder:
+    """Open a head's folder and tell its family.
+
+    Raises:
+        HeadLoadError: it cannot be read, or its config.json names a kind that no loader here reads.
+    """
     folder = open_folder(check_kind(path))
     files = folder.tensors
     stray = rotary_buffers(list(files))
     short = strip_prefixes(name for name in files if name not in stray)
     layout = detect(folder.config, {name: files[full].shape for name, full in short.items()})
+    return HeadFolder(folder, layout, list(short), stray)
+
+
+def ignored_field(stray: list[str]) -> tuple[Field, ...]:
+    """What a report says of rotary buffers."""
+    reason = "rotary buffers: they follow from the configuration"
+    return (Field("ignored tensors", ", ".join(stray), reason),) if stray else ()
+
+
+def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
+    folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE3, folder.config, short)
-    names = canonical_names(list(files))
+    files = folder.tensors
+    names = canonical_names(list(files), format_of(folder.config).deep_norm)
     try:
-        sizes = TargetSizes(target.hidden_size, _vocab_size(folder, target, overrides), target.num_layers)
+        sizes = TargetSizes(target.hidden_size, target_vocab_size(folder, target, overrides), target.num_layers)
         shapes = {parameter: files[full].shape for parameter, full in names.items()}
         spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
     except HeadMismatchError as error:
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
-    if stray:
-        ignored = "rotary buffers: they follow from the configuration"
-        fields = (*fields, Field("ignored tensors", ", ".join(stray), ignored))
-    opened = _Opened(folder, names, spec, fields)
+    opened = _Opened(folder, names, spec, (*fields, *ignored_field(stray)))
     _check_shapes(opened)
     return opened
 
 
-def _vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
-    """The target's V; or the rows of its padded embedding when the head counts those."""
+def target_vocab_size(folder: CheckpointFolder, target: TargetFacts, overrides: Eagle3Overrides) -> int:
+    """The target's V; or the rows of its padded embedding when the head counts those.
+
+    Raises:
+        HeadLoadError: see `drafters.eagle3.formats.flattened`.
+    """
     padded = len(target.embedding)
-    return padded if lookup(overrides.applied(folder.config), "vocab_size") == padded else target.vocab_size
+    config = overrides.applied(flattened(folder.config).config)
+    return padded if lookup(config, "vocab_size") == padded else target.vocab_size
 
 
 def _check_shapes(opened: _Opened) -> None:
@@ -217,15 +250,18 @@ def _empty_head(spec: Eagle3Spec, target: TargetFacts, d2t: torch.Tensor | None)
     return Eagle3Head(spec, embedding, lm_head, d2t, torch.device("meta"))
 
 
-def _check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+def check_finite(weights: Mapping[str, torch.Tensor]) -> None:
+    """Refuse weights with NaN or infinity (exporters leave what was never loaded as NaN).
+
+    Raises:
+        HeadLoadError: with the names of all such tensors.
+    """
     broken = [name for name, tensor in weights.items() if not bool(torch.isfinite(tensor).all())]
     if broken:
         raise HeadLoadError(f"tensors with NaN or infinity after the cast to the requested dtype: {', '.join(broken)}")
 
 
 def _report(opened: _Opened) -> HeadReport:
-    config = opened.folder.config
-    exported = "eagle_config" in config or "LlamaForCausalLMEagle3" in (lookup(config, "architectures") or [])
-    layout = f"EAGLE-3, {'SpecForge/SGLang' if exported else 'SafeAILab'} layout"
+    layout = f"EAGLE-3, {format_of(opened.folder.config).name} layout"
     sizes = (torch.Size(opened.shape(name)).numel() for name in opened.names if name not in _MAPS)
     return HeadReport(opened.folder.path, layout, opened.fields, sum(sizes))

@@ -11,105 +11,14 @@ from torch.nn import functional as F
 from attention.errors import InvalidInputError
 from drafters.base import Attend
 from drafters.checkpoints.config_fields import HeadReport
+from drafters.eagle3.layers import Eagle3Layer, PlainLayer
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadMismatchError
 from drafters.loops.base import LoopSize
 from drafters.loops.chain.passes import EaglePasses
 from drafters.loops.chain.run import ChainLoop
-from drafters.rope import Rotary, rotate
+from drafters.rope import Rotary
 from drafters.vocab import check_offsets, identity_offsets, ids_of
-
-CosSin = tuple[torch.Tensor, torch.Tensor]
-
-
-class Eagle3Attention(nn.Module):
-    """Self-attention with RoPE; where K and V live is the caller's business (`Attend`)."""
-
-    def __init__(self, spec: Eagle3Spec, index: int, input_size: int) -> None:
-        super().__init__()
-        self.index = index
-        self.head_dim = spec.head_dim
-        self.num_heads = spec.num_heads
-        self.num_kv_heads = spec.num_kv_heads
-        kv_size = spec.num_kv_heads * spec.head_dim
-        self.q_proj = nn.Linear(input_size, spec.num_heads * spec.head_dim, bias=spec.qkv_bias)
-        self.k_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
-        self.v_proj = nn.Linear(input_size, kv_size, bias=spec.qkv_bias)
-        self.o_proj = nn.Linear(spec.num_heads * spec.head_dim, spec.hidden_size, bias=False)
-        self.q_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(spec.head_dim, eps=spec.rms_norm_eps) if spec.qk_norm else nn.Identity()
-
-    def forward(self, y: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None) -> torch.Tensor:
-        """y [T, input size] -> [T, H], or [R, H] of the selected rows [R] int64."""
-        query = self.q_norm(self.q_proj(y).unflatten(-1, (self.num_heads, self.head_dim)))
-        key = self.k_norm(self.k_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim)))
-        value = self.v_proj(y).unflatten(-1, (self.num_kv_heads, self.head_dim))
-        rotated = rotate(torch.cat((query, key), dim=1), *cos_sin)  # [T, Hq+Hkv, D]
-        query, key = rotated.split((self.num_heads, self.num_kv_heads), dim=1)
-        return self.o_proj(_only(rows, attend(self.index, query, key, value).flatten(1)))
-
-
-class Eagle3MLP(nn.Module):
-    """Gated MLP with SiLU."""
-
-    def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(spec.hidden_size, spec.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(spec.intermediate_size, spec.hidden_size, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H]."""
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Eagle3Layer(nn.Module):
-    """The first layer: attention over [embedding, hidden], so q, k and v read 2H.
-
-    Source: SafeAILab/EAGLE, eagle/model/cnets.py (LlamaDecoderLayeremb); `norm_before_residual` from speculators.
-    """
-
-    def __init__(self, spec: Eagle3Spec) -> None:
-        super().__init__()
-        self.norm_before_residual = spec.norm_before_residual
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.hidden_norm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.self_attn = Eagle3Attention(spec, index=0, input_size=2 * spec.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.mlp = Eagle3MLP(spec)
-
-    def forward(
-        self,
-        embedded: torch.Tensor,
-        hidden: torch.Tensor,
-        cos_sin: CosSin,
-        attend: Attend,
-        rows: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """embedded, hidden [T, H] -> block output [T, H], or [R, H] of the selected rows [R] int64."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        y = torch.cat((self.input_layernorm(embedded), normed), dim=-1)  # [T, 2H], embedding first
-        x = _only(rows, residual) + self.self_attn(y, cos_sin, attend, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class PlainLayer(nn.Module):
-    """A further layer of a deeper head: an ordinary pre-norm decoder layer."""
-
-    def __init__(self, spec: Eagle3Spec, index: int) -> None:
-        super().__init__()
-        self.input_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.self_attn = Eagle3Attention(spec, index, input_size=spec.hidden_size)
-        self.post_attention_layernorm = nn.RMSNorm(spec.hidden_size, eps=spec.rms_norm_eps)
-        self.mlp = Eagle3MLP(spec)
-
-    def forward(
-        self, x: torch.Tensor, cos_sin: CosSin, attend: Attend, rows: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """[T, H] -> [T, H], or [R, H] of the selected rows [R] int64."""
-        x = _only(rows, x) + self.self_attn(self.input_layernorm(x), cos_sin, attend, rows)
-        return x + self.mlp(self.post_attention_layernorm(x))
 
 
 class Eagle3Head(nn.Module):
@@ -150,7 +59,7 @@ class Eagle3Head(nn.Module):
         self.aux_layers = spec.aux_layers
         self.hidden_size = spec.hidden_size
         self.draft_vocab_size = spec.draft_vocab_size
-        self.attention_specs = (spec.attention_spec,) * spec.num_layers
+        self.attention_specs = spec.attention_specs
         self.checkpoint_report: HeadReport | None = None
         self._share_target(target_embedding, target_lm_head)
         self._set_vocabulary(d2t, target_embedding.device)
@@ -161,11 +70,11 @@ class Eagle3Head(nn.Module):
     def _share_target(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
         spec = self.spec
         if not spec.own_embed:
-            _check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
+            check_shape("embedding", embedding, spec.vocab_size, spec.hidden_size)
         if not spec.own_lm_head:
             if lm_head is None:
                 raise InvalidInputError("this head has no lm_head of its own: pass the target's lm_head weight")
-            _check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
+            check_shape("lm_head", lm_head, spec.draft_vocab_size, spec.hidden_size)
         self.register_buffer("target_embedding", None if spec.own_embed else embedding.detach(), persistent=False)
         shared_lm_head = None if spec.own_lm_head or lm_head is None else lm_head.detach()
         self.register_buffer("target_lm_head", shared_lm_head, persistent=False)
@@ -259,11 +168,12 @@ class Eagle3Head(nn.Module):
         return ChainLoop(self, partial(EaglePasses, self))
 
 
-def _only(rows: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
-    return x if rows is None else x.index_select(0, rows)
+def check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
+    """Refuse a tensor of the target that a head was not made for.
 
-
-def _check_shape(name: str, weight: torch.Tensor, rows: int, columns: int) -> None:
+    Raises:
+        HeadMismatchError: with both shapes.
+    """
     if tuple(weight.shape) != (rows, columns):
         raise HeadMismatchError(
             f"the target's {name} has {weight.shape[0]} rows of width {weight.shape[1]}, "

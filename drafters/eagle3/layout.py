@@ -1,8 +1,6 @@
-"""The EAGLE-3 checkpoint layouts of SafeAILab and SpecForge/SGLang: names and config.json -> Eagle3Spec, and back.
+"""EAGLE-3 checkpoints in every exporter's layout (`formats`): names and config.json -> Eagle3Spec, and back.
 
 Whether an optional module exists is decided by its tensor; a config flag that contradicts it is an error.
-Source: SafeAILab/EAGLE eagle/model/cnets.py; sgl-project/SpecForge; sgl-project/sglang
-python/sglang/srt/models/llama_eagle3.py (config keys and tensor names).
 """
 
 from __future__ import annotations
@@ -12,25 +10,30 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from drafters.base import FINAL_NORM
+from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Config, Field, by_presence, lookup, read
 from drafters.checkpoints.layouts import strip_prefixes
 from drafters.checkpoints.rope_config import resolve_rope, rope_to_config
+from drafters.checkpoints.window_config import resolve_windows
+from drafters.eagle3.aux_layers import resolve_aux_layers
+from drafters.eagle3.formats import Format, flattened
 from drafters.eagle3.overrides import (
     AUX_LAYERS,
     MTP_LAYERNORM,
-    NESTED_AUX_LAYERS,
     PARALLEL_DRAFT_STEP,
-    USE_AUX,
     Eagle3Overrides,
 )
-from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
+from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 Shapes = Mapping[str, tuple[int, ...]]
 _LEGACY_AUX_NORMS = {"aux_norm_low": "fc_norm.0", "aux_norm_mid": "fc_norm.1", "aux_norm_high": "fc_norm.2"}
 _DEEP_NORM = re.compile(r"layers\.(\d+)\.hidden_norm\.(.*)")
 _DEEP_LAYER = re.compile(r"layers\.(\d+)\.")
+_MODELOPT_FLAGS = {
+    "norm.weight": "eagle_config.use_last_layernorm",
+    "midlayer.input_layernorm.weight": "eagle_config.use_input_layernorm_in_first_layer",
+}
 _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos_cached|sin_cached)")
 
 
@@ -43,11 +46,11 @@ class TargetSizes:
     num_layers: int
 
 
-def canonical_names(names: list[str]) -> dict[str, str]:
+def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
     """Map the head's parameter names to the names in the files.
 
     `layers.0.` becomes `midlayer.`; the pre-attention norm of a further layer may be called `hidden_norm`
-    (SGLang; it wins over an `input_layernorm` beside it) or `input_layernorm`.
+    (SGLang) or `input_layernorm` (vLLM, speculators). Where both are stored, `deep_norm` says which it is.
 
     Rotary buffers, which older releases of transformers stored, are left out: see `rotary_buffers`.
 
@@ -62,7 +65,9 @@ def canonical_names(names: list[str]) -> dict[str, str]:
             raise HeadLoadError(f"tensors {canonical[parameter]} and {name} are both {parameter}")
         canonical[parameter] = name
     for parameter in [name for name in canonical if _DEEP_NORM.fullmatch(name)]:
-        canonical[_DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)] = canonical.pop(parameter)
+        name, one = canonical.pop(parameter), _DEEP_NORM.sub(r"layers.\1.input_layernorm.\2", parameter)
+        if one not in canonical or deep_norm == "hidden_norm":
+            canonical[one] = name
     return canonical
 
 
@@ -91,29 +96,37 @@ def resolve_spec(
         HeadMismatchError: made for a target of another hidden size or vocabulary.
         HeadLoadError: the configuration is incomplete, contradictory or needs something unsupported.
     """
-    config = overrides.applied(config)
-    _refuse_unsupported(config)
+    flat = flattened(config)
+    config = overrides.applied(flat.config)
+    refuse_unsupported(config)
+    _refuse_deep_fusion(shapes)
+    layers = resolve_num_layers(config, shapes, target)
     fields = (
-        *_sizes(config, target),
-        _num_layers(config, shapes, target),
+        *resolve_sizes(config, target),
+        layers,
         *_vocabulary(config, shapes),
-        _aux_layers(config, target, overrides),
+        resolve_aux_layers(config, target.num_layers, overrides),
         read(config, "rms_norm_eps", float, default=1e-6),
-        resolve_rope(config),
+        resolve_rope(config, flat.format.first_position),
         *_modules(config, shapes),
-        _feedback(config, overrides),
+        *resolve_windows(config, layers.value),
+        _feedback(config, overrides, flat.format),
     )
-    return Eagle3Spec(**{field.name: field.value for field in fields}), overrides.marked(fields)
+    spec = Eagle3Spec(**{field.name: field.value for field in fields})
+    return spec, flat.located(overrides.marked(fields), (key for key, _ in overrides.config))
 
 
-def _refuse_unsupported(config: Config) -> None:
+def refuse_unsupported(config: Config) -> None:
+    """Refuse what a configuration says and no EAGLE head here computes.
+
+    Raises:
+        HeadLoadError: quantised weights, another activation, several heads, or ModelOpt's norms of inputs.
+    """
     if lookup(config, "quantization_config") is not None:
-        raise HeadLoadError("quantised EAGLE-3 heads are not supported (config.json has quantization_config)")
+        raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
     activation = lookup(config, "hidden_act") or "silu"
     if activation != "silu":
-        raise HeadLoadError(f"EAGLE-3 heads use the activation silu, config.json says {activation!r}")
-    if "sliding_attention" in (lookup(config, "layer_types") or []):
-        raise HeadLoadError("EAGLE-3 heads with sliding-window layers are not supported")
+        raise HeadLoadError(f"EAGLE heads use the activation silu, config.json says {activation!r}")
     # Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py (eagle_config).
     for key in PARALLEL_DRAFT_STEP:
         steps = lookup(config, key)
@@ -130,7 +143,23 @@ def _refuse_unsupported(config: Config) -> None:
             )
 
 
-def _sizes(config: Config, target: TargetSizes) -> list[Field]:
+def _refuse_deep_fusion(shapes: Shapes) -> None:
+    query, hidden = shapes.get("layers.1.self_attn.q_proj.weight"), shapes.get("layers.1.self_attn.o_proj.weight")
+    if query is not None and hidden is not None and query[-1] == 2 * hidden[0]:
+        raise HeadLoadError(
+            "the head's further layers read [embedding, hidden] like its first (DeepSpec with draft_num_hidden_layers "
+            "above 1, which DeepSpec's own evaluation does not run either); heads whose further layers read the hidden "
+            "state are supported"
+        )
+
+
+def resolve_sizes(config: Config, target: TargetSizes) -> list[Field]:
+    """Widths, heads and vocabulary of an EAGLE head, checked against its target.
+
+    Raises:
+        HeadMismatchError: made for a target of another hidden size or vocabulary.
+        HeadLoadError: a size is missing or no number.
+    """
     hidden = read(config, "hidden_size", int)
     target_hidden = _or_other(config, "target_hidden_size", "target_hidden_size", hidden)
     if target_hidden.value != target.hidden_size:
@@ -156,11 +185,17 @@ def _sizes(config: Config, target: TargetSizes) -> list[Field]:
     ]
 
 
-def _num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
+def resolve_num_layers(config: Config, shapes: Shapes, target: TargetSizes) -> Field:
     """Decoder layers, counted by their tensors.
 
     Many published heads of one layer have their target's config.json with the target's number of layers in it
     (SafeAILab's Vicuna heads, AngelSlim's templates): that number says nothing of the head.
+
+    Args:
+        shapes: tensor shapes by canonical name.
+
+    Raises:
+        HeadLoadError: the configuration has another number.
     """
     stored = 1 + len({found[1] for name in shapes if (found := _DEEP_LAYER.match(name))})
     said = read(config, "num_layers", int, "num_hidden_layers", default=stored, default_source="tensors")
@@ -191,56 +226,19 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
     return [
         draft,
-        Field("own_embed", "embed_tokens.weight" in shapes, _presence("embed_tokens.weight", shapes)),
+        _own_embed(shapes),
         Field("own_lm_head", has_lm_head, _presence("lm_head.weight", shapes)),
     ]
 
 
+def _own_embed(shapes: Shapes) -> Field:
+    own = "embed_tokens.weight" in shapes
+    unscaled = "" if own else ": the target's rows, without the factor that some targets (Gemma) multiply them by"
+    return Field("own_embed", own, _presence("embed_tokens.weight", shapes) + unscaled)
+
+
 def _presence(name: str, shapes: Shapes) -> str:
     return f"{name} {'present' if name in shapes else 'absent'}"
-
-
-def _aux_layers(config: Config, target: TargetSizes, overrides: Eagle3Overrides) -> Field:
-    """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
-    unless the largest id is the number of layers: then, like top-level ids, they are boundaries already."""
-    if overrides.aux_layers is not None:
-        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
-        _check_aux_layers(config, field, target)
-        return field
-    if lookup(config, USE_AUX) is False:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
-        return Field("aux_layers", (FINAL_NORM,), f"config {USE_AUX}")
-    listed = _listed_layers(config, target.num_layers)
-    if len(set(listed.values())) > 1:
-        raise HeadLoadError(f"config.json names different aux layers: {listed} (as boundaries); choose with overrides")
-    if listed:
-        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
-    else:
-        field = Field("aux_layers", default_aux_layers(target.num_layers), "default 2, N//2, N-3")
-    _check_aux_layers(config, field, target)
-    return field
-
-
-def _listed_layers(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
-    listed = {}
-    for key, nested in ((NESTED_AUX_LAYERS, True), (AUX_LAYERS, False)):
-        ids = lookup(config, key)
-        if ids is None:
-            continue
-        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
-            raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
-        # No layer has the number num_layers: such an id can only be a boundary.
-        outputs = nested and max(ids) != num_layers
-        meaning = "ids of layers whose output is read" if outputs else "boundaries"
-        listed[f"{key} (read as {meaning})"] = tuple(i + 1 for i in ids) if outputs else tuple(ids)
-    return listed
-
-
-def _check_aux_layers(config: Config, field: Field, target: TargetSizes) -> None:
-    if max(field.value) > target.num_layers:
-        raise HeadMismatchError(f"the head reads boundaries {field.value}, this target has {target.num_layers} layers")
-    count = lookup(config, "num_aux_hidden_states")
-    if count is not None and count != len(field.value):
-        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {field.value}")
 
 
 def _modules(config: Config, shapes: Shapes) -> list[Field]:
@@ -248,21 +246,26 @@ def _modules(config: Config, shapes: Shapes) -> list[Field]:
         return by_presence(config, name, tensor, tensor in shapes, *keys)
 
     attention = "midlayer.self_attn."
+    for tensor, key in _MODELOPT_FLAGS.items():
+        present(tensor, tensor, key)  # the tensor is needed anyway: only for a flag that contradicts it
     return [
         present("fc_bias", "fc.bias", "bias"),
         present("input_norm", "input_norm.weight", "norm_before_fc", "eagle_config.norm_before_fc"),
         present("fc_norm", "fc_norm.0.weight", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
         read(config, "norm_before_residual", bool, default=False),
         present("qkv_bias", attention + "q_proj.bias", "attention_bias", "qkv_bias"),
+        present("o_bias", attention + "o_proj.bias"),
+        present("mlp_bias", "midlayer.mlp.gate_proj.bias", "mlp_bias"),
         present("qk_norm", attention + "q_norm.weight", "use_qk_norm"),
     ]
 
 
-def _feedback(config: Config, overrides: Eagle3Overrides) -> Field:
+def _feedback(config: Config, overrides: Eagle3Overrides, written: Format) -> Field:
     if overrides.feedback is not None:
         return Field("feedback", overrides.feedback, "chosen by the user")
     flag = read(config, "norm_output", bool, "norm_output", "eagle_config.norm_output", default=False)
-    return Field("feedback", "post_norm" if flag.value else "pre_norm", flag.source)
+    note = f"; {written.feedback_note}" if flag.value and written.feedback_note else ""
+    return Field("feedback", "post_norm" if flag.value else "pre_norm", flag.source + note)
 
 
 def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
@@ -270,7 +273,12 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
 
     Args:
         dtype: what the weights are stored in, e.g. "bfloat16".
+
+    Raises:
+        InvalidInputError: its rotary embedding counts positions in a way that this layout does not have.
     """
+    if spec.rope.kind == "dynamic" and spec.rope.first_position:
+        raise InvalidInputError("a head of speculators with dynamic RoPE counts positions from 1; SGLang's from 0")
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -288,6 +296,7 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
         "draft_vocab_size": spec.draft_vocab_size if spec.own_lm_head else None,
         "tie_word_embeddings": False,
         "attention_bias": spec.qkv_bias,
+        "mlp_bias": spec.mlp_bias,
         "use_qk_norm": spec.qk_norm,
         "bias": spec.fc_bias,
         "norm_before_fc": spec.input_norm,
@@ -296,7 +305,17 @@ def spec_to_config(spec: Eagle3Spec, dtype: str) -> dict[str, Any]:
         "norm_output": spec.feedback == "post_norm",
         **rope_to_config(spec.rope),
         **_aux_layers_to_config(spec),
+        **_windows_to_config(spec),
     }
+
+
+def _windows_to_config(spec: Eagle3Spec) -> dict[str, Any]:
+    if not spec.windowed_layers:
+        return {}
+    kinds = (
+        "sliding_attention" if layer in spec.windowed_layers else "full_attention" for layer in range(spec.num_layers)
+    )
+    return {"layer_types": list(kinds), "sliding_window": spec.window}
 
 
 def _aux_layers_to_config(spec: Eagle3Spec) -> dict[str, Any]:

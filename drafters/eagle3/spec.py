@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
 
 from attention.errors import InvalidInputError
 from attention.spec import AttentionSpec
@@ -27,9 +27,11 @@ class Eagle3Spec:
         fc_norm: one RMSNorm per aux hidden state before `fc`.
         norm_before_residual: the residual is the normalised hidden state instead of the raw one.
         feedback: what the next draft step gets: the block output or its final norm.
-        qkv_bias, qk_norm: biases of q, k, v; RMSNorm per head on q and k before RoPE.
+        qkv_bias, o_bias, mlp_bias: biases of q, k and v, of the attention's output, of the MLP, in every layer.
+        qk_norm: RMSNorm per head on q and k before RoPE.
         own_embed, own_lm_head: the head brings its own; otherwise the target's is shared.
         num_layers: decoder layers; the first is the EAGLE-3 layer, further ones are plain pre-norm layers.
+        windowed_layers, window: layers whose queries see `window` positions only, their own included.
     """
 
     hidden_size: int
@@ -49,15 +51,20 @@ class Eagle3Spec:
     norm_before_residual: bool = False
     feedback: Literal["pre_norm", "post_norm"] = "pre_norm"
     qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
     qk_norm: bool = False
     own_embed: bool = False
     own_lm_head: bool = True
     num_layers: int = 1
+    windowed_layers: tuple[int, ...] = ()
+    window: int | None = None
 
     def __post_init__(self) -> None:
         """Raises InvalidInputError for sizes or choices that contradict each other."""
         self._check_sizes()
         self._check_aux_layers()
+        check_windows(self.windowed_layers, self.window, self.num_layers)
 
     def _check_sizes(self) -> None:
         names = ("hidden_size", "target_hidden_size", "intermediate_size", "num_heads", "num_kv_heads", "head_dim")
@@ -101,9 +108,59 @@ class Eagle3Spec:
         return len(self.aux_layers) * self.target_hidden_size
 
     @property
-    def attention_spec(self) -> AttentionSpec:
+    def attention_specs(self) -> tuple[AttentionSpec, ...]:
         """What each attention layer of the head needs of a kernel."""
-        return AttentionSpec(self.num_heads, self.num_kv_heads, self.head_dim, self.head_dim, scale=self.head_dim**-0.5)
+        return attention_specs(self)
+
+
+class Attends(Protocol):
+    """What decides a head's attention layers; a head of any EAGLE has it."""
+
+    @property
+    def num_heads(self) -> int:
+        """Hq."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Hkv."""
+
+    @property
+    def head_dim(self) -> int:
+        """D."""
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+
+    @property
+    def windowed_layers(self) -> tuple[int, ...]:
+        """Layers with a sliding window."""
+
+    @property
+    def window(self) -> int | None:
+        """Its length in positions."""
+
+
+def attention_specs(spec: Attends) -> tuple[AttentionSpec, ...]:
+    """What each attention layer of a head needs of a kernel."""
+    dim = spec.head_dim
+    full = AttentionSpec(spec.num_heads, spec.num_kv_heads, dim, dim, scale=dim**-0.5)
+    near = replace(full, window=spec.window)
+    return tuple(near if layer in spec.windowed_layers else full for layer in range(spec.num_layers))
+
+
+def check_windows(layers: tuple[int, ...], window: int | None, num_layers: int) -> None:
+    """Refuse windows of layers that a head does not have, or without a length.
+
+    Raises:
+        InvalidInputError: with what was given.
+    """
+    wrong = [layer for layer in layers if not 0 <= layer < num_layers]
+    if wrong or (layers and (window is None or window < 1)):
+        raise InvalidInputError(
+            f"a head of {num_layers} layer(s) with a sliding window of {window} positions in layers {list(layers)}: "
+            "give layers that it has, and a window of at least 1"
+        )
 
 
 def default_aux_layers(num_layers: int) -> tuple[int, ...]:

@@ -23,13 +23,14 @@ def tokens_accepted(num_new: np.ndarray, num_accepted: np.ndarray) -> np.ndarray
     return num_new + num_accepted
 
 
-def draft_room(max_model_len: int, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
+def draft_room(max_model_len: int | np.ndarray, bonus_positions: np.ndarray, tokens_left: np.ndarray) -> np.ndarray:
     """Drafts that the limits leave room for, K apart: min(max_model_len - 1 - bonus, tokens_left - 1); may be negative.
 
     Every further committed token takes one from it, so after a verification it is known without the limits.
 
     Args:
-        bonus_positions: [B] position of the next bonus token (seq'); tokens_left: [B] tokens the row may still emit.
+        max_model_len: of all rows, or [B] of each. bonus_positions: [B] of the next bonus token (seq').
+        tokens_left: [B] tokens the row may still emit.
 
     >>> draft_room(64, np.array([62, 63, 20]), np.array([9, 9, 2])).tolist()
     [1, 0, 1]
@@ -52,7 +53,10 @@ def drafts_within(num_speculative_tokens: np.ndarray, room: np.ndarray) -> np.nd
 
 
 def num_drafts_allowed(
-    num_speculative_tokens: np.ndarray, max_model_len: int, bonus_positions: np.ndarray, tokens_left: np.ndarray
+    num_speculative_tokens: np.ndarray,
+    max_model_len: int | np.ndarray,
+    bonus_positions: np.ndarray,
+    tokens_left: np.ndarray,
 ) -> np.ndarray:
     """Drafts each row may have: max(0, min(K_i, max_model_len - 1 - bonus_i, tokens_left_i - 1)).
 

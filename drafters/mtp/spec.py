@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attention.hf.weights import dense_weight
 from drafters.errors import HeadMismatchError
 from drafters.mtp.convention import Feedback
 
@@ -97,9 +99,24 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
         norm_eps=eps,
         rotary=rotary if rotates else None,
         num_layers=len(layers),
-        embedding=model.get_input_embeddings().weight,  # type: ignore[arg-type]
-        lm_head=head.weight,
+        embedding=_readable(model.get_input_embeddings(), "input embedding"),
+        lm_head=_readable(head, "lm_head"),
     )
+
+
+def _readable(module: Any, what: str) -> torch.Tensor:
+    """The weight of an embedding, of a quantised one a copy in floating point.
+
+    Raises:
+        HeadMismatchError: it is packed so that only its library can read it.
+    """
+    weight = dense_weight(module)
+    if weight is None:
+        raise HeadMismatchError(
+            f"the target's {what} is quantised ({type(module).__name__}), and multi-token-prediction modules share its "
+            "rows; take a target whose embeddings are not quantised"
+        )
+    return weight
 
 
 def _norms(layer: nn.Module) -> tuple[nn.Module | None, ...]:

@@ -100,8 +100,11 @@ def weights_sha256(module: Any) -> str:
     """sha256 over the names, dtypes, shapes and bytes of a module's state, in the order of the names."""
     import torch
 
+    from attention.hf.weights import memory_of
+
     found = hashlib.sha256()
     for name, tensor in sorted(module.state_dict().items()):
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for part in memory_of(tensor.detach()):  # a quantised tensor may be made of several
+            found.update(part.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()

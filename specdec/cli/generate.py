@@ -1,4 +1,4 @@
-"""The commands `specdec generate` and `specdec inspect`."""
+"""The command `specdec generate`."""
 
 from __future__ import annotations
 
@@ -59,19 +59,26 @@ def generate(
     seed = {} if params.seed is None else {"seed": params.seed}
     options.pop("seed")
     model = load_model(options["model"], options["draft"], load_options_of(options, **seed))
-    if not raw and getattr(model.tokenizer, "chat_template", None):
-        prompts = [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+    if not raw:
+        prompts = as_chats(model, prompts)
     if as_json:
         _print_json(model, prompts, params)
     else:
         _print_stream(model, prompts, params, stats)
 
 
+def as_chats(model: SpeculativeModel, prompts: list[Any]) -> list[Any]:
+    """Texts as the user's words of a chat, where the tokenizer has a template for chats."""
+    if not getattr(model.tokenizer, "chat_template", None):
+        return prompts
+    return [[{"role": "user", "content": p}] if isinstance(p, str) else p for p in prompts]
+
+
 def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     if prompt is not None and file is not None:
         raise InvalidInputError("both a prompt and --file were given; give one of them")
     if file is not None:
-        return _read_file(file)
+        return read_prompt_file(file)
     if prompt is None and sys.stdin.isatty():
         raise InvalidInputError("no prompt: give it as an argument, through --file, or on standard input")
     text = prompt if prompt is not None else sys.stdin.read().rstrip("\n")
@@ -80,7 +87,12 @@ def _read_prompts(prompt: str | None, file: Path | None) -> list[Any]:
     return [text]
 
 
-def _read_file(path: Path) -> list[Any]:
+def read_prompt_file(path: Path) -> list[Any]:
+    """Prompts of a .jsonl file, one a line, or one text.
+
+    Raises:
+        InvalidInputError: it cannot be read, is empty, or a line is no prompt.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -163,33 +175,3 @@ def _print_stats(model: SpeculativeModel, completions: list[Completion]) -> None
     for name, value in route_rows(model.describe()):
         table.add_row(name, value)
     Console(stderr=True).print(table)
-
-
-@click.command(
-    epilog=examples(
-        "specdec inspect",
-        "specdec inspect --model gsm-deepseek --draft mtp",
-        "specdec inspect --model gsm-llama --draft none --json",
-    )
-)
-@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object, numbers as they are.")
-@model_options()
-def inspect(as_json: bool, **options: Any) -> None:
-    """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from."""
-    from rich.console import Console
-
-    from drafters.checkpoints.config_fields import Reported
-    from specdec.cli.tables import facts_table, fit_lines, report_table
-
-    load = load_options_of(options)
-    model = load_model(options["model"], options["draft"], load)
-    facts = model.describe()
-    if as_json:
-        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
-        return
-    console = Console()
-    console.print(facts_table(facts))
-    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
-        console.print(report_table(model.head.checkpoint_report))
-    for line in fit_lines(facts):
-        console.print(line, style="green", highlight=False)

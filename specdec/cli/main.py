@@ -20,8 +20,9 @@ from specdec.cli.plugins import Plugin, PluginError, find_plugins
 
 _COMMANDS = {
     "generate": LazyCommand("specdec.cli.generate:generate", "Generate text, with or without speculation."),
-    "inspect": LazyCommand("specdec.cli.generate:inspect", "Show what a target and a head are, and whether they fit."),
+    "inspect": LazyCommand("specdec.cli.inspect:inspect", "Show what a target and a head are, and whether they fit."),
     "train": LazyCommand("specdec.cli.train:train", "Train a draft head for a target."),
+    "export": LazyCommand("specdec.cli.export:export", "Write a head in the layout of vLLM or SGLang."),
 }
 
 

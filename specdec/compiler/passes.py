@@ -23,7 +23,7 @@ from specdec.ops.rotary import rotated, rotated_together  # noqa: F401
 from specdec.ops.silu import silu_product  # noqa: F401
 
 _SHAPE_OPS = ("view", "reshape", "_unsafe_view", "permute", "t", "transpose", "unsqueeze", "squeeze", "expand")
-_MATMULS = ("mm", "addmm")
+_MATMULS = ("mm", "addmm", "fp8_quantise", "fp8_quantise_by", "fp8_matmul")
 aten, convert = torch.ops.aten, torch.ops.prims.convert_element_type.default
 _ATEN_MATMULS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
@@ -55,7 +55,8 @@ def leave_one_matmul(graph: Graph) -> None:
     seen: dict[Any, Node] = {}
     for node in list(graph.nodes):
         packet = getattr(node.target, "overloadpacket", None)
-        if node.op != "call_function" or getattr(packet, "__name__", "") not in _SHAPE_OPS + _MATMULS:
+        taken = node.target is operator.getitem or getattr(packet, "__name__", "") in _SHAPE_OPS + _MATMULS
+        if node.op != "call_function" or not taken:
             continue
         key = (node.target, _frozen(node.args), _frozen(node.kwargs))
         first = seen.setdefault(key, node)

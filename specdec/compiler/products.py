@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from attention.backends.limits import HALF
+from attention.hf.weights import is_plain_weight
 from specdec.compiler.siblings import SiblingLinear
 from specdec.ops.products.selection import Wanted, select_products
 
@@ -46,6 +47,8 @@ def product_weights(module: nn.Module) -> list[torch.Tensor]:
     for layer in module.modules():
         if not isinstance(layer, nn.Linear) or layer.bias is not None:
             continue
+        if not is_plain_weight(layer.weight):
+            continue  # compiled code multiplies by it in the quantisation library's own operators
         weight = layer.fused_weight if isinstance(layer, SiblingLinear) else layer.weight
         found.setdefault(weight.data_ptr(), weight.detach())
     return list(found.values())

@@ -18,7 +18,11 @@ from torch import nn
 
 from attention.hf.gate import gate_of
 from attention.hf.interface import attention_configs
+from attention.hf.weights import address_of, computes_plainly
+from specdec.compiler import fp8_siblings
+from specdec.compiler.fp8_siblings import SiblingFp8Linear
 from specdec.target.alterations import Alterations
+from specdec.target.fp8 import Fp8Linear
 
 
 class SiblingLinear(nn.Linear):
@@ -76,6 +80,9 @@ class SiblingLinear(nn.Linear):
         plain.__class__ = nn.Linear
 
 
+_SIBLINGS = (SiblingLinear, SiblingFp8Linear)
+
+
 def _share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
 
@@ -89,23 +96,23 @@ def fuse_siblings(root: nn.Module, run: Callable[[], object], alterations: Alter
     Returns:
         The number of newly fused groups.
     """
-    fused_before = [module for module in root.modules() if isinstance(module, SiblingLinear)]
+    fused_before = [module for module in root.modules() if isinstance(module, _SIBLINGS)]
     for module in fused_before:
         if module.is_stale:
             module.part()
     count = _fuse_groups(root, run)
-    siblings, holder = [module for module in root.modules() if isinstance(module, SiblingLinear)], object()
+    siblings, holder = [module for module in root.modules() if isinstance(module, _SIBLINGS)], object()
     for module in siblings:
         module.holders.add(holder)
     alterations.on_undo(partial(_let_go, siblings, holder, attention_configs(root)))
     return count
 
 
-def _let_go(siblings: list[SiblingLinear], holder: object, configs: Sequence[Any]) -> None:
+def _let_go(siblings: list[SiblingLinear | SiblingFp8Linear], holder: object, configs: Sequence[Any]) -> None:
     """One engine less that reads them; without any they are what they were. No forward runs meanwhile."""
     with gate_of(configs[0] if configs else None).held(), torch.no_grad():
         for module in siblings:
-            if isinstance(module, SiblingLinear) and holder in module.holders:
+            if isinstance(module, _SIBLINGS) and holder in module.holders:
                 module.holders.remove(holder)
                 if not module.holders:
                     module.part()
@@ -113,13 +120,14 @@ def _let_go(siblings: list[SiblingLinear], holder: object, configs: Sequence[Any
 
 def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
     """Fuse what reads the same tensor while `run` runs; the number of groups."""
-    names = {module: name for name, module in root.named_modules() if type(module) is nn.Linear}
-    owners = [p.data_ptr() for _, p in root.named_parameters(remove_duplicate=False)]
+    ours = ((name, m) for name, m in root.named_modules() if type(m) is Fp8Linear or computes_plainly(m))
+    names = {module: name for name, module in ours}
+    owners = [address_of(p) for _, p in root.named_parameters(remove_duplicate=False)]
     readers: dict[tuple[str, int], list[str]] = {}
     kept: list[torch.Tensor] = []  # keeps the inputs alive, so that equal ids mean equal tensors
 
     def note(module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        name = names[module]  # type: ignore[index]
+        name = names[module]
         kept.append(args[0])
         readers.setdefault((name.rpartition(".")[0], id(args[0])), []).append(name)
 
@@ -138,13 +146,18 @@ def _fuse_groups(root: nn.Module, run: Callable[[], object]) -> int:
 
 def _fusible(root: nn.Module, group: tuple[str, ...], owners: list[int]) -> bool:
     layers: list[Any] = [root.get_submodule(name) for name in group]
-    kinds = {(layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
-    plain = all(layer.weight.is_contiguous() and type(layer.weight.data) is torch.Tensor for layer in layers)
-    return plain and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
+    kinds = {(type(layer), layer.weight.dtype, layer.weight.device, layer.bias is None) for layer in layers}
+    if type(layers[0]) is Fp8Linear and not fp8_siblings.fusible(layers):
+        return False
+    whole = all(layer.weight.is_contiguous() for layer in layers)
+    return whole and len(kinds) == 1 and all(owners.count(layer.weight.data_ptr()) == 1 for layer in layers)
 
 
 def _fuse(root: nn.Module, group: tuple[str, ...]) -> None:
     layers: list[Any] = [root.get_submodule(name) for name in group]
+    if type(layers[0]) is Fp8Linear:
+        fp8_siblings.fuse(layers)
+        return
     weight = torch.cat([layer.weight.detach() for layer in layers])
     bias = None if layers[0].bias is None else torch.cat([layer.bias.detach() for layer in layers])
     for tensor in (weight, bias):

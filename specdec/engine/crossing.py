@@ -44,7 +44,15 @@ class Crossing(ABC):
         """The block tables of all groups."""
 
     @abstractmethod
-    def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray: ...
+    def _drafts_at(
+        self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray, longest: np.ndarray
+    ) -> np.ndarray: ...
+
+    @abstractmethod
+    def _reads_long(self, request: Request) -> bool: ...
+
+    @abstractmethod
+    def _longest(self, request: Request) -> int: ...
 
     @abstractmethod
     def _reserve(self, rows: np.ndarray, tokens: np.ndarray, exactly: bool) -> None: ...
@@ -63,7 +71,7 @@ class Crossing(ABC):
         The head's pages are reserved for it; nothing of theirs is verified here, so the target needs none.
         """
         table, rows = self._table, np.array([r.row for r in leaving], np.int64)
-        drafts = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
+        drafts = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         if self.head_pages is None:
             drafts = np.zeros_like(drafts)
         own = drafts > 0
@@ -92,7 +100,7 @@ class Crossing(ABC):
 
         Each verifies its bonus token at once, and the drafts that it has brought.
         """
-        waiting = [request for request in self.waiting if request.arrival is not None]
+        waiting = [request for request in self.waiting if self._may_go_on(request)]
         if not waiting:
             return schedule
         tokens, promised = schedule.num_tokens, 0
@@ -118,10 +126,21 @@ class Crossing(ABC):
             int(np.count_nonzero(counts)),
         )
 
+    def _may_go_on(self, request: Request) -> bool:
+        """Whether a waiting request has come from another engine, with keys that its next tokens can go on from.
+
+        A longrope model may read all tokens again with its long factors at just this length: then it waits like others.
+        """
+        if request.arrival is None or self._reads_long(request) == request.long_rope:
+            return request.arrival is not None
+        release_aside(self.pools(), request.arrival.pages)
+        request.arrival = None
+        return False
+
     def _drafts_brought(self, request: Request, computed: int) -> int:
         assert request.arrival is not None
-        position, drafts, limit = np.array(computed), np.array(request.num_drafts), np.array(request.limit)
-        return min(request.arrival.num_drafts, int(self._drafts_at(position, drafts, limit)))
+        places = (computed, request.num_drafts, request.limit, self._longest(request))
+        return min(request.arrival.num_drafts, int(self._drafts_at(*map(np.array, places))))
 
     def _enter(self, request: Request, computed: int, drafts: int) -> bool:
         """Open a row for a request from another engine, with its pages. False: its parameters do not fit."""
@@ -129,7 +148,8 @@ class Crossing(ABC):
         assert arrival is not None
         own = (request.limit, request.num_drafts, request.key, request.params, request.eos_token_ids)
         with Isolated() as fault:
-            request.row = table.open(request.committed, *own, computed, computed)
+            kind = (self._longest(request), request.long_rope)
+            request.row = table.open(request.committed, *own, computed, computed, *kind)
         if fault.error is not None:
             release_aside(self.pools(), arrival.pages)
             self.refused.append((request, fault.error))

@@ -49,7 +49,8 @@ class Prefixes:
         """What a waiting request begins with that reads `prefill` tokens before it decodes."""
         if not request.params.cache_prefix:
             return NOTHING
-        return self.cache.find(request.committed[:prefill], self._drafts(request.num_drafts))
+        tokens, drafts = request.committed[:prefill], self._drafts(request.num_drafts)
+        return self.cache.find(tokens, drafts, request.long_rope)
 
     def worth_waiting(self, request: Request, prefill: int, found: Found) -> bool:
         """Whether a row is reading tokens now whose pages this request could begin with, beyond what was found."""
@@ -60,6 +61,8 @@ class Prefixes:
         begin, end = taken * self.cache.page_size, (taken + 1) * self.cache.page_size
         for row, registered in self._owing.items():
             stop = min(prefill, int(rows.prefill[row]))
+            if rows.long[row] != request.long_rope:
+                continue
             if registered > taken or stop < end or (drafts and not rows.drafts[row]):
                 continue
             if (tokens[begin:end] != rows.tokens[row, begin:end]).any():
@@ -158,4 +161,5 @@ class Prefixes:
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
         tokens = self._table.tokens[row, : self._table.length[row]]
-        self.cache.register(tokens, self._target_pages.pages_of(row)[:num_pages], heads)
+        pages = self._target_pages.pages_of(row)[:num_pages]
+        self.cache.register(tokens, pages, heads, bool(self._table.long[row]))

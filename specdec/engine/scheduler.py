@@ -127,6 +127,8 @@ class Scheduler(Crossing):
         """
         if self.windowed_pages:
             self._free_behind_windows(np.array([r.row for r in self.running], np.int64))
+        if self._config.long_rope is not None:
+            self._requeue_beyond_short_factors()
         schedule = self._running_rows()
         if self._reserved(schedule):
             if self.prefixes is not None:
@@ -163,11 +165,11 @@ class Scheduler(Crossing):
         if self._num_modules > 1 and table.computed[rows].min() + 1 < self._num_modules:
             return False
         most = schedule.num_new + schedule.num_drafts
-        left = table.limit[rows] - table.length[rows] - most
+        left = np.minimum(table.limit[rows], table.longest[rows]) - table.length[rows] - most
         if (left <= 0).any():
             return False
         bonus = table.computed[rows] + most
-        drafts = num_drafts_allowed(table.drafts[rows], self._config.max_model_len, bonus, left)
+        drafts = num_drafts_allowed(table.drafts[rows], table.longest[rows], bonus, left)
         self._free_behind_windows(rows)
         return self._reserved(Schedule(rows, most + 1, drafts))
 
@@ -187,7 +189,7 @@ class Scheduler(Crossing):
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
         pending = table.pending(rows)
-        allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows])
+        allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
         prefilling = table.prefilling(rows)
         drafts = np.where(prefilling, 0, allowed)
@@ -201,13 +203,17 @@ class Scheduler(Crossing):
         order = order[pending[order] > 0]
         return Schedule(rows[order], pending[order], drafts[order])
 
-    def _drafts_at(self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    def _drafts_at(
+        self, positions: np.ndarray, drafts: np.ndarray, limit: np.ndarray, longest: np.ndarray
+    ) -> np.ndarray:
         """[B] drafts from bonus tokens at these positions, of rows with K `drafts` and at most `limit` tokens.
+
+        longest: see `RowTable`.
 
         At the first M - 1 positions a request is too short for the later ones of M > 1 modules
         (`drafters.loops.modules`).
         """
-        allowed = num_drafts_allowed(drafts, self._config.max_model_len, positions, limit - positions - 1)
+        allowed = num_drafts_allowed(drafts, longest, positions, limit - positions - 1)
         if self._num_modules == 1:
             return allowed
         return np.where(positions < self._num_modules, np.minimum(allowed, positions + 1), allowed)
@@ -261,6 +267,7 @@ class Scheduler(Crossing):
             if request.arrival is not None:  # it found no place in this round
                 later.append(self.waiting.popleft())
                 continue
+            request.long_rope = self._reads_long(request)
             prefill, drafts = self._entry(request)
             found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
             if self.prefixes is not None and self.prefixes.worth_waiting(request, prefill, found):
@@ -315,7 +322,8 @@ class Scheduler(Crossing):
         length = len(request.committed)
         if length == request.prompt_len:
             return length, 0
-        drafts = int(self._drafts_at(np.array(length - 1), np.array(request.num_drafts), np.array(request.limit)))
+        places = (length - 1, request.num_drafts, request.limit, self._longest(request))
+        drafts = int(self._drafts_at(*map(np.array, places)))
         return (length - 1, drafts) if drafts else (length, 0)
 
     def _open(self, request: Request, prefill: int, found: Found) -> None:
@@ -329,6 +337,8 @@ class Scheduler(Crossing):
             request.eos_token_ids,
             prefill,
             len(found.pages) * page_size,
+            self._longest(request),
+            request.long_rope,
         )
         if self.prefixes is not None:
             self.prefixes.enter(request, found)
@@ -340,10 +350,29 @@ class Scheduler(Crossing):
                 self._counters.add_prefix(request.prompt_len, request.prefix_hit_tokens, request.cached_tokens)
         self.running.append(request)
 
+    def _reads_long(self, request: Request) -> bool:
+        rule = self._config.long_rope
+        return rule is not None and rule.is_long(request.prompt_len, len(request.committed))
+
+    def _longest(self, request: Request) -> int:
+        """Positions that its rounds may reach until it is read again, see `RowTable.longest`."""
+        rule, most = self._config.long_rope, self._config.max_model_len
+        return rule.original if rule is not None and rule.rereads and not request.long_rope else most
+
+    def _requeue_beyond_short_factors(self) -> None:
+        """Rows whose next token has long factors, as their first ones would now: they are read again from the start."""
+        table = self._table
+        for request in [r for r in self.running if table.length[r.row] > table.longest[r.row]]:
+            self._requeue(request)
+
     def _preempt(self, request: Request) -> None:
-        request.committed = self._table.committed(request.row)
         request.preemptions += 1
         self.num_preemptions += 1
+        self._requeue(request)
+
+    def _requeue(self, request: Request) -> None:
+        """Take a request's row and pages; it waits, before all others, with all its tokens."""
+        request.committed = self._table.committed(request.row)
         self.running.remove(request)
         self._close(request)
         self.waiting.appendleft(request)

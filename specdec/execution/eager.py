@@ -65,7 +65,8 @@ class EagerExecutor:
         device = round_.sent.verification
         planned = self.target.runner.plan(device.metadata)
         draft = in_order(draft, device)
-        output = self.target.forward(fill_drafts(device, draft), planned, device.logits_indices)
+        ids, rope = fill_drafts(device, draft), device.rope_positions
+        output = self.target.forward(ids, planned, device.logits_indices, None, True, rope)
         read = self.reads.start(self.judge(output.logits, device, draft), device.num_drafts)
         return Verification(read, output.aux_hidden_states)
 

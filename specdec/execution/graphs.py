@@ -255,7 +255,8 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device = round_.sent.verification
-        logits = self._ragged.logits(fill_from_loop(device, draft), device.metadata, device.logits_indices)
+        ids, rope = fill_from_loop(device, draft), device.rope_positions
+        logits = self._ragged.logits(ids, device.metadata, device.logits_indices, rope)
         result = self._decide_ragged(logits, device, draft, round_.sampling)
         read = self.reads.start(result, device.num_drafts)
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))

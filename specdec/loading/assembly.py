@@ -87,7 +87,9 @@ def _target(
     group = CacheGroup("target", specs, config.num_pages, config.page_size, layout, format)
     runner = runner_of(backend, group, config.windowed, probed.model.dtype, probed.model.device)
     aux_layers = () if head is None else tuple(head.aux_layers)
-    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, state_runner(probed, config))
+    positions = config.max_model_len + config.num_speculative_tokens + 1
+    states = state_runner(probed, config)
+    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions)
 
 
 def _checked(

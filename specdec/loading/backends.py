@@ -23,19 +23,19 @@ _STORED = {"auto": None, "fp8": FP8}
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
 
 
-def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None) -> KVFormat:
+def kv_format(dtype: str, scales: Sequence[tuple[float, float]] | None, source: str = "") -> KVFormat:
     """How the target's keys and values are stored; the head's single layer always keeps the dtype of the model.
 
     Args:
         dtype: "auto" is the dtype of the model, "fp8" is e4m3 with static scales.
-        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere.
+        scales: (scale of keys, scale of values) of each layer; default 1.0 everywhere. source: see `KVFormat`.
 
     Raises:
         InvalidInputError: an unknown name, scales without fp8, or scales that are none.
     """
     if dtype not in _STORED:
         raise InvalidInputError(f"kv_cache_dtype={dtype!r}: allowed are {', '.join(_STORED)}")
-    return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()))
+    return KVFormat(_STORED[dtype], tuple((keys, values) for keys, values in scales or ()), source)
 
 
 def kv_layout(layout: str, backend: AttentionBackend) -> KVLayout:

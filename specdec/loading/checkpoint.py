@@ -16,18 +16,23 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
+from drafters.checkpoints.tensor_files import open_folder, read_json
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
+from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, Quantisation, check_packages, method_of
 from specdec.values import short
 
 _HEADS = frozenset(
     {
         *(Layout.EAGLE3, Layout.EAGLE3_MLA, Layout.EAGLE1, Layout.PEAGLE, Layout.SPECULATORS, Layout.DFLASH),
+        *(Layout.EAGLE3_MOE, Layout.EAGLE3_GEMMA),
         *(Layout.DSPARK, Layout.MEDUSA, Layout.HYDRA, Layout.MLP_SPECULATOR, Layout.PARALLEL, Layout.GEMMA_ASSISTANT),
     }
 )
 
+_INDEX = "model.safetensors.index.json"
+_MOST_TENSORS_OF_A_HEAD = 100
 
 Merge = bool | Literal["auto"]
 """See the load option merge_adapter."""
@@ -44,6 +49,7 @@ class Checkpoint:
         trust_remote_code: whether Python files of the checkpoint may run.
         local_files_only: the hub does not answer: only its local cache is looked at.
         adapter: what is applied to the model when it is loaded, or None.
+        quantisation: how its weights are stored, once it is loaded; None where they are not quantised.
     """
 
     name: str
@@ -52,6 +58,7 @@ class Checkpoint:
     trust_remote_code: bool = False
     local_files_only: bool = False
     adapter: Adapter | None = None
+    quantisation: Quantisation | None = None
 
     @property
     def builtin(self) -> bool:
@@ -143,7 +150,8 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     config = _read_json(folder / "config.json", what)
     if "generation_config.json" in names:
         _read_json(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
-    _check_quantisation(config, what)
+    check_quantisation(_modelopt_config(folder, names, what), what)
+    check_quantisation(config.get("quantization_config"), what)
     _check_no_head(folder, config, names, what)
     _check_model_type(config, what)
 
@@ -168,19 +176,28 @@ def _read_json(file: Path, what: str) -> Mapping[str, Any]:
 
 def _check_no_head(folder: Path, config: Mapping[str, Any], names: set[str], what: str) -> None:
     try:
-        if "model.safetensors" not in names:
-            return
-        with safe_open(folder / "model.safetensors", framework="pt") as weights:
-            shapes = {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
+        shapes = _shapes(folder, names)
         layout = detect(config, {short: shapes[name] for short, name in strip_prefixes(shapes).items()})
     except (OSError, SafetensorError) as error:
         raise ModelLoadError(
             f"{what}: model.safetensors is damaged or incomplete: {error}; download it again"
         ) from error
     except HeadLoadError:
-        return  # tensors that differ by a prefix only: if that is wrong, transformers reports it
+        return  # tensors that differ by a prefix only, a damaged index, missing shards: transformers says what is wrong
     if layout in _HEADS:
         raise ModelLoadError(f"{what}: it is a draft head ({layout.value}); give it as draft=…, and its target here")
+
+
+def _shapes(folder: Path, names: set[str]) -> dict[str, tuple[int, ...]]:
+    """Tensor shapes by name, where there are not too many of them for a head; {} where nobody need look."""
+    if _INDEX in names:
+        index = read_json(folder / _INDEX)
+        few = isinstance(index.get("weight_map"), dict) and len(index["weight_map"]) <= _MOST_TENSORS_OF_A_HEAD
+        return {name: info.shape for name, info in open_folder(folder).tensors.items()} if few else {}
+    if "model.safetensors" not in names:
+        return {}
+    with safe_open(folder / "model.safetensors", framework="pt") as weights:
+        return {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118
 
 
 def _check_model_type(config: Mapping[str, Any], what: str) -> None:
@@ -194,18 +211,47 @@ def _check_model_type(config: Mapping[str, Any], what: str) -> None:
         )
 
 
-def _check_quantisation(config: Mapping[str, Any], what: str) -> None:
-    """transformers passes over a method that it does not know, and would read packed integers as weights."""
-    stored = config.get("quantization_config")
+def check_quantisation(stored: Mapping[str, Any] | None, what: str) -> str | None:
+    """The method of a `quantization_config`; None without one.
+
+    Args:
+        what: for the message, what cannot be loaded.
+
+    Raises:
+        ModelLoadError: transformers does not know the method (it passes over one, and would read packed integers as
+            weights), cannot read it back, or a package that it needs is missing.
+    """
     if stored is None:
-        return
-    method = stored.get("quant_method") if isinstance(stored, dict) else None
-    old_bitsandbytes = isinstance(stored, dict) and (stored.get("load_in_4bit") or stored.get("load_in_8bit"))
-    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and not old_bitsandbytes:
+        return None
+    method = method_of(stored) if isinstance(stored, Mapping) else None
+    if method == MODELOPT and not stored.get("quant_algo"):
+        return None  # the KV cache alone, see `kv_scales`
+    if method == MODELOPT:
+        raise ModelLoadError(
+            f"{what}: its weights are quantised by NVIDIA ModelOpt (quant_algo {short(stored.get('quant_algo'))}), "
+            "which transformers cannot read; take the model without quantisation, or one of compressed-tensors"
+        )
+    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING:
         raise ModelLoadError(
             f"{what}: config.json says quantization_config={short(stored)}, a method that transformers "
             f"{transformers_version} does not know; take the model without quantisation"
         )
+    check_packages(str(method), what)
+    if method == "quanto":
+        raise ModelLoadError(
+            f"{what}: config.json says quant_method quanto, which transformers quantises to but cannot read back; save "
+            "the model with optimum.quanto's QuantizedModelForCausalLM (it writes quanto_qmap.json), or load it with "
+            "transformers' QuantoConfig and give the loaded model"
+        )
+    return method
+
+
+def _modelopt_config(folder: Path, names: set[str], what: str) -> Mapping[str, Any] | None:
+    """What ModelOpt wrote of its quantisation beside config.json, as a `quantization_config`."""
+    if MODELOPT_FILE not in names:
+        return None
+    said = _read_json(folder / MODELOPT_FILE, what).get("quantization")
+    return {"quant_method": MODELOPT, **(said if isinstance(said, dict) else {})}
 
 
 def _give() -> str:

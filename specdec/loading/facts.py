@@ -8,8 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from attention.cache.kv_cache import bytes_per_token
 from attention.groups import GroupedRunner
+from attention.hf.indexer import dense_up_to
+from attention.hf.weights import model_bytes, num_elements
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
+from specdec.loading.kv_scales import scales_in_words
+from specdec.loading.quantisation import facts_of_quantisation
 from specdec.requests.generation_config import unsupported
 from specdec.target.live import adapter_layers, adapter_states, in_words
 from specdec.values import short
@@ -69,8 +73,9 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "trust_remote_code": checkpoint is not None and checkpoint.trust_remote_code,
         "adapter": _adapter(model),
         "architecture": type(model.hf_model).__name__,
-        "parameters": sum(p.numel() for p in model.hf_model.parameters()),
-        "weights_bytes": sum(p.numel() * p.element_size() for p in model.hf_model.parameters()),
+        "parameters": sum(num_elements(p) for p in model.hf_model.parameters()),
+        "weights_bytes": model_bytes(model.hf_model),
+        "quantisation": _quantisation(model),
         "vocab_size": model.target.vocab_size,
         "num_layers": model.target.num_layers,
         "refused_tokens": {name: token_id for token_id, name in model.target.placeholders.items()} or None,
@@ -79,7 +84,10 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "backend": model.backend_name,
         "attention": {runner.group.name: "; ".join(runner.routes) for runner in runners},
         "kv_cache": {runner.group.name: _cache(runner, layers.get(runner.group.name), hybrid) for runner in runners},
+        "kv_cache_scales": scales_in_words(checkpoint, runners[0].group.format.source),
         "recurrent": None if model.target.states is None else _recurrent(model.target.states),
+        "long_rope": _long_rope(model),
+        "sparse_attention": _sparse(model),
         "prefix_caching": model.prefix_caching,
         "cascade_attention": model.cascade_attention,
         "self_test_error": model.self_test_error,
@@ -105,6 +113,16 @@ def _adapter(model: Loaded) -> str | None:
     return f"{named}, {'live' if live else 'merged'}"
 
 
+def _quantisation(model: Loaded) -> dict[str, Any] | None:
+    """How the target's weights are stored and run; None for a target that is not quantised."""
+    stored = None if model.checkpoint is None else model.checkpoint.quantisation
+    facts = facts_of_quantisation(model.hf_model, stored)
+    if facts is None or model.target.fp8 is None:
+        return facts
+    runs = "multiplied out in float32 in every matmul" if model.device.type == "cpu" else "as stored"
+    return facts | {"method": "fp8", "scheme": model.target.fp8.scheme.in_words, "runs": runs}
+
+
 def _own_config(model: Loaded) -> str:
     """What of the model's own generation_config applies, and what is switched off or will be refused."""
     odd = ", ".join(f"{name}={short(v)}" for name, v in sorted(unsupported(model.hf_model.generation_config).items()))
@@ -122,6 +140,23 @@ def _cache(runner: GroupRunner, layers: Sequence[int] | None, hybrid: bool) -> s
     size = tokens * bytes_per_token(group.attention_specs, dtype) / 2**30
     own = "" if layers is None else f"{'attention ' if hybrid else ''}layers {','.join(map(str, layers))}: "
     return f"{own}{tokens:,} tokens in {str(dtype).removeprefix('torch.')}, {group.layout} pages, {size:.3g} GiB"
+
+
+def _long_rope(model: Loaded) -> str | None:
+    """From which length on a longrope model's requests have long factors; None for other models."""
+    rule = model.target.long_rope
+    if rule is None:
+        return None
+    again = ", a request that passes it is read again" if rule.rereads else ""
+    return f"short factors up to {rule.original:,} tokens, long ones beyond{again}"
+
+
+def _sparse(model: Loaded) -> str | None:
+    """How attention with an indexer is served; None for a model without."""
+    dense = dense_up_to(model.hf_model)
+    return (
+        None if dense is None else f"dense up to index_topk={dense:,} tokens, where its indexer would choose all keys"
+    )
 
 
 def _recurrent(states: StateRunner) -> dict[str, Any]:

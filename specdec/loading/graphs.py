@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from attention.hf.weights import runs_plainly
 from specdec.config import EngineConfig
 from specdec.errors import InvariantError, KernelBuildError, SpecdecWarning
 from specdec.execution.base import Drafter, Executor
@@ -90,7 +91,9 @@ class Graphs:
             torch.cuda.empty_cache()
 
     def _warn(self, reason: str) -> None:
-        name = type(self._parts[0].hf_model).__name__
+        model = self._parts[0].hf_model
+        quantised = dict.fromkeys(type(layer).__name__ for layer in model.modules() if not runs_plainly(layer))
+        name = type(model).__name__ + (f" with quantised layers ({', '.join(quantised)})" if quantised else "")
         warnings.warn(
             f"{name} runs without CUDA graphs, several times slower in small batches: {reason}. "
             "cuda_graphs=True shows the whole error, cuda_graphs=False is silent",

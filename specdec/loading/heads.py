@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 
+from attention.hf.weights import dense_weight
 from drafters.base import Head
 from drafters.checkpoints.tensor_files import locate
-from drafters.eagle3.checkpoint import TargetFacts, check_kind, load_eagle3
+from drafters.eagle import load_eagle
+from drafters.eagle3.checkpoint import TargetFacts, check_kind
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.mtp.checkpoint import describe_mtp, has_mtp, load_mtp
 from drafters.mtp.convention import MtpConvention
@@ -26,7 +28,7 @@ from specdec.values import short
 AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
 _NO_EAGLE = (
-    "they are read with an EAGLE-3 head's configuration, and this is a multi-token-prediction module, for which "
+    "they are read with an EAGLE head's configuration, and this is a multi-token-prediction module, for which "
     "mtp_concat and mtp_feedback say how it is read"
 )
 
@@ -59,9 +61,24 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
         hidden_size=model.config.get_text_config().hidden_size,
         vocab_size=probed.vocab_size,
         num_layers=len(probed.layers),
-        embedding=embedding.weight,  # type: ignore[arg-type]
-        lm_head=output.weight,
+        embedding=_shared(embedding, "input embedding", model),
+        lm_head=_shared(output, "output embedding (lm_head)", model),
     )
+
+
+def _shared(module: Any, what: str, model: Any) -> torch.Tensor:
+    """The weight of an embedding that a head may share; of a quantised one a copy in floating point.
+
+    Raises:
+        HeadLoadError: it is packed so that only its library can read it.
+    """
+    weight = dense_weight(module)
+    if weight is None:
+        raise HeadLoadError(
+            f"{type(model).__name__}'s {what} is quantised ({type(module).__name__}), and a head that shares it needs "
+            "its rows; take a target whose embeddings are not quantised (most libraries leave them alone by default)"
+        )
+    return weight
 
 
 def load_head(
@@ -77,11 +94,11 @@ def load_head(
         draft: folder or hub name of a head, "auto", or "mtp" for the target checkpoint's own multi-token-prediction
             module; a loaded head is taken as it is, if it fits.
         convention: input convention of a multi-token-prediction module; default that of its family's reference code.
-        overrides: of an EAGLE-3 head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
+        overrides: of an EAGLE head's configuration, see `drafters.eagle3.overrides.Eagle3Overrides.of`.
 
     Raises:
-        HeadLoadError, HeadMismatchError: see `drafters.eagle3.checkpoint.load_eagle3` and `drafters.mtp.checkpoint`;
-            overrides of a head that is none of EAGLE-3.
+        HeadLoadError, HeadMismatchError: see `drafters.eagle.load_eagle` and `drafters.mtp.checkpoint`;
+            overrides of a head that is none of EAGLE.
         InvalidInputError: no head, or an input convention for a head that is no such module or is loaded already.
     """
     check_head_type(draft)
@@ -104,7 +121,7 @@ def load_head(
         return _load_mtp_head(path, probed, how)
     _check_no_convention(how, f"{path} has no multi-token-prediction module")
     chosen = Eagle3Overrides.of(overrides or {})
-    return load_eagle3(path, target_facts(probed), model.dtype, model.device, chosen)
+    return load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
 
 
 def _check_no_overrides(overrides: Mapping[str, Any] | None, reason: str) -> None:

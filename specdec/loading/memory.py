@@ -9,6 +9,7 @@ from itertools import chain
 
 import torch
 
+from attention.hf.weights import stored_bytes
 from specdec.config import EngineConfig
 from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError, OutOfDeviceMemoryError
 
@@ -81,7 +82,7 @@ def check_weights_fit(model: torch.nn.Module, device: torch.device, name: str) -
     if device.type != "cuda":
         return
     # What is on a GPU already needs no room: a model may be there in part.
-    needed = sum(t.nbytes for t in chain(model.parameters(), model.buffers()) if t.device.type != "cuda")
+    needed = sum(stored_bytes(t) for t in chain(model.parameters(), model.buffers()) if t.device.type != "cuda")
     free, total = torch.cuda.mem_get_info(device)
     if needed > free:
         raise ModelLoadError(

@@ -18,12 +18,14 @@ from specdec.loading.backends import begin_kernels, expected_keys, kv_format, kv
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import load_head
+from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
+from specdec.loading.pairs import load_pair
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log
+from specdec.loading.sizes import long_rope_rule, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.sizes import num_drafts
 from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
@@ -79,7 +81,8 @@ def load_parts(target: str | Path | PreTrainedModel, draft: str | Path | Head | 
         check_tables_fit(options.max_num_seqs, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
-    model, checkpoint = _open(target, options)
+    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options))
+    model, checkpoint = opened
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
@@ -136,13 +139,17 @@ def _sized(
     """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
     device, page_size = probed.model.device, options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
-    format = kv_format(options.kv_cache_dtype, options.kv_cache_scales)
+    scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
+    format = kv_format(options.kv_cache_dtype, *scales)
     check_format_fits(probed, format)
     rows = _rows(head, longest, options)
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
-    config = _config(rows, cache, sizes, len(probed.recurrent_calls) > 0, options)
+    config = replace(
+        _config(rows, cache, sizes, len(probed.recurrent_calls) > 0, options),
+        long_rope=long_rope_rule(probed.model, longest),
+    )
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(
         loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
+
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from attention.hf.indexer import dense_up_to
 from drafters.base import Head
-from specdec.errors import InvalidInputError
+from specdec.config import LongRopeRule
+from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.target.long_rope import find_long_rope
 
 DEFAULT_DRAFTS = 5
 
@@ -26,27 +31,51 @@ def num_drafts(asked: int | None, head: Head | None) -> int:
 def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
     """Most tokens of one request: the given limit, else the model's own limit.
 
-    Rotary embeddings of type longrope and dynamic look at the largest position of the whole batch: one long request
-    would change the others. So with them no request may be longer than the length from which on they change.
+    Rotary embeddings of type dynamic look at the largest position of the whole batch: one long request would change the
+    others. So with them no request may be longer than the length from which on they change. Those of type longrope do
+    the same; of them each token gets its own factors (`specdec.target.long_rope`), but for modules that are unknown.
+    Sparse attention with an indexer is served up to the length from which on it is sparse (`attention.hf.indexer`); a
+    SpecdecWarning says so.
 
     Raises:
         InvalidInputError: more than the model was made for, or the model has no limit.
     """
     config = model.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
-    kind, original = _changing_rope(config)
-    if asked is None:
-        if most is None:
-            raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
-        return int(most) if original is None else min(int(most), original)
-    if most is not None and asked > most:
+    if asked is None and most is None:
+        raise InvalidInputError("the model has no longest sequence in its configuration; give max_model_len=…")
+    if asked is not None and most is not None and asked > most:
         raise InvalidInputError(f"max_model_len={asked}: the model was made for at most {most} positions")
-    if original is not None and asked > original:
+    kind, original = ("", None) if find_long_rope(model) is not None else _changing_rope(config)
+    if asked is not None and original is not None and asked > original:
         raise InvalidInputError(
             f"max_model_len={asked}: beyond {original} positions the model's rotary embedding ({kind}) changes for all "
             f"rows of a batch at once; allowed is {original} or less"
         )
-    return asked
+    dense = dense_up_to(model)
+    if asked is not None and dense is not None and asked > dense:
+        raise InvalidInputError(
+            f"max_model_len={asked}: beyond index_topk={dense} tokens the model attends to the keys that its indexer "
+            f"chooses, which is not served; up to there it attends to all. Allowed is {dense} or less"
+        )
+    if asked is not None:
+        return asked
+    length = min(n for n in (most, original) if n is not None)
+    if dense is not None and dense < length:
+        warnings.warn(
+            f"{type(model).__name__} takes requests of up to index_topk={dense} tokens instead of {length}: beyond, it "
+            "attends to the keys that its indexer chooses, which is not served. max_model_len says so from now on",
+            SpecdecWarning,
+            stacklevel=6,  # the caller of from_pretrained
+        )
+        return dense
+    return int(length)
+
+
+def long_rope_rule(model: PreTrainedModel, longest: int) -> LongRopeRule | None:
+    """The rule of a longrope model whose requests may become longer than its short factors reach; else None."""
+    found = find_long_rope(model)
+    return found.rule if found is not None and longest > found.rule.original else None
 
 
 def _changing_rope(config: PreTrainedConfig) -> tuple[str, int | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
 from attention.cache.state import StateGroup
+from attention.hf.weights import runs_plainly
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
 from specdec.config import EngineConfig, state_slots
@@ -14,11 +15,23 @@ from specdec.target.probing import TargetProbe
 
 
 def check_backend_fits(probed: TargetProbe, backend: AttentionBackend) -> None:
-    """Refuse recurrent layers where a token's result may not depend on the batch.
+    """Refuse recurrent and quantised layers where a token's result may not depend on the batch.
 
     Raises:
-        UnsupportedModelError: the backend is batch-invariant and the target has recurrent layers.
+        UnsupportedModelError: the backend is batch-invariant and the target has such layers.
     """
+    if probed.fp8 is not None and backend.batch_invariant:
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} is quantised in FP8, whose matmuls run through other kernels for more "
+            "tokens: not with backend='batch_invariant'; use backend='flashinfer'"
+        )
+    quantised = next((layer for layer in probed.model.modules() if not runs_plainly(layer)), None)
+    if quantised is not None and backend.batch_invariant:
+        raise UnsupportedModelError(
+            f"{type(probed.model).__name__} has quantised layers ({type(quantised).__name__}), whose matmuls are their "
+            "library's and may sum otherwise in another batch: not with backend='batch_invariant'; use "
+            "backend='flashinfer'"
+        )
     if probed.recurrent_calls and backend.batch_invariant:
         kinds = ", ".join(dict.fromkeys(spec.kind for spec in probed.recurrence_specs))
         raise UnsupportedModelError(

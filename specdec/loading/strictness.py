@@ -19,6 +19,8 @@ _MODULE_PARTS = ("enorm", "hnorm", "eh_proj")
 """Tensors by which a layer after the last is a multi-token-prediction module (names of DeepSeek-V3 and GLM-4.5)."""
 _NUMBERED = re.compile(r"^(?P<list>.+)\.(?P<number>\d+)\.(?P<rest>.+)$")
 _TRAINED = (".weight", ".bias")
+_QUANTISED = (".weight_scale", ".weight_scale_2", ".weight_scale_inv", ".weight_packed", ".qweight", ".SCB")
+"""Names that quantised linear layers have beside `weight`, or in its place: without them it means something else."""
 
 
 def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None:
@@ -46,6 +48,10 @@ def check_complete(name: str, model: nn.Module, info: Mapping[str, Any]) -> None
             "of another shape",
         ),
         _listed(cut, "in the checkpoint, but the configuration has no place for them in the decoder's layers"),
+        _listed(
+            _surplus_in_layers(model, info["unexpected_keys"], _QUANTISED),
+            "of quantised weights (scales, packed numbers) that nothing reads, as config.json does not say how",
+        ),
         _listed(info.get("error_msgs") or (), "not loaded"),
     ]
     found = [problem for problem in problems if problem]
@@ -77,11 +83,11 @@ def _shape(size: Collection[int]) -> str:
     return str(list(size))
 
 
-def _surplus_in_layers(model: nn.Module, unexpected: Collection[str]) -> list[str]:
-    """Trained tensors that belong into the model's own lists of layers, those of prediction modules left out."""
+def _surplus_in_layers(model: nn.Module, unexpected: Collection[str], endings: tuple[str, ...] = _TRAINED) -> list[str]:
+    """Tensors with such endings that belong into the model's own lists of layers, prediction modules left out."""
     lists = {found["list"] for key, _ in model.named_parameters() if (found := _NUMBERED.match(key))}
     prefix = getattr(model, "base_model_prefix", "")
     lists |= {key.removeprefix(f"{prefix}.") for key in lists}
     inside = {key: found for key in unexpected if (found := _NUMBERED.match(key)) and found["list"] in lists}
     modules = {(m["list"], m["number"]) for m in inside.values() if m["rest"].startswith(_MODULE_PARTS)}
-    return [key for key, m in inside.items() if key.endswith(_TRAINED) and (m["list"], m["number"]) not in modules]
+    return [key for key, m in inside.items() if key.endswith(endings) and (m["list"], m["number"]) not in modules]

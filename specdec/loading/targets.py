@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,23 @@ from specdec.errors import InvalidInputError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, Merge, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import Checkpoint, Merge, check_quantisation, check_target_folder, find_checkpoint
 from specdec.loading.devices import resolve_device, resolve_dtype
+from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
+from specdec.loading.progress import log
+from specdec.loading.quantisation import (
+    Quantisation,
+    placed_at,
+    quantisation_of,
+    settle,
+    stored_quantisation,
+    warn_of_dense,
+    without_kernels,
+)
+from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.strictness import check_complete
 from specdec.values import short
 
@@ -37,32 +50,75 @@ def load_target(
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
             fit (see `specdec.loading.strictness`), or the device has no room for it.
+        UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
-    checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name)
+    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config)[0]
+
+
+def _load(
+    checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None
+) -> tuple[PreTrainedModel, Quantisation | None]:
+    """As `load_target`, with how the weights are stored."""
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
         found = auto_class(config, checkpoint.name)
+        stored = stored_quantisation(config)
+        method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
+        place = placed_at(method, device)
         if on_config is not None:
             on_config(config, dtype, device)
-        with _module_tensors_expected(config, found), _without_progress_bar() if checkpoint.builtin else nullcontext():
-            loaded: Any = found.loader.from_pretrained(
-                checkpoint.path,
-                config=config,
-                dtype=dtype,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,  # reported by name in check_complete
-                # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
-                adapter_kwargs={"local_files_only": checkpoint.local_files_only},
-                **checkpoint.options,
-            )
-        model, info = loaded
-        check_complete(checkpoint.name, model, info)
+        if is_quanto_folder(checkpoint):
+            method = "quanto"
+            model, stored = load_quanto(checkpoint, found.loader, config, dtype)
+        else:
+            if method is not None and without_kernels(method, device):
+                config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
+            model = _from_pretrained(checkpoint, config, found, dtype, place)
+    settle(model)
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)
-    placed: PreTrainedModel = model.to(device).eval()
-    return placed
+    placed = _at(model, device) if not place else model  # a library that packed it for a device may refuse to move it
+    placed.eval()
+    quantisation = None if method is None else quantisation_of(placed, stored)
+    warn_of_dense(checkpoint.name, placed, quantisation)
+    if quantisation is not None:
+        log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
+    return placed, quantisation
+
+
+def _at(model: Any, device: torch.device) -> PreTrainedModel:
+    """The model on a device; transformers' decorators hide from type checkers what `to` takes."""
+    moved: PreTrainedModel = model.to(device)
+    return moved
+
+
+def _from_pretrained(
+    checkpoint: Checkpoint,
+    config: PreTrainedConfig,
+    found: AutoClass,
+    dtype: torch.dtype | str,
+    place: Mapping[str, Any],
+) -> PreTrainedModel:
+    """The whole checkpoint through transformers; `place`: see `placed_at`."""
+    quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
+    with _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name), quiet:
+        loaded: Any = found.loader.from_pretrained(
+            checkpoint.path,
+            config=config,
+            dtype=dtype,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # reported by name in check_complete
+            # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
+            adapter_kwargs={"local_files_only": checkpoint.local_files_only},
+            **place,
+            **checkpoint.options,
+        )
+    model: PreTrainedModel
+    model, info = loaded
+    check_complete(checkpoint.name, model, info)
+    return model
 
 
 @contextmanager
@@ -127,9 +183,9 @@ def open_target(
         place = resolve_device(device)
         kind = resolve_dtype(dtype, place)
         checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
-        model = load_target(checkpoint, kind, place, on_config)
+        model, quantisation = _load(checkpoint, kind, place, on_config)
         check_loaded_target(model)
-        return model, checkpoint
+        return model, replace(checkpoint, quantisation=quantisation)
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:
         raise InvalidInputError(
             f"dtype={short(dtype)}, device={short(device)}: the model is loaded already ({target.dtype}, "
@@ -143,7 +199,11 @@ def open_target(
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
     check_loaded_target(target)
+    settle(target)
     if on_config is not None:
         on_config(target.config, target.dtype, target.device)
-    name = target.name_or_path
-    return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code) if name else None
+    name, found = target.name_or_path, quantisation_of(target, None)
+    warn_of_dense(name or type(target).__name__, target, found)
+    if not name:
+        return target, None
+    return target, Checkpoint(name, resolve(name), trust_remote_code=trust_remote_code, quantisation=found)

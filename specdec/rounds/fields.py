@@ -68,6 +68,7 @@ class DeviceRound:
         metadata, token_ids, draft_places, draft_sources, logits_indices, logit_index, num_drafts: see TargetInputs.
         sources: [R] int64 rows of the drafts, see TargetArrays; None where they are in order.
         sampling: None when all rows are greedy, and in rounds from graphs.
+        rope_positions: see TargetInputs; None where they are the batch's.
     """
 
     metadata: CommonAttentionMetadata
@@ -79,6 +80,7 @@ class DeviceRound:
     num_drafts: torch.Tensor
     sources: torch.Tensor | None
     sampling: DeviceSampling | None
+    rope_positions: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,8 @@ class VerificationSection:
     fields = (*_batch, *_own)
     static_fields = (*(field for field in _batch if field.name != "target.block_table"), *_own)
     """Without the block table: what a fixed shape sends."""
+    rope_field = Field("target.rope_positions", np.int64, ("target.tokens",))
+    """Beside `fields`, for a longrope target."""
 
     @staticmethod
     def dimensions(rows: int, tokens: int, pages: int, drafts: int) -> dict[str, int]:
@@ -128,6 +132,8 @@ class VerificationSection:
         """What is sent."""
         arrays = batch_arrays("target", target.batch)
         arrays |= {f"target.{name}": getattr(target, name) for name in cls._names}
+        if target.rope_positions is not None:
+            arrays[cls.rope_field.name] = target.rope_positions
         return arrays if target.sources is None else arrays | {"target.sources": target.sources}
 
     @classmethod
@@ -135,7 +141,10 @@ class VerificationSection:
         """What arrived; greedy."""
         own = {name: staged[f"target.{name}"] for name in cls._names}
         sources = None if target.sources is None else staged["target.sources"]
-        return DeviceRound(from_staged("target", target.batch, staged), **own, sources=sources, sampling=None)
+        rope = None if target.rope_positions is None else staged[cls.rope_field.name]
+        return DeviceRound(
+            from_staged("target", target.batch, staged), **own, sources=sources, sampling=None, rope_positions=rope
+        )
 
     @classmethod
     def static_views(cls, batch: HostBatch, staged: Staged, num_drafts: int) -> DeviceRound:

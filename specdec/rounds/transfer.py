@@ -118,7 +118,8 @@ def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
 
 def _verification_fields(config: EngineConfig) -> list[Field]:
     states = state_fields("target") if config.recurrent else []
-    return [*VerificationSection.fields, *group_fields("target", len(config.windowed)), *states]
+    rope = [] if config.long_rope is None else [VerificationSection.rope_field]
+    return [*VerificationSection.fields, *group_fields("target", len(config.windowed)), *states, *rope]
 
 
 def _largest_ahead(num_modules: int, config: EngineConfig) -> tuple[list[Field], Bucket]:

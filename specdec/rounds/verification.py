@@ -14,7 +14,7 @@ from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
 from attention.recurrence.index import StateIndex, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, LongRopeRule
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 
@@ -60,6 +60,7 @@ class TargetInputs:
         draft_sources: [sum n] int64 flat indices of those drafts in [R, n].
         logits_indices: [R'] int64 token rows whose logits are computed; logit_index: [J, n+1] int64 into them.
         num_drafts: [J]. sources: [R] int64, see TargetArrays.
+        rope_positions: [T] int64, see `LongRopeRule.encoded`; None where they are the batch's.
     """
 
     batch: HostBatch
@@ -70,6 +71,7 @@ class TargetInputs:
     logit_index: np.ndarray
     num_drafts: np.ndarray
     sources: np.ndarray | None
+    rope_positions: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class TargetArrays:
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
         replay: [B] accepted drafts that are not in the rows' recurrent states; None where the target has none.
+        long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
+            where no row does, see `specdec.target.long_rope`.
     """
 
     start: np.ndarray
@@ -110,6 +114,8 @@ class TargetArrays:
     windowed: tuple[WindowedTable, ...] = ()
     begins: np.ndarray | None = None
     replay: np.ndarray | None = None
+    long_rope: LongRopeRule | None = None
+    long: np.ndarray | None = None
     num_arrived: int = 0
 
     @property
@@ -174,7 +180,13 @@ class TargetArrays:
             logit_index=logit_index,
             num_drafts=self.num_drafts,
             sources=self.sources,
+            rope_positions=self._rope_positions(batch, owner),
         )
+
+    def _rope_positions(self, batch: HostBatch, owner: np.ndarray) -> np.ndarray | None:
+        if self.long_rope is None or self.long is None:
+            return None
+        return self.long_rope.encoded(batch.positions, self.long[owner])
 
     def _logits_indices(self) -> tuple[np.ndarray, np.ndarray]:
         """logits_indices and logit_index, see TargetInputs."""
@@ -195,6 +207,7 @@ def target_arrays(
     ahead: bool = False,
     windowed: tuple[WindowedTable, ...] = (),
     recurrent: bool = False,
+    long_rope: LongRopeRule | None = None,
 ) -> TargetArrays:
     """The next verification.
 
@@ -202,7 +215,7 @@ def target_arrays(
         block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
         windowed: of the schedule's rows.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
-        recurrent: whether the target has recurrent states.
+        recurrent: whether the target has recurrent states. long_rope: of a longrope target.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
     bonus = start + schedule.num_new
@@ -219,7 +232,7 @@ def target_arrays(
         block_table=block_table[rows],
         head_table=None if head_table is None else head_table[rows],
         wanted=np.where(bonus < table.prefill[rows], 0, table.drafts[rows]),
-        room=draft_room(table.max_model_len, bonus, table.limit[rows] - bonus - 1),
+        room=draft_room(table.longest[rows], bonus, table.limit[rows] - bonus - 1),
         following=np.where(decided, 0, table.tokens[rows, bonus]),
         page_size=page_size,
         request_rows=rows,
@@ -227,8 +240,16 @@ def target_arrays(
         windowed=windowed,
         begins=table.begin[rows],
         replay=replay_of(start, table.folded[rows]) if recurrent else None,
+        long_rope=long_rope,
+        long=None if long_rope is None else _first_tokens_long(table.long[rows], start, long_rope),
         num_arrived=schedule.num_arrived,
     )
+
+
+def _first_tokens_long(long: np.ndarray, start: np.ndarray, rule: LongRopeRule) -> np.ndarray | None:
+    """`long` [B] of rows whose positions do not say it; None where there are none, as in rounds that only decode."""
+    told = long & (start < rule.original)
+    return told if told.any() else None
 
 
 def target_after(

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
@@ -100,7 +101,7 @@ class _Snapshot:
             [tuple(m._modules.values()) for m in modules],
             list(map(id, owned)),
             [None if p is None else (p.dtype, p.device) for p in owned],
-            [0 if p is None else p.data_ptr() for p in owned] if captured else None,
+            [0 if p is None else address_of(p) for p in owned] if captured else None,
         )
 
     @property
@@ -229,7 +230,7 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:
-    return tuple(p.data_ptr() for p in model.parameters())
+    return tuple(address_of(p) for p in model.parameters())
 
 
 def _words(kinds: frozenset[tuple[torch.dtype, torch.device]]) -> str:

@@ -13,12 +13,12 @@ from attention.hf.recurrent import RecurrentCall, modeling_files
 from attention.hf.recurrent_calls import STAND_INS
 from attention.recurrence.spec import RecurrenceSpec
 from specdec.errors import UNNAMED_ERRORS, UnsupportedAttentionError, UnsupportedModelError
+from specdec.target.fp8 import Fp8Layers, fp8_layers
 
-_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
-_MASK_READERS = {
-    "index_topk": "sparse attention, whose indexer reads the mask",
-    "alibi": "attention biased by distance",
-}
+_INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
+"""Attention with an indexer, in transformers of today and 5.17: dense up to a length, see `attention.hf.indexer`."""
+_SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
+_MASK_READERS = {"alibi": "attention biased by distance"}
 """Fields of configurations whose models have attention code of their own, and what they mean."""
 
 
@@ -29,10 +29,11 @@ class TargetProbe:
     Attributes:
         model: the model, on its device, in its dtype.
         calls: attention modules and their AttentionSpecs in layer order.
-        layers: the decoder layers, as many as calls.
+        layers: the decoder layers; without recurrent calls each has as many calls.
         vocab_size: V, width of the logits (padded vocabularies included).
         selects_rows: see `attention.hf.probe.Probe`.
         recurrent_calls: the calls of recurrences in the order of a forward; () for a model of attention alone.
+        fp8: the model's FP8 layers, which run our operators; None for a model without.
     """
 
     model: PreTrainedModel
@@ -41,6 +42,7 @@ class TargetProbe:
     vocab_size: int
     selects_rows: bool = True
     recurrent_calls: tuple[RecurrentCall, ...] = ()
+    fp8: Fp8Layers | None = None
 
     @property
     def recurrence_specs(self) -> tuple[RecurrenceSpec, ...]:
@@ -53,9 +55,10 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
 
     Raises:
         UnsupportedModelError: state beside the KV cache, unknown attention arguments, layers without attention,
-            attention types other than full, sliding and chunked.
+            attention types other than full, sliding, chunked and indexed; FP8 layers that our operators do not serve.
     """
     name = type(model).__name__
+    fp8 = fp8_layers(model)
     try:
         found = probe(model)
     except UnsupportedAttentionError as error:
@@ -74,7 +77,7 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
     else:
         _check_attention_alone(model, calls)
         layers = _decoder_layers(model, calls)
-    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent)
+    return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent, fp8)
 
 
 def _check_reads_text(model: PreTrainedModel) -> None:
@@ -112,7 +115,7 @@ def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, .
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - _SERVED_LAYERS)
     if odd:
         raise UnsupportedModelError(
-            f"{name} has layers of type {', '.join(odd)}; full, sliding and chunked attention are supported"
+            f"{name} has layers of type {', '.join(odd)}; full, sliding, chunked and indexed attention are supported"
         )
 
 
@@ -126,10 +129,12 @@ def _likely_reason(model: PreTrainedModel) -> str:
 
 
 def _decoder_layers(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> torch.nn.ModuleList:
+    """The layers that hold the attention modules in order, each as many (LongCat-Flash: two)."""
     for module in model.modules():
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(calls):
-            inside = (any(m is call.module for m in layer.modules()) for layer, call in zip(module, calls, strict=True))
-            if all(inside):
+        if isinstance(module, torch.nn.ModuleList) and len(module) and len(calls) % len(module) == 0:
+            each = len(calls) // len(module)
+            holders = (layer for layer in module for _ in range(each))
+            if all(any(m is c.module for m in layer.modules()) for layer, c in zip(holders, calls, strict=True)):
                 return module
     raise UnsupportedModelError(
         f"{type(model).__name__}: no list of decoder layers holds its attention modules in order"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from attention.batch.host import rows_batch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.recurrence.index import StateIndex, slots_of_rows
@@ -102,7 +102,17 @@ def read_logits(
     further = len(target.runner.runners) - 1
     planned = target.runner.plan(replace(metadata, other_groups=(metadata,) * further))  # the same pages in each group
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
-    return target.forward(flat, planned, logits_indices, model, keep_aux=False).logits.float()
+    positions = _rope_positions(target, batch, ids)
+    return target.forward(flat, planned, logits_indices, model, False, positions).logits.float()
+
+
+def _rope_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> torch.Tensor | None:
+    """Of rows that the model's own forward reads whole, these ids: by their number it chooses a longrope's factors."""
+    if target.long_rope is None:
+        return None
+    long = np.array([len(row) > target.long_rope.original for row in ids])
+    encoded = target.long_rope.encoded(batch.positions, np.repeat(long, batch.query_lens))
+    return torch.from_numpy(encoded).to(target.hf_model.device)
 
 
 def all_committed(rows: np.ndarray, start: np.ndarray, stop: np.ndarray) -> StateIndex:

@@ -29,7 +29,7 @@ _THRESHOLD = re.compile(
 _NO_THRESHOLD = re.compile(r"layers|pattern|use_|_types|num_|freq|mamba_chunk_size|^chunk_size$")
 """Mamba's chunks are how it is computed, and change no token."""
 _ROPE_THRESHOLD = "original_max_position_embeddings"
-_BATCH_DEPENDENT_ROPE = ("longrope", "dynamic")
+_BATCH_DEPENDENT_ROPE = "dynamic"
 
 Size = int | Callable[[int], int]
 _SIZES: tuple[tuple[str, Size], ...] = (
@@ -255,21 +255,17 @@ def _narrow_rope(config: PreTrainedConfig, low: Sequence[str]) -> bool:
     if not isinstance(own, dict):
         return False
     groups = [own, *(p for p in own.values() if isinstance(p, dict))]
-    batch_dependent = any(p.get("rope_type") in _BATCH_DEPENDENT_ROPE for p in groups)
     for parameters in groups:
-        _narrow_rope_parameters(config, parameters, low, batch_dependent)
-    if batch_dependent and isinstance(vars(config).get(_ROPE_THRESHOLD), int):
-        object.__setattr__(config, _ROPE_THRESHOLD, _FAR)
+        _narrow_rope_parameters(config, parameters, low)
     return True
 
 
-def _narrow_rope_parameters(
-    config: PreTrainedConfig, parameters: dict[str, Any], low: Sequence[str], batch_dependent: bool
-) -> None:
+def _narrow_rope_parameters(config: PreTrainedConfig, parameters: dict[str, Any], low: Sequence[str]) -> None:
     if isinstance(parameters.get(_ROPE_THRESHOLD), (int, float)):
-        # longrope and dynamic: requests end before it, see specdec.loading.sizes.max_model_len
-        near = _ROPE_THRESHOLD in low and not batch_dependent
-        parameters[_ROPE_THRESHOLD] = min(int(parameters[_ROPE_THRESHOLD]), _LOW) if near else MAX_POSITIONS
+        # dynamic: requests end before it, see specdec.loading.sizes.max_model_len
+        near = _ROPE_THRESHOLD in low and parameters.get("rope_type") != _BATCH_DEPENDENT_ROPE
+        far = _FAR if parameters.get("rope_type") == "longrope" else MAX_POSITIONS  # Phi-3 names it a second time
+        parameters[_ROPE_THRESHOLD] = min(int(parameters[_ROPE_THRESHOLD]), _LOW) if near else far
     width = _ROPE_DIM if "qk_rope_head_dim" in vars(config) else _HEAD_DIM
     partial = parameters.get("partial_rotary_factor") or getattr(config, "partial_rotary_factor", None) or 1.0
     pairs = int(width * partial) // 2 if width == _HEAD_DIM else width // 2

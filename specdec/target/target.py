@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from threading import get_ident
@@ -20,6 +20,7 @@ from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
 from specdec.target.alterations import Alterations
+from specdec.target.long_rope import LongRopePort, find_long_rope
 from specdec.target.placeholders import placeholders
 from specdec.target.probing import TargetProbe
 
@@ -157,7 +158,9 @@ class Target:
         runner: the attention of its layers.
         states: the states of its recurrent layers; None where it has none.
         num_layers: decoder layers.
+        fp8: its FP8 layers; None where it has none.
         placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
+        long_rope: the rule of a longrope model's requests; None for other models.
         alterations: what was done to the model for this target and its executor.
     """
 
@@ -168,8 +171,9 @@ class Target:
         aux_layers: tuple[int, ...],
         max_tokens: int,
         states: StateRunner | None = None,
+        max_positions: int | None = None,
     ) -> None:
-        """states: of the probe's recurrent calls."""
+        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own."""
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
@@ -178,17 +182,30 @@ class Target:
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows
         self.alterations = Alterations(self)
+        self.fp8 = probed.fp8
+        if probed.fp8 is not None:  # the first, so that it is undone when nothing else lies over these modules
+            self.alterations.on_undo(probed.fp8.release)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
         self.alterations.on_undo(self._port.release)
         self._recurrent = RecurrentPort(probed.recurrent_calls)
         self.alterations.on_undo(self._recurrent.release)
+        found = find_long_rope(probed.model)
+        self.long_rope = None if found is None else found.rule
+        self._rope: LongRopePort | None = None
+        if found is not None:
+            most = max_positions or probed.model.config.get_text_config().max_position_embeddings
+            self._rope = LongRopePort(found, self._embedding[:0], most)
 
     @property
     def num_embeddings(self) -> int:
         """Token ids that the model can read and predict: logits may be wider than the input embedding (padding)."""
-        embedding: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
-        return min(self.vocab_size, len(embedding))
+        return min(self.vocab_size, len(self._embedding))
+
+    @property
+    def _embedding(self) -> torch.Tensor:
+        weight: torch.Tensor = self.hf_model.get_input_embeddings().weight  # type: ignore[assignment]
+        return weight
 
     def forward(
         self,
@@ -197,6 +214,7 @@ class Target:
         logits_indices: torch.Tensor | None,
         model: Callable[..., Any] | None = None,
         keep_aux: bool = True,
+        rope_positions: torch.Tensor | None = None,
     ) -> TargetOutput:
         """One pass over a ragged batch.
 
@@ -208,11 +226,13 @@ class Target:
                 logits the compiler removes all that nothing reads, the writes of the cache included.
             keep_aux: whether the aux hidden states are kept; without, the batch may be longer than their buffer, and
                 `aux_hidden_states` has no rows.
+            rope_positions: [T] int64, see `LongRopeRule.encoded`; default the batch's positions.
 
         Raises:
             InvariantError: the batch is longer than their buffer, or the model did not hand them out.
         """
-        attend, positions = partial(self.runner.attend, planned), planned.metadata.positions
+        attend = partial(self.runner.attend, planned)
+        positions = planned.metadata.positions if rope_positions is None else rope_positions
         count, num_tokens = len(token_ids if logits_indices is None else logits_indices), len(token_ids)
         ids, rows = token_ids, logits_indices if self._selects_rows else None
         if model is not None:
@@ -222,6 +242,7 @@ class Target:
         recur = self.recur(planned)
         with (
             self._port.using(served),
+            self._using_rope(),
             self._recurrent.using(recur),
             self._recorder.recording(num_tokens, keep_aux),
         ):
@@ -260,9 +281,17 @@ class Target:
             recur: any recurrences; unused by a target without.
         """
         served = None if self.states is None else recur
-        with self._port.using(attend), self._recurrent.using(served), self._recorder.recording(len(token_ids)):
+        with (
+            self._port.using(attend),
+            self._using_rope(),
+            self._recurrent.using(served),
+            self._recorder.recording(len(token_ids)),
+        ):
             logits = self._logits(token_ids, positions, logits_indices if self._selects_rows else None, model)
         return logits if self._selects_rows else logits.index_select(0, logits_indices)
+
+    def _using_rope(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._rope is None else self._rope.using()
 
     def _logits(
         self,

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from benchmarks import engines
 from benchmarks.bench_round import Moments, floor, full_rounds, main, measured
 from benchmarks.engines import sizes_of
+from benchmarks.fp8_weights import fp8_weights
 from benchmarks.kinds import Kind
 from benchmarks.shapes import COPY_BYTES_PER_S, random_pair
 from benchmarks.synthetic import DrawnAcceptance, decide
@@ -106,6 +107,26 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     assert all(Kind.of(line) == Kind(True, 0.5) for line in lines) and "rows=2, 50% greedy" in done.output
     assert all(line["graphs"] == "off: backend 'torch' has none" for line in lines) and "graphs off" in done.output
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*runs on a CPU")
+def test_weights_in_fp8_on_the_cpu(tmp_path: Path) -> None:
+    """The floor counts a byte a weight of the layers, and two of the lm_head's; the head is as it was."""
+    plain, pair = (random_pair("tiny", torch.bfloat16, torch.device("cpu"), weights) for weights in ("model", "fp8"))
+    weights = sum(m.weight.numel() for m in plain.target.get_decoder().modules() if isinstance(m, torch.nn.Linear))
+    assert fp8_weights(pair.target) == (weights, weights // 128**2) and fp8_weights(plain.target) == (0, 0)
+    out = tmp_path / "round.jsonl"
+    options = "--shape tiny --weights fp8 --device cpu --drafts 0 --rows 2 --prompt 5 9 --new-tokens 12 --repeats 1"
+    done = CliRunner().invoke(main, [*options.split(), "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [(line["drafts"], line["weights"]) for line in lines] == [(0, "fp8")]
+    experts = plain.experts([[1] * 12] * 2, 0, 12)
+    saved = plain.floor_ms(2, 0, 13, experts) - lines[0]["floor_ms"]
+    assert saved == pytest.approx(1e3 * (weights - 4 * weights // 128**2) / COPY_BYTES_PER_S, rel=0.05)
+    with pytest.raises(ValueError, match="experts are not quantised here"):
+        random_pair("tiny-deepseek", torch.bfloat16, torch.device("cpu"), "fp8")
 
 
 @pytest.mark.parametrize("option", [("--backend", "flashinfer"), ("--trace", "1")])

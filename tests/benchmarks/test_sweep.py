@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -92,6 +93,52 @@ def test_an_error_without_a_name_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
     (case,) = (c for c in all_cases() if c.name == "gpt2")
     verdict = check(case, torch.float32, "cpu")
     assert verdict.outcome == "unnamed exception" and "IndexError" in verdict.reason
+
+
+@pytest.mark.slow
+def test_eager_attention_that_gives_other_tokens_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compared with is the default attention: eager hid that PaliGemma attends both ways."""
+
+    def other(model: Any) -> Any:
+        copied = copy.deepcopy(model)
+        copied.lm_head.weight.copy_(copied.lm_head.weight.flip(0))
+        return copied
+
+    (case,) = (c for c in all_cases() if c.name == "gpt2")
+    assert check(case, torch.float32, "cpu").notes == ""
+    monkeypatch.setattr(sweep_check, "eager_copy", other)
+    verdict = check(case, torch.float32, "cpu")
+    assert (verdict.outcome, verdict.notes) == (
+        "exact",
+        "its eager attention gives other tokens than its default one",
+    )
+
+
+@pytest.mark.slow
+def test_a_limit_is_told_with_its_reason_and_must_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    (case,) = named_cases(("deepseek_v32",))
+    verdict = check(case, torch.float32, "cpu")
+    assert (verdict.outcome, verdict.limit) == ("exact, limited", THRESHOLD)
+    assert f"beyond index_topk={THRESHOLD} tokens" in verdict.reason
+    monkeypatch.setattr(sweep_check.SpeculativeModel, "generate", lambda *args: [])
+    verdict = check(case, torch.float32, "cpu")
+    assert verdict.outcome == "unnamed exception" and "was not refused" in verdict.reason
+
+
+@pytest.mark.slow
+def test_a_wrapper_is_read_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    load = SpeculativeModel.from_pretrained
+
+    def loaded(target: Any, *args: Any, **options: Any) -> Any:
+        found.append(target)
+        return load(target, *args, **options)
+
+    monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", loaded)
+    (case,) = named_cases(("llava",))
+    assert check(case, torch.float32, "cpu").outcome == "exact"
+    assert len(found) == 3 and all(isinstance(target, str) for target in found)
+    assert {"(wrapper)" in case.name for case in named_cases(("wrappers",))} == {True}
 
 
 def test_every_type_of_the_mapping_is_a_case() -> None:

@@ -37,6 +37,7 @@ VOCAB, SAID = 2048, (70, 75, 80)
 """Tokens of the tokenizer, and those that the tiny models say: a head that guesses among them is right now and then."""
 KINDS = ("mamba2", "qwen3_next", "lfm2")
 CHECKED = [kind if kind == "mamba2" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+"""Checks that are alike but for the target take two of them or one; each is under several commands."""
 Folders = tuple[str, str]
 
 
@@ -132,7 +133,7 @@ def test_sampled_answers_are_drawn_from_the_targets_distribution(
     assert found["sampled"]["arms"][1]["drafts"] > 0
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", CHECKED[:2])
 def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "1,3", "--batch-size", "2")
     code, text, document = evaluate("acceptance", saved(name), *asked)
@@ -142,7 +143,7 @@ def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
     assert 1.0 < arms["K=3"]["metrics"]["tau"]["estimate"] < 4.0
 
 
-@pytest.mark.parametrize("name", CHECKED)
+@pytest.mark.parametrize("name", CHECKED[::2])
 def test_gsm8k(saved: Any, evaluate: Any, name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     rows = [{"question": f"Tom has {i} eggs. How many?", "answer": f"So {i}.\n#### {i}"} for i in range(9)]
@@ -170,12 +171,11 @@ def humaneval_data(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", KINDS)
-def test_humaneval(saved: Any, evaluate: Any, name: str, humaneval_data: str) -> None:
+def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str) -> None:
     """The task asks for 1,024 tokens, and a random model never stops."""
     pytest.importorskip("lm_eval")
     asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
-    code, text, document = evaluate("humaneval", saved(name), *asked, length="1152")
+    code, text, document = evaluate("humaneval", saved("lfm2"), *asked, length="1152")
     assert code == 0, text
     assert document["identical"] == {"questions": 1, "identical": 1, "differ": []}
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0

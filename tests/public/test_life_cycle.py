@@ -201,29 +201,38 @@ def test_a_running_stream_is_told_after_what_it_got() -> None:
     fast.close()
 
 
-def test_a_call_on_another_thread_is_told() -> None:
-    started, errors = threading.Event(), []
+def test_calls_on_other_threads_are_told() -> None:
+    """One of them is inside a round, which `close` waits for. All read one update, and then none until it is closed."""
+    inside, finish, closed, errors = threading.Event(), threading.Event(), threading.Event(), []
 
     class Tokenizer(LetterTokenizer):
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
-            started.set()
+            inside.set()
+            assert finish.wait(60)
             return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     target = tiny_llama()
     model = wrap(target, tokenizer=Tokenizer())
 
-    def call() -> None:
+    def call(prompt: list[int]) -> None:
         try:
-            model.generate(PROMPTS, LONG)
+            for _ in model.stream(prompt, LONG):
+                assert closed.wait(60)
         except ClosedModelError as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=call) for _ in range(3)]
-    for thread in threads:
+    threads = [threading.Thread(target=call, args=(prompt,)) for prompt in PROMPTS[:3]]
+    closer = threading.Thread(target=model.close)
+    threads[0].start()
+    assert inside.wait(60)
+    for thread in (*threads[1:], closer):
         thread.start()
-    assert started.wait(60)
-    model.close()
-    for thread in threads:
+    closer.join(0.2)
+    assert closer.is_alive(), "a round is running"
+    finish.set()
+    closer.join(60)
+    closed.set()
+    for thread in (*threads, closer):
         thread.join(60)
         assert not thread.is_alive()
     assert len(errors) == 3

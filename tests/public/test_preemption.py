@@ -43,12 +43,13 @@ def lived(completion: Any) -> tuple[Any, ...]:
 
 def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: list[SamplingParams]) -> None:
     preempted = 0
-    for some in (PROMPTS, PROMPTS[::-1]):
-        completions = together.generate(some, asked)
-        expected = [alone.generate(p, s)[0] for p, s in zip(some, asked, strict=True)]
-        differing = [i for i, (c, e) in enumerate(zip(completions, expected, strict=True)) if lived(c) != lived(e)]
+    expected = [alone.generate(p, s)[0] for p, s in zip(PROMPTS, asked, strict=True)]
+    for order in (slice(None), slice(None, None, -1)):
+        completions = together.generate(PROMPTS[order], asked[order])
+        pairs = enumerate(zip(completions, expected[order], strict=True))
+        differing = [i for i, (c, e) in pairs if lived(c) != lived(e)]
         hit = [i for i, c in enumerate(completions) if c.stats.preemptions]
-        assert not differing, f"{len(differing)} of {len(some)} requests differ; preempted were {hit}"
+        assert not differing, f"{len(differing)} of {len(PROMPTS)} requests differ; preempted were {hit}"
         for c in completions:
             assert c.stats.new_tokens == len(c.token_ids) == 1 + sum(r.emitted for r in c.stats.rounds)
         preempted += len(hit)

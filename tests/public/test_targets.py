@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from specdec import SamplingParams
-from specdec.errors import SpecdecWarning, UnsupportedModelError
+from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
 
 pytestmark = pytest.mark.usefixtures("every_self_test")
 
@@ -321,15 +321,12 @@ def test_nan_is_called_nan() -> None:
         wrap(model)
 
 
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        ("deepseek_v32", {**LATENT, "index_topk": 16, "index_n_heads": 4, "index_head_dim": 16}, "index_topk=16"),
-        ("falcon", {"head_dim": None, "alibi": True}, "alibi"),
-    ],
-)
-def test_a_family_that_reads_its_mask_is_refused_with_the_reason(
-    kind: str, options: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(UnsupportedModelError, match=f"without an attention mask.*{reason}"):
-        wrap(build(kind, options), max_model_len=100)
+def test_a_family_that_reads_its_mask_is_refused_with_the_reason() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"without an attention mask.*alibi"):
+        wrap(build("falcon", {"head_dim": None, "alibi": True}), max_model_len=100)
+
+
+def test_sparse_attention_is_refused_beyond_the_length_up_to_which_it_is_dense() -> None:
+    options = {**LATENT, "index_topk": 16, "index_n_heads": 4, "index_head_dim": 16}
+    with pytest.raises(InvalidInputError, match=r"max_model_len=100: beyond index_topk=16 tokens"):
+        wrap(build("deepseek_v32", options), max_model_len=100)

@@ -284,15 +284,6 @@ def test_kinds_of_prompts() -> None:
 
 
 ROPES: dict[str, tuple[dict[str, Any], int]] = {
-    "longrope": (
-        {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * 4,
-            "long_factor": [2.0] * 4,
-            "original_max_position_embeddings": 32,
-        },
-        32,
-    ),
     "dynamic": ({"rope_type": "dynamic", "factor": 2.0}, 128),
 }
 

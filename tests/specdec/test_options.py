@@ -16,7 +16,7 @@ import torch
 from attention.backends.reference import TorchBackend
 from specdec import SpeculativeModel
 from specdec.cli.generate import generate
-from specdec.cli.generate import inspect as inspect_command
+from specdec.cli.inspect import inspect as inspect_command
 from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError

@@ -219,7 +219,7 @@ def poison(weight: torch.Tensor) -> torch.Tensor:
         (drop("norm.weight"), r"missing: norm\.weight \[16\]"),
         (drop("lm_head.weight"), "missing: lm_head"),
         (drop("d2t"), "missing: d2t"),
-        (add("midlayer.self_attn.o_proj.bias", 16), r"unknown: midlayer\.self_attn\.o_proj\.bias"),
+        (add("midlayer.self_attn.k_proj.bias", 16), r"unknown: midlayer\.self_attn\.k_proj\.bias"),
         (put("fc.weight", lambda w: w[:, :32].clone()), r"shape of fc\.weight: \[16, 32\] instead of \[16, 48\]"),
         (add("model.norm.weight", 16), "two prefixes"),
         (put("norm.weight", poison), r"NaN or infinity.*norm\.weight"),
@@ -238,11 +238,12 @@ def poison(weight: torch.Tensor) -> torch.Tensor:
         (set_config(eagle_config={"use_aux_hidden_state": False}), r"unknown: fc\.weight|num_aux"),
         (set_config(rope_theta=5e5), "rope_theta"),
         (set_config(rope_scaling={"type": "linear", "factor": 2.0}), "contradicts itself about RoPE"),
-        (set_config(rope_scaling={"type": "dynamic", "factor": 2.0}), "dynamic"),
+        (set_config(rope_scaling={"type": "longrope", "factor": 2.0}), "longrope"),
+        (set_config(partial_rotary_factor=0.5), "part of the head"),
         (set_config(rope_parameters={"rope_type": "default", "partial_rotary_factor": 0.5}), "part of the head"),
         (set_config(hidden_act="gelu"), "gelu"),
         (set_config(quantization_config={"quant_method": "fp8"}), "quantised"),
-        (set_config(layer_types=["sliding_attention"]), "sliding"),
+        (set_config(layer_types=["sliding_attention"]), "no sliding_window"),
         (set_config(hidden_size="16"), "hidden_size must be int"),
         (set_config(hidden_size=None), "no hidden_size"),
     ],
@@ -276,8 +277,8 @@ def test_a_padded_target_vocabulary_fits(tmp_path: Path) -> None:
 
 
 OTHER_LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, ...]]]] = {
-    "speculators of type 'eagle3'": (
-        {"speculators_model_type": "eagle3"},
+    "speculators of type 'eagle'": (
+        {"speculators_model_type": "eagle"},
         {"layers.0.self_attn.q_proj.weight": (4, 8)},
     ),
     "P-EAGLE": ({}, {"mask_hidden": (1, 4)}),

@@ -269,8 +269,8 @@ def test_refusals() -> None:
         default_aux_layers(4)
     with pytest.raises(HeadLoadError, match="high_freq_factor"):
         RopeSpec(kind="llama3", scaling=(("factor", 8.0),)).frequencies(8)
-    with pytest.raises(HeadLoadError, match="dynamic"):
-        RopeSpec(kind="dynamic").frequencies(8)
+    with pytest.raises(HeadLoadError, match="longrope"):
+        RopeSpec(kind="longrope").frequencies(8)
     assert default_aux_layers(32) == (2, 16, 29)
     assert default_aux_layers(8) == (2, 4, 5)
 

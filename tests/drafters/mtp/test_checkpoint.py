@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import wrap
 
 from drafters.errors import HeadLoadError
 from drafters.mtp.checkpoint import deepseek_tensors, has_mtp, load_mtp
@@ -178,6 +179,8 @@ def test_speculators_names_are_mimos_but_the_embedding_comes_first(
     folder = case.write(tmp_path, settings={"speculators_model_type": "mtp"})
     assert not load(folder, case).spec.hidden_first
     assert load(case.write(tmp_path / "b"), case).spec.hidden_first
+    with wrap(case.model, str(folder), num_speculative_tokens=2) as wrapped:  # as a head of its own, by its folder
+        assert isinstance(wrapped.head, MtpHead) and not wrapped.head.spec.hidden_first
 
 
 def test_exported_names_are_deepseeks(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:

@@ -11,7 +11,8 @@ from click.testing import CliRunner, Result
 
 from drafters.eagle3.checkpoint import describe_eagle3
 from evals.data.arithmetic import problems
-from specdec.cli.generate import generate, inspect
+from specdec.cli.generate import generate
+from specdec.cli.inspect import inspect
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.heads import target_facts

@@ -29,6 +29,7 @@ from attention.errors import HandoffMismatchError, TransferError, TransferTimeou
 from specdec import Handoff, SamplingParams
 from specdec.errors import CacheTooSmallError, InvalidInputError, OutOfPagesError, RequestFailedError
 from tests.hybrids import tiny_hybrid
+from tests.specdec.target.test_long_rope import OPTIONS, answers_of, model_of, scripted
 from tests.specdec.test_hybrid_kv_cache import mixed
 
 PROMPTS = random_prompts((5, 33, 1, 17))
@@ -164,6 +165,21 @@ def test_windowed_groups_move_what_their_windows_show() -> None:
         other.resume(handoff)
     p.release(handoff)
     assert lived(moved(p, d, prompts, PARAMS)) == lived(stays.generate(prompts, PARAMS))
+
+
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "phi3"])
+def test_longrope_requests_keep_their_factors(kind: str) -> None:
+    """Prompts around the length at which factors change; a Phi-3 that is just there reads all again in D."""
+    prompts, answers = answers_of(kind)
+
+    def load() -> Any:
+        return wrap(model_of(kind), scripted(kind), num_speculative_tokens=3, **(OPTIONS | {"kv_cache_tokens": 900}))
+
+    p, d, stays = load(), load(), load()
+    params = SamplingParams(max_new_tokens=24, return_drafts=True)
+    completions = moved(p, d, prompts, params)
+    assert [c.token_ids for c in completions] == answers
+    assert lived(completions) == lived(stays.generate(prompts, params))
 
 
 def test_a_request_that_ends_with_its_first_token_needs_no_other_engine() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import backend_of_ours, eagle3_head, hf_greedy, random_prompts, tiny_llama, wrap
+from fakes import backend_of_ours, eagle3_head, hf_greedy, hooks_of, random_prompts, tiny_llama, wrap
 from torch._dynamo.utils import counters
 
 import specdec.execution.capture
@@ -84,7 +84,7 @@ def test_asked_for_it_is_an_error_and_the_model_is_as_it_was(
     with pytest.raises(RuntimeError, match="a graph break"):
         load(target, cuda_graphs=True)
     assert not any(isinstance(m, SiblingLinear) for m in target.modules())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in target.modules())
+    assert not any(any(hooks_of(m)) for m in target.modules())
 
 
 def test_a_bug_of_ours_is_no_reason(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from transformers import AutoConfig, PreTrainedConfig
 
 from specdec.target.shrinking import Threshold, miniature, thresholds
@@ -48,15 +49,24 @@ def test_groups_of_heads_and_experts_stay_what_they_are() -> None:
     assert (deepseek.first_k_dense_replace, deepseek.num_hidden_layers, deepseek.q_lora_rank) == (1, 2, 24)
 
 
-def test_a_rotary_embedding_that_changes_with_the_batch_stays_below_its_change() -> None:
+@pytest.mark.parametrize(("low", "length"), [(["original_max_position_embeddings"], 20), ([], 4096)])
+def test_longrope_changes_at_one_length_wherever_a_configuration_names_it(low: list[str], length: int) -> None:
     factors = {"short_factor": [1.0] * 48, "long_factor": [2.0] * 48, "original_max_position_embeddings": 4096}
     rope = {"rope_type": "longrope", "rope_theta": 1e4, **factors}
     config = AutoConfig.for_model(
         "phi3", rope_parameters=rope, max_position_embeddings=131072, original_max_position_embeddings=4096
     )
+    small = miniature(config, low)
+    assert small.rope_parameters["original_max_position_embeddings"] == length
+    assert small.original_max_position_embeddings == length
+    assert len(small.rope_parameters["short_factor"]) == len(small.rope_parameters["long_factor"]) == 8
+
+
+def test_a_rotary_embedding_that_changes_with_the_batch_stays_below_its_change() -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 4096}
+    config = AutoConfig.for_model("llama", rope_parameters=rope, max_position_embeddings=131072)
     small = miniature(config, ["original_max_position_embeddings"])
     assert small.rope_parameters["original_max_position_embeddings"] > 300
-    assert len(small.rope_parameters["short_factor"]) == len(small.rope_parameters["long_factor"]) == 8
 
 
 def test_layers_with_widths_of_their_own_keep_them_apart() -> None:

@@ -1,0 +1,102 @@
+"""Matmuls in fine-grained FP8 against the bytes of their weights, tiling by tiling, and what quantises their inputs.
+
+    python -m benchmarks.bench_fp8 --tokens 1,8,48 --out benchmarks/results/fp8.jsonl
+
+A call is the median of graph replays over weights that do not fit into the L2 cache together. `chosen` is what
+`specdec.ops.fp8_kernel.tiling_of` takes; `bf16` is the matmul in bfloat16 as unquantised targets run it. Floors are the
+bytes of weights and scales over 4.25 TB/s.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import click
+import torch
+
+from benchmarks.bench_latent import replay_us
+from benchmarks.document import provenance
+from benchmarks.shapes import COPY_BYTES_PER_S
+from specdec.ops.fp8 import BLOCK, FP8, fp8_quantise
+from specdec.ops.linear import few_tokens_linear
+
+CUDA = torch.device("cuda")
+LLAMA = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
+"""Rows and width of Llama-3.1-8B's fused q, k, v; of o; of fused gate, up; and of down."""
+_LEAST_BYTES = 160 << 20
+"""Of the weights of one replay: three times an H200's L2 cache."""
+_ROWS, _STAGES = (16, 32, 64, 128), (4, 8, 12)
+_SHARED_BYTES = 227 << 10
+
+
+def candidates(tokens: int) -> Iterator[Any]:
+    """Tilings that a batch of so many tokens could have, by what shared memory holds."""
+    from specdec.ops.fp8_kernel import Tiling
+
+    tile = min(max(1 << (tokens - 1).bit_length(), 16), 128)
+    for rows, first, warps, stages in product(_ROWS, (True, False), (4, 8), _STAGES):
+        fits = stages * BLOCK * (tile + rows) < _SHARED_BYTES
+        worse = warps == 8 and tile * rows < 64 * 128
+        if fits and not worse:
+            yield Tiling(tile, rows, first, warps, stages)
+
+
+def timed(launch: Callable[[torch.Tensor, torch.Tensor], object], weights: list[tuple[torch.Tensor, ...]]) -> float:
+    """Microseconds of one call."""
+
+    def all_of_them() -> None:
+        for weight in weights:
+            launch(*weight)  # type: ignore[call-arg]
+
+    return replay_us(all_of_them) / len(weights)
+
+
+def measured(rows: int, width: int, tokens: int, sweep: bool) -> dict[str, Any]:
+    """A shape with so many tokens."""
+    from specdec.ops.fp8_kernel import launch_fp8_matmul, tiling_of
+
+    count = max(_LEAST_BYTES // (rows * width), 2)
+    half = torch.randn(tokens, width, device=CUDA, dtype=torch.bfloat16)
+    x, x_scale = fp8_quantise(half)
+    scales = torch.rand(rows // BLOCK, width // BLOCK, device=CUDA)
+    pairs = [(torch.randn(rows, width, device=CUDA).to(FP8), scales.clone()) for _ in range(count)]
+
+    def by(tiling: Any) -> float:
+        return timed(lambda w, s: launch_fp8_matmul(x, x_scale, w, s, torch.bfloat16, tiling), pairs)
+
+    chosen = tiling_of(tokens, rows)
+    found = {"rows": rows, "width": width, "tokens": tokens, "chosen": asdict(chosen), "us": by(chosen)}
+    found["floor_us"] = 1e6 * (rows * width + 4 * scales.numel()) / COPY_BYTES_PER_S
+    found["quantise_us"] = replay_us(lambda: [fp8_quantise(half) for _ in range(20)]) / 20
+    plain = [(torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16),) for _ in range(count)]
+    found["bf16_us"] = timed(lambda w: few_tokens_linear(half, w), plain)  # type: ignore[misc, arg-type]
+    if sweep:
+        times = [(by(tiling), asdict(tiling)) for tiling in candidates(tokens)]
+        found["best"] = sorted(times, key=lambda each: each[0])[:6]
+    return found
+
+
+@click.command(help=__doc__)
+@click.option("--tokens", default="1,8,48", show_default=True)
+@click.option("--sweep/--no-sweep", default=True, show_default=True, help="Every tiling, not only the one in use.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
+def main(tokens: str, sweep: bool, out: Path) -> None:
+    """Measure every shape with every number of tokens."""
+    for (rows, width), count in product(LLAMA, [int(each) for each in tokens.split(",")]):
+        line = {"benchmark": "fp8", **measured(rows, width, count, sweep), **provenance()}
+        best = f", best {line['best'][0][0]:.1f} {line['best'][0][1]}" if sweep else ""
+        click.echo(
+            f"{rows} x {width}, {count} tokens: {line['us']:.1f} us, floor {line['floor_us']:.1f}, bf16 "
+            f"{line['bf16_us']:.1f}, quantise {line['quantise_us']:.1f}{best}"
+        )
+        with out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main()

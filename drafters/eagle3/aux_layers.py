@@ -1,0 +1,65 @@
+"""Which of the target's states an EAGLE-3 head reads, from its config.json."""
+
+from __future__ import annotations
+
+from drafters.base import FINAL_NORM
+from drafters.checkpoints.config_fields import Config, Field, lookup
+from drafters.eagle3.formats import AUX_KEYS, BOUNDARIES, OUTPUTS
+from drafters.eagle3.overrides import NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
+from drafters.eagle3.spec import default_aux_layers
+from drafters.errors import HeadLoadError, HeadMismatchError
+
+
+def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrides) -> Field:
+    """Layer boundaries of the aux hidden states. Nested ids name the layer whose output is meant: boundary = id + 1;
+    unless the largest id is the number of layers: then, like top-level ids, they are boundaries already.
+
+    Args:
+        config: the head's, all keys at the top. num_layers: N of the target.
+
+    Raises:
+        HeadLoadError: no list of numbers, several that disagree, or DeepSpec's with the target's last layer.
+        HeadMismatchError: a layer that the target does not have.
+    """
+    if overrides.aux_layers is not None:
+        field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
+        _check_aux_layers(config, field, num_layers)
+        return field
+    if lookup(config, USE_AUX) is False:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
+        return Field("aux_layers", (FINAL_NORM,), f"config {USE_AUX}")
+    listed = _listed_layers(config, num_layers)
+    if len(set(listed.values())) > 1:
+        raise HeadLoadError(f"config.json names different aux layers: {listed} (as boundaries); choose with overrides")
+    if listed:
+        field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
+    else:
+        field = Field("aux_layers", default_aux_layers(num_layers), "default 2, N//2, N-3")
+    _check_aux_layers(config, field, num_layers)
+    return field
+
+
+def _listed_layers(config: Config, num_layers: int) -> dict[str, tuple[int, ...]]:
+    listed = {}
+    for key, meaning in AUX_KEYS.items():
+        ids = lookup(config, key)
+        if ids is None:
+            continue
+        if not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids):
+            raise HeadLoadError(f"config.json: {key} must be a list of layer numbers, not {ids!r}")
+        if key == TARGET_LAYERS and max(ids) == num_layers - 1:
+            raise HeadLoadError(
+                f"config.json: {key} = {ids} has the target's last layer, which transformers returns after the final "
+                "norm; DeepSpec's own evaluation does not run such heads either"
+            )
+        if key == NESTED_AUX_LAYERS and max(ids) == num_layers:
+            meaning = BOUNDARIES  # no layer has the number num_layers
+        listed[f"{key} (read as {meaning})"] = tuple(i + 1 for i in ids) if meaning == OUTPUTS else tuple(ids)
+    return listed
+
+
+def _check_aux_layers(config: Config, field: Field, num_layers: int) -> None:
+    if max(field.value) > num_layers:
+        raise HeadMismatchError(f"the head reads boundaries {field.value}, this target has {num_layers} layers")
+    count = lookup(config, "num_aux_hidden_states")
+    if count is not None and count != len(field.value):
+        raise HeadLoadError(f"config.json says num_aux_hidden_states = {count}, but the aux layers are {field.value}")

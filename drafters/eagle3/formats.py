@@ -1,0 +1,202 @@
+"""How exporters write EAGLE-3 heads down: one description each, for whoever reads or writes such a folder.
+
+Tensor names are the same but for the prefix of the first layer; what differs is where config.json keeps a value, what
+the ids of aux layers mean, and what a value is that is left out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from huggingface_hub.errors import StrictDataclassError
+from transformers import AutoConfig
+
+from drafters.checkpoints.config_fields import Config, Field, lookup
+from drafters.eagle3.overrides import AUX_LAYERS, KEYS, NESTED_AUX_LAYERS, TARGET_LAYERS
+from drafters.errors import HeadLoadError
+
+Ids = Literal["boundaries", "ids of layers whose output is read"]
+BOUNDARIES: Ids = "boundaries"
+OUTPUTS: Ids = "ids of layers whose output is read"
+"""What a number in a list of aux layers is: boundary b as in `drafters.base`, or layer b - 1."""
+AUX_KEYS: Mapping[str, Ids] = {NESTED_AUX_LAYERS: OUTPUTS, AUX_LAYERS: BOUNDARIES, TARGET_LAYERS: OUTPUTS}
+"""Keys of lists of aux layers: SpecForge's, SGLang's and ModelOpt's; speculators' and vLLM's; DeepSpec's."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How one exporter writes an EAGLE-3 head.
+
+    Attributes:
+        name: in reports.
+        first_layer: prefix of the first layer's tensors; every prefix is read, this one is written.
+        architectures: words of config.json's `architectures` that only this exporter writes.
+        keys: keys (dotted) that only this exporter writes.
+        layer_config: the object that holds the decoder layer's own configuration without its class's default values;
+            None: it lies at the top, complete.
+        layer_type: model_type of such an object that names none.
+        target: key of the name of the target that the head was made for.
+        deep_norm: of a further layer with both norms, the one before its attention.
+        first_position: what the token at position 0 of the target's states is rotated as; see `RopeSpec`.
+        defaults: by key, the value that the exporter's own reader takes when it is absent, and what to say of that.
+        feedback_note: what to say where `norm_output` is true.
+    """
+
+    name: str
+    first_layer: str = "midlayer."
+    architectures: tuple[str, ...] = ()
+    keys: tuple[str, ...] = ()
+    layer_config: str | None = None
+    layer_type: str = "llama"
+    target: str | None = None
+    deep_norm: Literal["hidden_norm", "input_layernorm"] = "hidden_norm"
+    first_position: int = 0
+    defaults: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    feedback_note: str = ""
+
+
+SAFEAILAB = Format("SafeAILab")
+"""Source: SafeAILab/EAGLE, eagle/model/cnets.py, eagle/traineagle3/config.json."""
+SPECFORGE = Format(
+    "SpecForge/SGLang",
+    architectures=("LlamaForCausalLMEagle3",),
+    keys=("eagle_config", "norm_output", "fc_norm", "norm_before_fc"),
+    feedback_note="heads that SpecForge trained before September 2026 were fed the state before the norm all the same: "
+    "if few drafts are accepted, give head_overrides feedback='pre_norm'",
+)
+"""Source: sgl-project/SpecForge; sgl-project/sglang python/sglang/srt/models/llama_eagle3.py."""
+MODELOPT = Format(
+    "NVIDIA ModelOpt",
+    keys=(
+        "eagle_config.use_last_layernorm",
+        "eagle_config.next_layer_regular",
+        "eagle_config.use_input_layernorm_in_first_layer",
+    ),
+)
+"""Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py."""
+ANGELSLIM = Format("AngelSlim", architectures=("Eagle3LlamaForCausalLM",))
+"""Source: Tencent/AngelSlim angelslim/compressor/speculative/train/configs."""
+DEEPSPEC = Format(
+    "DeepSpec",
+    first_layer="layers.0.",
+    architectures=("Qwen3Eagle3Model",),
+    keys=("draft_num_hidden_layers", "step_loss_decay"),
+    target="target_model_name_or_path",
+)
+"""Source: deepseek-ai/DeepSpec deepspec/modeling/eagle3/common.py (ids), qwen3/modeling.py."""
+SPECULATORS = Format(
+    "speculators",
+    first_layer="layers.0.",
+    architectures=("Eagle3Speculator", "Eagle3DraftModel"),
+    keys=("speculators_model_type", "speculators_config"),
+    layer_config="transformer_layer_config",
+    layer_type="qwen3",
+    target="speculators_config.verifier.name_or_path",
+    deep_norm="input_layernorm",
+    first_position=1,
+    defaults={
+        "draft_vocab_size": (32000, "default of speculators"),
+        "norm_before_residual": (
+            False,
+            "default of speculators; vLLM takes true: if few drafts are accepted, give head_overrides "
+            "norm_before_residual=true",
+        ),
+    },
+)
+"""Source: vllm-project/speculators 0.9, speculators/models/eagle3/config.py, core.py (position_ids = 1 + arange)."""
+
+_CONFIG_KEY = re.compile(r"(?<=config )[\w.]+|(?<=, )[\w.]+")
+"""A key in a source, as `drafters.checkpoints.config_fields.read` writes them: "config rope_theta, …"."""
+
+FORMATS = (SPECULATORS, DEEPSPEC, ANGELSLIM, MODELOPT, SPECFORGE, SAFEAILAB)
+"""In the order in which they are recognised; the last has no marks of its own."""
+
+
+def format_of(config: Config) -> Format:
+    """Which exporter wrote a head's config.json; SafeAILab's layout where nothing else is recognised."""
+    named = lookup(config, "architectures")
+    names = set(named) if isinstance(named, list) and all(isinstance(name, str) for name in named) else set()
+    for found in FORMATS:
+        if any(lookup(config, key) is not None for key in found.keys) or names & set(found.architectures):
+            return found
+    return SAFEAILAB
+
+
+def target_named_by(config: Config) -> str | None:
+    """The target that a head was made for, by its own config.json; None where that names none."""
+    key = format_of(config).target
+    name = None if key is None else lookup(config, key)
+    return name if isinstance(name, str) and name else None
+
+
+@dataclass(frozen=True)
+class FlatConfig:
+    """A head's configuration with all keys at the top.
+
+    Attributes:
+        config: the keys. origins: where a key lies in the file, or what gave it, where that is not its own name.
+        format: who wrote it.
+    """
+
+    config: dict[str, Any]
+    origins: Mapping[str, str]
+    format: Format
+
+    def located(self, fields: Iterable[Field], given: Iterable[str] = ()) -> tuple[Field, ...]:
+        """Resolved fields whose sources name places in the file; `given`: keys that are a user's, not the file's."""
+        own = {key.split(".")[0] for key in given}
+
+        def place(word: re.Match[str]) -> str:
+            first, dot, rest = word[0].partition(".")
+            return word[0] if first in own or first not in self.origins else self.origins[first] + dot + rest
+
+        return tuple(Field(f.name, f.value, _CONFIG_KEY.sub(place, f.source)) for f in fields)
+
+
+def flattened(config: Config) -> FlatConfig:
+    """A head's config.json with the decoder layer's own object, if it has one, completed and laid at the top.
+
+    Raises:
+        HeadLoadError: that object is missing, contradicts the keys at the top, or is not what its model_type allows.
+    """
+    found = format_of(config)
+    flat: dict[str, Any] = dict(config)
+    origins: dict[str, str] = {}
+    if found.layer_config is not None:
+        layer, origins = _completed(config, found)
+        flat = layer | {key: value for key, value in config.items() if value is not None}
+        origins = {key: origin for key, origin in origins.items() if config.get(key) is None}
+    for key, (value, note) in found.defaults.items():
+        if flat.get(key) is None:
+            flat[key] = value
+            origins[key] = f"{key} (absent: {note})"
+    return FlatConfig(flat, origins, found)
+
+
+def _completed(config: Config, found: Format) -> tuple[dict[str, Any], dict[str, str]]:
+    """The layer's object with its class's defaults, which exporters leave out, and where each value is from."""
+    key = found.layer_config or ""
+    nested = config.get(key)
+    if not isinstance(nested, Mapping):
+        raise HeadLoadError(f"config.json of a {found.name} head must have an object {key}, not {nested!r}")
+    kind = nested.get("model_type", found.layer_type)
+    if kind not in ("llama", "qwen3"):
+        raise HeadLoadError(f"{key}.model_type is {kind!r}; {found.name} makes EAGLE-3 layers of llama and qwen3")
+    own = [name for name in KEYS if name in nested and name != "model_type"]
+    twice = [name for name in own if config.get(name) not in (None, nested[name])]
+    if twice:
+        said = "; ".join(f"{name} = {config[name]!r} and {key}.{name} = {nested[name]!r}" for name in twice)
+        raise HeadLoadError(f"config.json contradicts itself: {said}")
+    given = {name: value for name, value in nested.items() if name not in ("model_type", "transformers_version")}
+    try:
+        whole = AutoConfig.for_model(kind, **given)
+    except (StrictDataclassError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        raise HeadLoadError(f"{key} is no configuration of a {kind} layer: {error}") from error
+    layer = whole.to_dict() | {"use_qk_norm": kind == "qwen3"}
+    kept = {"rope_parameters"} if {"rope_theta", "rope_scaling"} & set(given) else set()  # one spelling of the two
+    named = {name: f"{key}.{name}" for name in layer if name in given or name in kept}
+    absent = {name: f"{key}.{name} (absent: default of {type(whole).__name__})" for name in layer if name not in named}
+    return layer, absent | named | {"use_qk_norm": f"{key}.model_type"}

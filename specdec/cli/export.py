@@ -1,0 +1,105 @@
+"""The command `specdec export`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specdec.cli.options import examples, pick_options
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from drafters.eagle3.export import ExportLayout
+    from specdec.options import LoadOptions
+
+_LAYOUTS = ("speculators", "specforge")
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+@click.command(
+    epilog=examples(
+        "specdec export run/head --layout specforge --out for-sglang",
+        "specdec export run/head --layout speculators --target gsm-llama --out for-vllm",
+        "specdec export run/head --layout speculators --target ./llama --verifier meta-llama/Llama-3.1-8B --out o",
+    )
+)
+@click.argument("head")
+@click.option("--layout", type=click.Choice(_LAYOUTS), required=True, help="speculators: vLLM's; specforge: SGLang's.")
+@click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder; it must be empty, or not exist.")
+@click.option("--target", help="The head's target: built-in name, folder or hub name. Default: what the head names.")
+@click.option("--verifier", help="The target's name in a speculators configuration. Default: --target.")
+@click.option("--dtype", type=click.Choice(_DTYPES), help="Of the stored weights. Default: as they are stored.")
+@click.option(
+    "--with-target-tensors/--without-target-tensors",
+    default=True,
+    show_default=True,
+    help="speculators: write the embedding (and lm_head) that the head shares with its target, as that package does.",
+)
+@click.option(
+    "--num-speculative-tokens", "-k", type=click.IntRange(1), default=5, show_default=True, help="K that it proposes."
+)
+@pick_options("head_overrides")
+def export(head: str, layout: ExportLayout, out: Path, target: str | None, **options: Any) -> None:
+    """Write HEAD, an EAGLE-3 head in any layout that is read, in the layout of another project.
+
+    What a layout cannot express is refused by name, and nothing is written.
+    """
+    from specdec.options import LoadOptions
+
+    _check_empty(out)
+    overrides = LoadOptions.from_words({"head_overrides": options.pop("head_overrides")})
+    folder = _exported(head, layout, out, target, overrides, **options)
+    click.echo(f"{head} is in {folder}, in the {layout} layout")
+
+
+def _exported(
+    head: str,
+    layout: ExportLayout,
+    out: Path,
+    target: str | None,
+    options: LoadOptions,
+    *,
+    verifier: str | None,
+    dtype: str | None,
+    with_target_tensors: bool,
+    num_speculative_tokens: int,
+) -> Path:
+    import torch
+
+    from drafters.eagle3.checkpoint import load_eagle3
+    from drafters.eagle3.export import Verifier, export_eagle3
+    from drafters.eagle3.outline import stored_dtype, target_of_files
+    from drafters.eagle3.overrides import Eagle3Overrides
+    from specdec.loading.builtin import resolve
+    from specdec.loading.outlines import is_available, outline_target, target_of_head
+
+    path, overrides = resolve(head), Eagle3Overrides.of(options.head_overrides or {})
+    named = target_of_head(path) if target is None else target
+    outline = outline_target(named) if named is not None and (target or is_available(named)) else None
+    facts = target_of_files(path, overrides) if outline is None else outline.facts
+    loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
+    shares = not (loaded.spec.own_embed and loaded.spec.own_lm_head)
+    if outline is None and layout == "speculators" and with_target_tensors and shares:
+        raise InvalidInputError(
+            "what the head shares with its target is written, too, and "
+            + ("its files name no target" if named is None else f"its target {named} is not on this machine")
+            + ": give --target, or --without-target-tensors"
+        )
+    name = verifier or (named if outline is None else outline.name)
+    kinds = () if outline is None else outline.architectures
+    return export_eagle3(
+        loaded,
+        out,
+        layout,
+        verifier=None if name is None else Verifier(name, kinds),
+        dtype=getattr(torch, dtype) if dtype else stored_dtype(path),
+        num_speculative_tokens=num_speculative_tokens,
+        with_target_tensors=with_target_tensors,
+    )
+
+
+def _check_empty(out: Path) -> None:
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise InvalidInputError(f"--out {out}: it exists and is not empty; give another folder")

@@ -1,0 +1,155 @@
+"""The command `specdec inspect`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+from click.core import ParameterSource
+
+from specdec.cli.options import examples, load_model, load_options_of, model_options
+from specdec.errors import InvalidInputError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from drafters.checkpoints.config_fields import HeadReport
+    from specdec.agreement.check import Agreement
+    from specdec.model import SpeculativeModel
+    from specdec.options import LoadOptions
+
+
+@click.command(
+    epilog=examples(
+        "specdec inspect",
+        "specdec inspect --model gsm-deepseek --draft mtp",
+        "specdec inspect --model gsm-llama --draft none --json",
+        "specdec inspect run/head --target gsm-llama",
+        "specdec inspect run/head --target gsm-llama --head-override aux_layers=[1,3,4]",
+    )
+)
+@click.argument("head", required=False)
+@click.option("--target", help="Of HEAD: built-in name, folder or hub name. Default: the one that HEAD names.")
+@click.option(
+    "--file", "file", type=click.Path(path_type=Path), help="Prompts of the agreement check: .jsonl, or one text."
+)
+@click.option("--json", "as_json", is_flag=True, help="The facts as one JSON object, numbers as they are.")
+@model_options()
+@click.pass_context
+def inspect(
+    context: click.Context, head: str | None, target: str | None, file: Path | None, as_json: bool, **options: Any
+) -> None:
+    """Load a target and a head, run the self-test, and print every resolved fact; of a head, where it came from.
+
+    With HEAD (a folder or hub name), also whether the two agree: the target answers a few prompts, and if it accepts
+    few drafts, other readings of the head's files are tried on the answers and the likely cause is named. Where neither
+    --target nor HEAD's own files say which target, or it is not on this machine, HEAD alone is shown.
+    """
+    load = load_options_of(options)
+    if head is None:
+        if target is not None or file is not None:
+            raise InvalidInputError("--target and --file go with a HEAD: give one, or name the target by --model")
+        _print(load_model(options["model"], options["draft"], load), None, as_json)
+        return
+    given = {name for name in ("model", "draft") if context.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    if "draft" in given or (target is not None and "model" in given):
+        raise InvalidInputError("HEAD and --draft, or --target and --model, say the same: give one of them")
+    found, remark = _target_of(head, target or (options["model"] if "model" in given else None))
+    if found is None:
+        _print_head(_described(head, load), remark, as_json)
+        return
+    _print_pair(head, found, load, file, as_json)
+
+
+def _target_of(head: str, given: str | None) -> tuple[str | None, str]:
+    """The target to inspect a head with, or None and why there is none."""
+    from specdec.loading.builtin import resolve
+    from specdec.loading.outlines import is_available, target_of_head
+
+    if given is not None:
+        return given, ""
+    if head in ("auto", "mtp"):
+        raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")
+    named = target_of_head(resolve(head))
+    if named is None:
+        return None, "its files name no target; give --target to check whether the two agree"
+    if not is_available(named):
+        return None, f"its files name the target {named}, which is not on this machine; give --target"
+    return named, ""
+
+
+def _described(head: str, load: LoadOptions) -> HeadReport:
+    """A head without a target: what its own files say."""
+    from drafters.eagle import describe_eagle
+    from drafters.eagle3.outline import target_of_files
+    from drafters.eagle3.overrides import Eagle3Overrides
+    from drafters.mtp.checkpoint import has_mtp
+    from specdec.loading.builtin import resolve
+
+    path, overrides = resolve(head), Eagle3Overrides.of(load.head_overrides or {})
+    if has_mtp(path):
+        raise InvalidInputError(f"{head}: a multi-token-prediction module is read with its target: give --target")
+    return describe_eagle(path, target_of_files(path, overrides), overrides)
+
+
+def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:
+    from specdec.agreement.check import check_agreement
+    from specdec.cli.generate import as_chats, read_prompt_file
+
+    prompts = None if file is None else read_prompt_file(file)
+    model = load_model(target, "mtp" if head == target else head, load)
+    _print(model, check_agreement(model, None if prompts is None else as_chats(model, prompts)), as_json)
+
+
+def _print(model: SpeculativeModel, agreement: Agreement | None, as_json: bool) -> None:
+    from rich.console import Console
+
+    from drafters.checkpoints.config_fields import Reported
+    from specdec.cli.tables import facts_table, fit_lines, report_table
+
+    facts = model.describe()
+    if as_json:
+        if agreement is not None:
+            facts["agreement"] = agreement.as_json()
+        click.echo(json.dumps(facts, indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    console.print(facts_table(facts))
+    if isinstance(model.head, Reported) and model.head.checkpoint_report is not None:
+        console.print(report_table(model.head.checkpoint_report))
+    for line in fit_lines(facts):
+        console.print(line, style="green", highlight=False)
+    if agreement is not None:
+        _print_agreement(console, agreement)
+
+
+def _print_agreement(console: Console, agreement: Agreement) -> None:
+    from specdec.cli.agreement_tables import agreement_lines, readings_table
+
+    if agreement.chains is not None:
+        console.print(readings_table(agreement))
+    style = "green" if agreement.verdict == "fine" else "red"
+    for line in agreement_lines(agreement):
+        console.print(line, style=style, highlight=False, markup=False)
+
+
+def _print_head(report: HeadReport, remark: str, as_json: bool) -> None:
+    from rich.console import Console
+
+    from specdec.cli.tables import report_table
+
+    if as_json:
+        fields = {f.name: {"value": _plain(f.value), "from": f.source} for f in report.fields}
+        found = {"head": str(report.path), "layout": report.layout, "parameters": report.num_parameters}
+        click.echo(json.dumps(found | {"fields": fields, "remark": remark}, indent=2, ensure_ascii=False))
+        return
+    console = Console()
+    console.print(report_table(report))
+    console.print(remark, highlight=False, markup=False)
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON holds it; others as text."""
+    return value if isinstance(value, (bool, int, float, str, list, tuple, type(None))) else str(value)

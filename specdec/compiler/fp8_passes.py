@@ -1,0 +1,103 @@
+"""What we change in the compiler's graph of a model with FP8 layers: results that are only quantised are never written
+in half precision."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from specdec.compiler.passes import Rewriting
+from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_fp8  # noqa: F401 (registers them)
+
+_OURS = torch.ops.specdec
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten.reshape.default)
+
+
+class Fp8Rewriting(Rewriting):
+    """All rewritings of `Rewriting`, and norms and gated activations that are quantised at once."""
+
+    def __call__(self, graph: Graph) -> None:
+        """Rewrite the compiler's graph."""
+        super().__call__(graph)
+        quantise_at_once(graph)
+
+    def uuid(self) -> str:
+        """Part of the compiler cache's key."""
+        return f"{super().uuid()}-fp8-1"
+
+
+def quantise_at_once(graph: Graph) -> None:
+    """`fp8_quantise` of a norm's or a gated activation's result that nothing else reads becomes one operator with it.
+
+    Run after `Rewriting`, which leaves one `fp8_quantise` for all layers that read a tensor.
+    """
+    for node in list(graph.nodes):
+        if node.target is _OURS.fp8_quantise.default and (source := _only_read_by(node.args[0], node)) is not None:
+            _fuse(graph, source, node)
+
+
+def _fuse(graph: Graph, source: Node, quantise: Node) -> None:
+    """source: what computes the values, before views of them; nothing is done where it is none of ours."""
+    if source.target is _OURS.rms_norm.default:
+        _replace(graph, source, quantise, _OURS.rms_norm_fp8.default, [])
+    elif source.target is _OURS.silu_product.default:
+        _replace(graph, source, quantise, _OURS.silu_product_fp8.default, [])
+    elif source.target is operator.getitem and source.args[1] == 1:
+        both: Any = source.args[0]
+        if both.target is _OURS.add_rms_norm.default:
+            _replace(graph, both, quantise, _OURS.add_rms_norm_fp8.default, _places(both, 0))
+
+
+def _replace(graph: Graph, old: Node, quantise: Node, target: Any, sums: list[Node]) -> None:
+    """Compute at `old` what `quantise` gives; sums: nodes that stand for the residual sum, its first result."""
+    values, scales = quantise.meta["val"]
+    total = [node.meta["val"] for node in sums[:1]] or (
+        [old.meta["val"][0]] if target is _OURS.add_rms_norm_fp8.default else []
+    )
+    with graph.inserting_before(old):
+        new = graph.call_function(target, old.args)
+        new.meta["val"] = (*total, values, scales)
+        results = [graph.call_function(operator.getitem, (new, place)) for place in range(len(total) + 2)]
+    for result, value in zip(results, new.meta["val"], strict=True):
+        result.meta["val"] = value
+    for node in sums:
+        node.replace_all_uses_with(results[0])
+    for place in (0, 1):
+        for node in _places(quantise, place):
+            node.replace_all_uses_with(results[len(total) + place])
+    _erase(graph, quantise)
+
+
+def _places(node: Node, place: int) -> list[Node]:
+    """The nodes that take result number `place` of `node`."""
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == place]
+
+
+def _only_read_by(value: Any, reader: Node) -> Node | None:
+    """What computes `value`, which views may lie over, when `reader` alone reads it."""
+    while isinstance(value, Node) and len(value.users) == 1:
+        if value.target not in _VIEWS:
+            return value if _is_one_row_of_tokens(value) else None
+        value = value.args[0]
+    return None
+
+
+def _is_one_row_of_tokens(node: Node) -> bool:
+    """Whether it is [1, T, H] or [T, H], so that a view as [T, H] quantises its last axis."""
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and (value.dim() == 2 or (value.dim() == 3 and value.shape[0] == 1))
+
+
+def _erase(graph: Graph, node: Node) -> None:
+    """Erase what nothing reads any more: parts of the node's result first, then what only it has read."""
+    for user in list(node.users):
+        if user.target is operator.getitem and not user.users:
+            graph.erase_node(user)
+    if not node.users and node.op == "call_function":
+        inputs = node.all_input_nodes
+        graph.erase_node(node)
+        for each in inputs:
+            _erase(graph, each)

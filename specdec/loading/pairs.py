@@ -1,0 +1,117 @@
+"""A head's name given alone, in the place of a target: the target is the one that the head's own config.json names."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from huggingface_hub import try_to_load_from_cache
+
+from drafters.checkpoints.hub import is_hub_name, looks_local
+from drafters.eagle3.formats import target_named_by
+from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.loading.builtin import resolve
+from specdec.loading.progress import log
+from specdec.values import short
+
+_CONFIG = "config.json"
+Loaded = TypeVar("Loaded")
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A target and the head that drafts for it.
+
+    named_by: the head whose config.json named the target, or None where a user did.
+    """
+
+    target: Any
+    draft: Any
+    named_by: str | None = None
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Say of a target that cannot be loaded where its name is from.
+
+        Raises:
+            ModelLoadError: the same with that said.
+        """
+        try:
+            yield
+        except ModelLoadError as error:
+            if self.named_by is None:
+                raise
+            raise ModelLoadError(
+                f"{error}\nThe name is from config.json of the head {short(self.named_by)}, which was given alone. For "
+                "a copy of that target elsewhere, give its folder as the target and the head as draft=…"
+            ) from error
+
+
+def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
+    """The target and head that a user named; of a head given alone as the target, the target that it names.
+
+    Such names are in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
+
+    Raises:
+        InvalidInputError: a revision beside a head given alone, which has none for its target.
+    """
+    if draft is not None or not isinstance(target, (str, Path)):
+        return Pair(target, draft)
+    named = target_named_by(_config_of(resolve(target)))
+    if named is None:
+        return Pair(target, draft)
+    if revision is not None:
+        raise InvalidInputError(
+            f"revision={revision!r}: {short(str(target))} is a head, whose config.json names the target {named!r}; "
+            "give that as the target, with its revision, and the head as draft"
+        )
+    log.info("%s is a draft head; its config.json names the target: %s", target, named)
+    return Pair(named, target, str(target))
+
+
+def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Any]:
+    """Load the target of `pair_of`; returns what `load` gives, and the head.
+
+    The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
+    refuses the head as a target.
+
+    Args:
+        load: loads a target by its name, or takes it as it is.
+
+    Raises:
+        ModelLoadError, InvalidInputError: see `pair_of`; what `load` raises.
+    """
+    pair = pair_of(target, draft, revision)
+    try:
+        with pair.explained():
+            return load(pair.target), pair.draft
+    except ModelLoadError:
+        later = pair_of(target, draft, revision)
+        if later.named_by == pair.named_by:
+            raise
+    with later.explained():
+        return load(later.target), later.draft
+
+
+def _config_of(name: str) -> Mapping[str, Any]:
+    """config.json of a folder or hub model; {} where there is none to be read, which whoever loads it will say."""
+    try:
+        file = _config_file(name)
+        config = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return config if isinstance(config, dict) else {}
+
+
+def _config_file(name: str) -> str | None:
+    if os.path.isdir(name):
+        return os.path.join(name, _CONFIG)
+    if os.path.exists(name) or looks_local(name) or not is_hub_name(name):
+        return None
+    cached = try_to_load_from_cache(name, _CONFIG)
+    return cached if isinstance(cached, str) else None

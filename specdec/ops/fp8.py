@@ -1,0 +1,128 @@
+"""Linear layers in fine-grained FP8: weights in e4m3 with a scale for every block of 128 x 128, activations rounded to
+e4m3 with a scale for every token and 128 of its values, or with one static scale.
+
+    y[t, o] = sum over groups g of  x_scale[t, g] · weight_scale[o // 128, g] · (q[t, g] · weight[o, g])
+
+The products inside a group are summed by tensor cores, the groups in float32. `fp8_linear` is two operators, so that
+compiled code quantises an input once for all layers that read it.
+
+Source: deepseek-ai/DeepSeek-V3, inference/kernel.py (act_quant, fp8_gemm); the least divisor is that of
+kernels-community/finegrained-fp8, which transformers' FP8Linear runs on a GPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+BLOCK = 128
+"""Rows and columns of a block of a weight, and values of a group of a token."""
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+LEAST_SCALE = 1e-12
+"""What a group is divided by at least: one of zeros stays zeros."""
+
+
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    x_scale: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x [..., I] -> [..., O], dtype of x; the sum is rounded to it before the bias is added, as transformers does.
+
+    Args:
+        weight: [O, I] e4m3; weight_scale: float32 [⌈O/128⌉, ⌈I/128⌉], or one number for the whole weight.
+        bias: [O] or None. x_scale: one number float32, the static scale of activations; None: dynamic ones.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    groups = (rows.shape[0], -(-rows.shape[1] // BLOCK))
+    if x_scale is None:
+        quantised, scales = fp8_quantise(rows)
+    else:
+        quantised, scales = fp8_quantise_by(rows, x_scale), x_scale.reshape(1, 1).expand(groups)
+    blocks = weight_scale
+    if weight_scale.numel() == 1:
+        blocks = weight_scale.reshape(1, 1).expand(-(-weight.shape[0] // BLOCK), groups[1])
+    out = fp8_matmul(quantised, scales, weight, blocks, x.dtype)
+    out = out if bias is None else out + bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("specdec::fp8_quantise", mutates_args=())
+def fp8_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, I] -> e4m3 [T, I], and float32 [T, ⌈I/128⌉]: the largest magnitude of each group over 448."""
+    if x.is_cuda:
+        from specdec.ops.fp8_kernel import launch_quantise
+
+        return launch_quantise(x)
+    values = _grouped(x if x.dtype == torch.float64 else x.float())  # [T, G, 128]
+    scales = (values.abs().amax(-1) / FP8_MAX).float()
+    quantised = (values / scales.clamp_min(LEAST_SCALE)[..., None]).to(FP8)
+    return quantised.flatten(1)[:, : x.shape[1]].contiguous(), scales
+
+
+@fp8_quantise.register_fake
+def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scales = x.new_empty(x.shape[0], -(-x.shape[1] // BLOCK), dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=FP8), scales
+
+
+@torch.library.custom_op("specdec::fp8_quantise_by", mutates_args=())
+def fp8_quantise_by(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """x [T, I], a scale of one number -> x / scale in e4m3, clamped to ±448."""
+    values = x if x.dtype == torch.float64 else x.float()
+    return (values / scale.float()).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
+
+
+@fp8_quantise_by.register_fake
+def _(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    return x.new_empty(x.shape, dtype=FP8)
+
+
+@torch.library.custom_op("specdec::fp8_matmul", mutates_args=())
+def fp8_matmul(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """x [T, I], weight [O, I] e4m3; x_scale [T, ⌈I/128⌉], weight_scale [⌈O/128⌉, ⌈I/128⌉] float32 -> [T, O] of dtype.
+
+    On a GPU the weight is read once and stays in 8 bits; elsewhere it is multiplied out in float32 at every call.
+    """
+    if x.is_cuda:
+        from specdec.ops.fp8_kernel import launch_fp8_matmul
+
+        return launch_fp8_matmul(x, x_scale, weight, weight_scale, dtype)
+    return reference_matmul(x, x_scale, weight, weight_scale, dtype)
+
+
+@fp8_matmul.register_fake
+def _(
+    x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=dtype)
+
+
+def reference_matmul(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """As `fp8_matmul`, of weights and activations multiplied out in float32, or in float64 where that is the dtype."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    activations = (_grouped(x.to(wide)) * x_scale[..., None]).flatten(1)[:, : x.shape[1]]
+    return (activations @ dequantised(weight, weight_scale, wide).t()).to(dtype)
+
+
+def dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight [..., O, I] e4m3, scale [..., ⌈O/128⌉, ⌈I/128⌉] -> weight · scale of its block, in that dtype."""
+    rows, columns = weight.shape[-2:]
+    blocks = scale.to(dtype).repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
+    return weight.to(dtype) * blocks
+
+
+def _grouped(x: torch.Tensor) -> torch.Tensor:
+    """[T, I] -> [T, ⌈I/128⌉, 128], zeros at the end of the last group."""
+    return F.pad(x, (0, -x.shape[1] % BLOCK)).unflatten(1, (-1, BLOCK))

@@ -1,0 +1,115 @@
+"""Rotary embeddings of type longrope: which tokens have the short factors and which the long ones.
+
+A longrope model has two sets of frequencies. transformers chooses by the largest position of a *forward*: the short
+factors while it is below `original_max_position_embeddings`, the long ones for all tokens of a longer one. In
+`generate` a request's forwards are its prompt and then one token each, so:
+
+- a prompt of at most `original` tokens has the short factors, and so have the tokens after it, up to that length; every
+  later token has the long ones. Keys that were cached before stay as they are.
+- a longer prompt has the long factors from its first token on.
+
+Models of the Phi-3 family differ at the crossing: their `prepare_inputs_for_generation` drops the cache when a request
+passes `original`, so all of its tokens are read again with the long factors. (transformers 5.17 drops the cache and
+reads only the last token, without any other; read here is what is meant, and what later releases do.)
+
+In a ragged batch each token has a choice of its own. Wherever rows verify, its position alone decides. Only rows that
+read their first tokens with the long factors differ, and those are given positions below 0: p - original. So one lookup
+in a table of cos and sin serves every token, without a branch on data, in compiled code and in graphs alike. The table
+is made by the model's own rotary modules.
+
+Source: transformers, modeling_rope_utils.py (longrope_frequency_update), models/phi3/modeling_phi3.py.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attention.hf.standing_in import standing_in
+from specdec.config import LongRopeRule
+
+_ORIGINAL = "original_max_position_embeddings"
+_CHUNK = 8192
+"""Positions whose cos and sin are computed at once: a module computes them in float32."""
+
+
+@dataclass(frozen=True)
+class LongRope:
+    """The rotary modules of a longrope model, which take (x, position_ids [1, T]), and the rule of its requests."""
+
+    rule: LongRopeRule
+    modules: tuple[nn.Module, ...]
+
+
+def find_long_rope(model: PreTrainedModel) -> LongRope | None:
+    """The longrope modules of a model; None where it has none, or where it is not certain what `generate` would do.
+
+    The latter are modules of other code than transformers' or with factors by type of layer, and a model that drops its
+    cache at another length than that at which its factors change.
+    """
+    modules = tuple(module for module in model.modules() if getattr(module, "rope_type", None) == "longrope")
+    originals = {_original_of(module) for module in modules}
+    original = originals.pop() if len(originals) == 1 else None
+    if original is None:
+        return None
+    config = model.config.get_text_config()
+    rereads = _drops_its_cache(model) and hasattr(config, _ORIGINAL)
+    if rereads and getattr(config, _ORIGINAL) != original:
+        return None
+    return LongRope(LongRopeRule(original, rereads), modules)
+
+
+def _original_of(module: nn.Module) -> int | None:
+    parameters = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
+    value = parameters.get(_ORIGINAL)
+    return None if value is None else int(value)
+
+
+def _drops_its_cache(model: PreTrainedModel) -> bool:
+    """Whether the model's own way of preparing a step of `generate` looks at the length at which factors change."""
+    prepare: Any = getattr(type(model), "prepare_inputs_for_generation", None)  # no model without `generate` has one
+    return prepare is not None and _ORIGINAL in inspect.unwrap(prepare).__code__.co_names
+
+
+class LongRopePort:
+    """Lets the rotary modules look up cos and sin by token while a forward of ours runs."""
+
+    def __init__(self, found: LongRope, x: torch.Tensor, max_positions: int) -> None:
+        """x: any tensor of the model's dtype and device; max_positions: positions that a token may have."""
+        self._original = found.rule.original
+        self._stand_ins = [(module, self._lookup(module, x, max_positions)) for module in found.modules]
+
+    def using(self) -> AbstractContextManager[None]:
+        """Serve the modules for the duration of one forward, on the thread that holds the model's gate."""
+        return standing_in(self._stand_ins)
+
+    @torch.no_grad()
+    def _lookup(
+        self, module: nn.Module, x: torch.Tensor, max_positions: int
+    ) -> Callable[..., tuple[torch.Tensor, ...]]:
+        """What stands in for a module's forward."""
+        original = self._original
+        positions = torch.arange(max(max_positions, original + 1), device=x.device)
+        chunks = [_long(module, x, part, original) for part in positions.split(_CHUNK)]
+        long = [torch.cat(parts) for parts in zip(*chunks, strict=True)]
+        short = module(x, positions[:original][None])  # last: it leaves the module's frequencies as they were loaded
+        tables = [torch.cat((a[:original], b[0], a[original:])) for a, b in zip(long, short, strict=True)]
+
+        def lookup(x: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            places = position_ids + original
+            return tuple(table[places].to(x.dtype) for table in tables)
+
+        return lookup
+
+
+def _long(module: nn.Module, x: torch.Tensor, positions: torch.Tensor, original: int) -> list[torch.Tensor]:
+    """Each result [T, D] of a module for these positions with the long factors: one more makes the forward long."""
+    beyond = torch.cat((positions, positions.new_full((1,), original)))
+    return [result[0, :-1] for result in module(x, beyond[None])]

@@ -1,0 +1,169 @@
+"""`specdec inspect HEAD` and `specdec export`, as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file
+
+from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
+from specdec.cli.export import export
+from specdec.cli.inspect import inspect
+from specdec.errors import HeadLoadError, InvalidInputError
+from specdec.loading.builtin import builtin_path
+from specdec.loading.outlines import is_available, outline_target, target_of_head
+
+FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
+PLAIN = FILES / "written" / "plain"
+SMALL = ["--device", "cpu", "--max-num-seqs", "4", "--max-model-len", "512", "-k", "4"]
+
+
+def run(command: Any, *arguments: str) -> Result:
+    return CliRunner().invoke(command, list(arguments), env={"COLUMNS": "200"}, catch_exceptions=False)
+
+
+@pytest.fixture
+def head(tmp_path: Path) -> Path:
+    """A copy of the built-in head that nobody knows the target of, its layers one too early."""
+    folder = tmp_path / "head"
+    shutil.copytree(builtin_path("gsm-llama-eagle3"), folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["eagle_aux_hidden_state_layer_ids"] = [1, 3, 4]  # the ids of SpecForge where boundaries belong
+    del config["eagle_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_head_and_its_target(head: Path) -> None:
+    text = run(inspect, str(head), "--target", "gsm-llama", *SMALL).output
+    assert "the head is READ WRONGLY" in text
+    assert "likely cause: the aux layers were given as layers whose output is meant" in text
+    assert "config eagle_aux_hidden_state_layer_ids (read as boundaries)" in text
+    assert "give --head-override aux_layers=[2,4,5]" in text
+
+
+@pytest.mark.slow
+def test_what_it_says_to_give_makes_it_fine(head: Path) -> None:
+    given = ("--target", "gsm-llama", "--head-override", "aux_layers=[2,4,5]", "--json", *SMALL)
+    found = json.loads(run(inspect, str(head), *given).stdout)
+    assert found["agreement"]["verdict"] == "fine" and found["taps"] == [2, 4, 5]
+    assert found["agreement"]["rounds"]["tau"] > 3 and len(found["agreement"]["tried"]) >= 8
+
+
+def test_a_built_in_head_has_its_target() -> None:
+    assert target_of_head(str(builtin_path("gsm-llama-eagle3"))) == "gsm-llama"
+    assert target_of_head(str(builtin_path("gsm-deepseek"))) == "gsm-deepseek"
+    assert is_available("gsm-llama") and not is_available("nobody/nothing-of-this-name")
+
+
+def test_a_head_alone_is_shown_with_where_its_values_are_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)  # where there is no folder "target"
+    text = run(inspect, str(PLAIN)).output
+    assert "config transformer_layer_config.hidden_size" in text and "(1, 3, 6)" not in text and "1, 3, 6" in text
+    assert "its files name the target target, which is not on this machine; give --target" in text
+    fields = json.loads(run(inspect, str(PLAIN), "--json").stdout)["fields"]
+    assert fields["norm_before_residual"] == {"value": True, "from": "config norm_before_residual"}
+    assert fields["aux_layers"]["value"] == [1, 3, 6]
+    changed = run(inspect, str(PLAIN), "--json", "--head-override", "norm_before_residual=false").output
+    assert "chosen by the user" in json.loads(changed)["fields"]["norm_before_residual"]["from"]
+
+
+def test_a_head_whose_layers_depend_on_its_target_needs_one(head: Path) -> None:
+    config = json.loads((head / "config.json").read_text())
+    del config["eagle_aux_hidden_state_layer_ids"], config["num_aux_hidden_states"]
+    (head / "config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadLoadError, match="their default depends on the target: give the target"):
+        run(inspect, str(head))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--target", "gsm-llama"], "go with a HEAD"),
+        (["some-head", "--draft", "none"], "say the same"),
+        (["some-head", "--target", "a", "--model", "b"], "say the same"),
+        (["auto"], "belongs to a target"),
+    ],
+)
+def test_arguments_that_contradict_each_other(arguments: list[str], message: str) -> None:
+    with pytest.raises(InvalidInputError, match=message):
+        run(inspect, *arguments)
+
+
+def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
+    found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).stdout)
+    assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"
+    assert found["agreement"]["chains"] is None and found["agreement"]["rounds"]["tau"] > 2
+    with pytest.raises(HeadLoadError, match="reads EAGLE-3 heads, the checkpoint's layout is"):
+        run(export, "gsm-deepseek", "--layout", "specforge", "--out", "nowhere")
+
+
+@pytest.mark.parametrize("layout", ["speculators", "specforge"])
+def test_the_built_in_head_is_exported_and_read_back(layout: str, tmp_path: Path) -> None:
+    said = run(export, "gsm-llama-eagle3", "--layout", layout, "--out", str(tmp_path / "out"))
+    assert said.exit_code == 0 and f"in the {layout} layout" in said.output
+    facts = outline_target("gsm-llama").facts
+    ours, theirs = (
+        load_eagle3(path, facts, torch.float32, "cpu") for path in (builtin_path("gsm-llama-eagle3"), tmp_path / "out")
+    )
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(theirs.state_dict()[name], tensor)
+    assert theirs.aux_layers == (2, 4, 5) and theirs.target_ids.tolist() == ours.target_ids.tolist()
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert stored["fc.weight"].dtype == torch.float16
+    if layout == "speculators":
+        config = json.loads((tmp_path / "out" / "config.json").read_text())
+        verifier = {"name_or_path": str(builtin_path("gsm-llama").resolve()), "architectures": ["LlamaForCausalLM"]}
+        assert config["speculators_config"]["verifier"] == verifier
+        assert torch.equal(stored["embed_tokens.weight"].float(), facts.embedding.to(torch.float16).float())
+        assert target_of_head(tmp_path / "out") == verifier["name_or_path"]
+
+
+def test_a_head_of_speculators_becomes_one_of_specforge_where_that_can_say_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(InvalidInputError, match=r"norm_before_residual = True.*own_embed"):
+        run(export, str(PLAIN), "--layout", "specforge", "--out", str(out))
+    assert not out.exists()
+    run(export, str(FILES / "written" / "converted"), "--layout", "specforge", "--out", str(out), "--target", _target())
+    weights = load_file(FILES / "target" / "model.safetensors")
+    facts = TargetFacts(32, 96, 8, weights["model.embed_tokens.weight"], weights["lm_head.weight"])
+    ours, theirs = (load_eagle3(p, facts, torch.float32, "cpu") for p in (FILES / "written" / "converted", out))
+    assert all(torch.equal(theirs.state_dict()[name], tensor) for name, tensor in ours.state_dict().items())
+    assert theirs.spec.aux_layers == (2, 4, 5) and theirs.spec.rope.theta == 20000
+
+
+def _target() -> str:
+    return str(FILES / "target")
+
+
+def test_exports_that_lack_something_are_refused_before_anything_is_written(tmp_path: Path) -> None:
+    source = FILES / "written" / "converted"  # without an embedding of its own
+    out = str(tmp_path / "out")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(InvalidInputError, match="exists and is not empty"):
+        run(export, str(source), "--layout", "specforge", "--out", str(tmp_path / "full"))
+    with pytest.raises(HeadLoadError, match="their default depends on the target: give the target"):
+        run(export, str(source), "--layout", "speculators", "--out", out)
+    layers = ["--head-override", "aux_layers=[2,4,5]"]
+    with pytest.raises(InvalidInputError, match="is not on this machine: give --target, or --without-target-tensors"):
+        run(export, str(source), "--layout", "speculators", "--out", out, *layers)
+    assert not Path(out).exists()
+    named = ["--without-target-tensors", "--verifier", "someone/target"]
+    run(export, str(source), "--layout", "speculators", "--out", out, *named, *layers)
+    config = json.loads((Path(out) / "config.json").read_text())
+    assert config["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+
+
+@pytest.mark.slow
+def test_a_head_of_speculators_is_inspected_with_the_target_that_it_names(tmp_path: Path) -> None:
+    run(export, "gsm-llama-eagle3", "--layout", "speculators", "--out", str(tmp_path / "out"))
+    found = json.loads(run(inspect, str(tmp_path / "out"), "--json", *SMALL).stdout)
+    assert found["target"] == str(builtin_path("gsm-llama").resolve())
+    assert found["agreement"]["verdict"] == "fine" and found["agreement"]["rounds"]["tau"] > 3

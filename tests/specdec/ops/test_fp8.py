@@ -1,0 +1,182 @@
+"""Operators in fine-grained FP8: quantised as the published rule says, multiplied by both scales; and their kernels in
+Triton's interpreter, which loses the carry of an 8-bit float that is rounded up to a power of two."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers.integrations.finegrained_fp8 import FP8Linear
+
+from specdec.compiler.fp8_siblings import SiblingFp8Linear
+from specdec.compiler.siblings import fuse_siblings
+from specdec.ops.fp8 import FP8, fp8_linear, fp8_matmul, fp8_quantise, fp8_quantise_by, reference_matmul
+from specdec.ops.fp8_experts import fp8_expert_matmul
+from specdec.target.alterations import Alterations
+from specdec.target.fp8 import Fp8Layers
+from tests.fp8 import multiplied_out, quantised, rounded
+
+interpreted = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="tests/gpu runs the kernels compiled"
+)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    torch.manual_seed(0)
+
+
+def operands(tokens: int, rows: int, width: int) -> tuple[torch.Tensor, ...]:
+    """Quantised x with scales, and a weight with scales that differ by block."""
+    x = torch.randn(tokens, width) * torch.rand(tokens, -(-width // 128)).repeat_interleave(128, 1)[:, :width]
+    weight = torch.randn(rows, width).to(FP8)
+    return *fp8_quantise(x), weight, torch.rand(-(-rows // 128), -(-width // 128)) + 0.2
+
+
+def error(ours: torch.Tensor, right: torch.Tensor) -> float:
+    return float((ours.double() - right.double()).norm() / right.double().norm())
+
+
+@pytest.mark.parametrize("width", [128, 200, 384])
+@pytest.mark.parametrize("static", [False, True])
+def test_a_layer_is_the_product_of_what_was_rounded(width: int, static: bool) -> None:
+    x, plain, bias = torch.randn(2, 3, width), torch.randn(200, width), torch.randn(200)
+    weight, scale = quantised(plain)
+    by = torch.tensor(0.01) if static else None
+    right = rounded(x, 0.01 if static else None).double() @ multiplied_out(weight, scale).t() + bias
+    assert error(fp8_linear(x, weight, scale, bias, by), right) < 1e-6
+    assert error(right - bias, x.double() @ plain.double().t()) < 0.06, "8 bits are about as good as they can be"
+
+
+def test_a_group_of_zeros_stays_zeros() -> None:
+    x = torch.randn(2, 256)
+    x[0, :128] = 0
+    values, scales = fp8_quantise(x)
+    assert scales[0, 0] == 0 and not values[0, :128].float().any() and bool(values[0, 128:].float().any())
+
+
+@interpreted
+@pytest.mark.parametrize("width", [256, 200])
+def test_the_kernel_that_quantises(width: int) -> None:
+    from specdec.ops.fp8_kernel import launch_quantise
+
+    x = torch.randn(3, 2 * width, dtype=torch.float16)[:, width:]
+    (values, scales), (right, right_scales) = launch_quantise(x), fp8_quantise(x)
+    assert torch.equal(scales, right_scales)
+    lost = right.view(torch.uint8).int() - values.view(torch.uint8).int()
+    rounded_up = right.view(torch.uint8) % 8 == 0
+    assert not (lost[~rounded_up] > 0).any(), "only a carry into the exponent is lost, which the interpreter forgets"
+    assert set(lost.unique().tolist()) <= {-1, 0, 8} and (lost != 0).float().mean() < 0.04  # -1: a tie, rounded up
+
+
+@interpreted
+@pytest.mark.parametrize(("tokens", "rows", "width"), [(3, 100, 256), (18, 160, 200)])
+@pytest.mark.parametrize("weight_first", [False, True])
+def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_first: bool) -> None:
+    """Rows that fill no tile, blocks that are cut, tokens in two tiles."""
+    from specdec.ops.fp8_kernel import Tiling, launch_fp8_matmul
+
+    x, x_scale, weight, scale = operands(tokens, rows, width)
+    right = reference_matmul(x, x_scale, weight, scale)
+    tiling = Tiling(16, 64 if weight_first else 32, weight_first, 4, 2)
+    assert error(launch_fp8_matmul(x, x_scale, weight, scale, torch.float32, tiling), right) < 1e-6
+    wrong = launch_fp8_matmul(x, x_scale, weight, scale.roll(1, 1), torch.float32, tiling)
+    assert error(wrong, right) > 0.05
+
+
+@interpreted
+@pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])
+def test_the_kernel_of_experts(pairs: tuple[int, int, int]) -> None:
+    """Fewer pairs than experts and more; one row of x a token, and one a pair."""
+    from specdec.ops.fp8_experts_kernel import launch_fp8_expert_matmul
+
+    tokens, own, chosen = pairs
+    x, x_scale, _, _ = operands(tokens * own, 1, 200)
+    stack, scales = torch.randn(16, 160, 200).to(FP8), torch.rand(16, 2, 2) + 0.2
+    index = torch.randint(16, (tokens, chosen))
+    given = x.view(tokens, own, 200), x_scale.view(tokens, own, 2), stack, scales, index
+    out = torch.empty(tokens, chosen, 160)
+    launch_fp8_expert_matmul(*given, out)
+    right = fp8_expert_matmul(*given, torch.float32)
+    assert error(out, right) < 1e-6
+    plain = x.view(tokens, own, 200)[0, 0].float() * x_scale[0].repeat_interleave(128)[:200]
+    one = multiplied_out(stack[index[0, 0]], scales[index[0, 0]]).float() @ plain
+    assert error(right[0, 0], one) < 1e-6
+
+
+class Block(nn.Module):
+    """q, k, v and o, gate and up in FP8; v ends inside a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        sizes = {"q": (256, 256), "v": (200, 256), "k": (128, 256), "gate": (384, 200), "up": (384, 200)}
+        for name, (rows, width) in sizes.items():
+            layer = FP8Linear(width, rows, (128, 128), has_bias=name in "qkv")
+            layer.weight.data, layer.weight_scale_inv.data = quantised(torch.randn(rows, width))
+            if layer.bias is not None:
+                nn.init.normal_(layer.bias)
+            self.add_module(name, layer)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: Any = self.q(x)[..., :200] * self.v(x) + self.k(x).sum(-1, keepdim=True)
+        return self.gate(y) * self.up(y)
+
+
+@pytest.fixture
+def block() -> Block:
+    return Block().requires_grad_(False).eval()
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on a CPU")
+def test_siblings_are_one_matmul_of_one_quantised_input(block: Block) -> None:
+    """In compiled code; the layers are what they were afterwards, in memory of their own."""
+    from tests.specdec.compiler.test_passes import rewritten
+
+    x, layers = torch.randn(5, 256), Fp8Layers(block)
+    before, values = block(x), {name: p.clone() for name, p in block.named_parameters()}
+    out, alone = rewritten(block, x)
+    assert torch.equal(out, before) and (alone["fp8_quantise"], alone["fp8_matmul"]) == (2, 5)
+    alterations = Alterations(block)
+    assert fuse_siblings(block, lambda: block(x), alterations) == 2
+    assert all(isinstance(m, SiblingFp8Linear) and not m.is_stale for m in block.children())
+    assert torch.equal(block(x), before)
+    out, fused = rewritten(block, x)
+    torch.testing.assert_close(out, before)
+    assert (fused["fp8_quantise"], fused["fp8_matmul"]) == (2, 2)
+    alterations.undo()
+    layers.release()
+    assert {type(m) for m in block.children()} == {FP8Linear}
+    for name, p in block.named_parameters():
+        assert torch.equal(
+            p.view(torch.uint8) if p.dtype == FP8 else p,
+            values[name].view(torch.uint8) if p.dtype == FP8 else values[name],
+        )
+        assert p.untyped_storage().nbytes() == p.nbytes
+
+
+@pytest.mark.filterwarnings("ignore:.*runs on a CPU")
+def test_two_layers_that_end_inside_a_block_are_not_fused(block: Block) -> None:
+    block.k = FP8Linear(256, 100, (128, 128), has_bias=True)
+    block.k.weight.data, block.k.weight_scale_inv.data = quantised(torch.randn(100, 256))
+    nn.init.normal_(block.k.bias)
+    block.eval().requires_grad_(False)
+    layers = Fp8Layers(block)
+    assert fuse_siblings(block, lambda: block(torch.randn(5, 256)), Alterations(block)) == 1
+    layers.release()
+
+
+def test_operators_are_registered_as_the_compiler_needs_them() -> None:
+    x, x_scale, weight, scale = operands(3, 100, 200)
+    index = torch.tensor([[0, 1], [1, 0], [1, 1]])
+    stack, scales = torch.stack([weight.view(torch.uint8)] * 2).view(FP8), torch.stack([scale] * 2)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (fp8_quantise, (torch.randn(3, 200),)),
+        (fp8_quantise_by, (torch.randn(3, 200), torch.tensor(0.01))),
+        (fp8_matmul, (x, x_scale, weight, scale, torch.bfloat16)),
+        (fp8_expert_matmul, (x[:, None], x_scale[:, None], stack, scales, index, torch.bfloat16)),
+    ]
+    for operator, arguments in calls:  # torch has too few operators in 8 bits for its other checks
+        torch.library.opcheck(operator, arguments, test_utils=("test_faketensor", "test_aot_dispatch_dynamic"))

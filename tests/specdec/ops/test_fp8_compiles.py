@@ -1,0 +1,75 @@
+"""Triton compiles the FP8 kernels for sm_90 without a GPU: its types are stricter than the interpreter's."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.ops import fp8_experts_kernel, fp8_fused_kernel, fp8_kernel
+
+FP8, BF16, F32 = "*fp8e4nv", "*bf16", "*fp32"
+EIGHT_BITS = {"x_ptr": FP8, "weight_ptr": FP8, "stack_ptr": FP8, "out_ptr": BF16}
+QUANTISING = {"out_ptr": FP8, "eps": "fp32"}
+SCALES = dict.fromkeys(("x_scale_ptr", "weight_scale_ptr", "stack_scale_ptr", "scale_ptr"), F32)
+ANY = ("tokens", "num_pairs", "groups", "x_pairs", "row_blocks", "x_scale_token", "weight_scale_row")
+
+def compiled(kernel, kinds, constants, warps=4, stages=3):
+    kinds = SCALES | {"index_ptr": "*i64"} | kinds
+    constants = constants | {n: 1 for n in ("x_scale_group", "weight_scale_group") if n in kernel.arg_names}
+    signature, places, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        other = BF16 if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constants else kinds.get(name, other)
+        if name in constants:
+            places[(i,)] = constants[name]
+        elif name not in (*ANY, "eps"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    options = {"num_warps": warps, "num_stages": stages}
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert made.metadata.shared <= 232448, made.metadata.shared
+    return made.asm["ptx"]
+
+D = {"DEPENDENT": True}
+small = [compiled(fp8_kernel._quantise_kernel, QUANTISING, {"GROUPS": 8} | D)]
+norm = {"WIDTH": 4096, "BLOCK": 4096, "ADDS": True}
+small.append(compiled(fp8_fused_kernel._norm_fp8_kernel, QUANTISING, norm | D, 8))
+small.append(compiled(fp8_fused_kernel._silu_product_fp8_kernel, QUANTISING, {"WIDTH": 14336, "GROUPS": 8} | D))
+tilings = {fp8_kernel.tiling_of(tokens, rows) for tokens in (1, 32, 64, 128, 512) for rows in (4096, 28672)}
+wide = []
+for tile in sorted(tilings, key=str):
+    tiles = {"TILE_TOKENS": tile.tokens, "TILE_ROWS": tile.rows, "WEIGHT_FIRST": tile.weight_first, "WHOLE": True}
+    wide.append(compiled(fp8_kernel._fp8_matmul_kernel, EIGHT_BITS, tiles | D, tile.warps, tile.stages))
+pairs = {"PAIRS": 64, "BY_PAIR": True, "TILE_PAIRS": 16, "TILE_ROWS": 64}
+compiled(fp8_experts_kernel._fp8_expert_matmul_kernel, EIGHT_BITS, pairs, 4, 5)
+print(all("griddepcontrol" in ptx for ptx in small + wide), all("e4m3" in ptx for ptx in small + wide),
+      sum("wgmma" in ptx and "e4m3.e4m3" in ptx for ptx in wide), len(wide))
+"""
+
+
+@pytest.mark.slow
+def test_kernels_compile_for_hopper() -> None:
+    """Dependent launches all; 8-bit operands in Hopper's own instruction wherever a tile has its 64 rows."""
+    around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE],
+        cwd=ROOT,
+        env=around | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    same, eight_bits, wide, tilings = done.stdout.split()
+    assert (same, eight_bits) == ("True", "True") and int(wide) == int(tilings) - 1
