@@ -29,6 +29,7 @@ from attention.errors import HandoffMismatchError, TransferError, TransferTimeou
 from specdec import Handoff, SamplingParams
 from specdec.errors import CacheTooSmallError, InvalidInputError, OutOfPagesError, RequestFailedError
 from tests.hybrids import tiny_hybrid
+from tests.quantised import Int8Pair
 from tests.specdec.target.test_long_rope import OPTIONS, answers_of, model_of, scripted
 from tests.specdec.test_hybrid_kv_cache import mixed
 
@@ -165,6 +166,26 @@ def test_windowed_groups_move_what_their_windows_show() -> None:
         other.resume(handoff)
     p.release(handoff)
     assert lived(moved(p, d, prompts, PARAMS)) == lived(stays.generate(prompts, PARAMS))
+
+
+@pytest.mark.filterwarnings("ignore::specdec.SpecdecWarning")
+def test_quantised_targets_move_between_equal_weights() -> None:
+    """Weights of two tensors, as torchao's: numbers and scales are part of the fingerprint."""
+
+    def load(change: bool = False) -> Any:
+        model = tiny_llama()
+        for layer in model.model.layers:
+            pair = Int8Pair.of(layer.mlp.down_proj.weight)
+            if change:
+                pair.numbers[0, 0] ^= 1
+            layer.mlp.down_proj.weight = torch.nn.Parameter(pair, requires_grad=False)
+        return wrap(model, eagle3_head(tiny_llama()), **SIZES)
+
+    p, d, stays, other = load(), load(), load(), load(change=True)
+    assert lived(moved(p, d, PROMPTS, PARAMS)) == lived(stays.generate(PROMPTS, PARAMS))
+    (handoff,) = p.prefill(PROMPTS[0], GREEDY)
+    with pytest.raises(HandoffMismatchError, match="target weights"):
+        other.resume(handoff)
 
 
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "phi3"])
