@@ -27,6 +27,7 @@ Made by `python -m benchmarks.tables` from the files in `benchmarks/results/`; e
 line of a results file names its versions, device and commit. How each is measured is the docstring of its script in
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
 bench_backends (every attention backend on every batch of the test suite), bench_recurrence (kernels of recurrences),
+bench_fp8 (matmuls with weights in FP8),
 bench_cascade (rows that share their first pages, flat and in two levels),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
@@ -149,6 +150,26 @@ def recurrences(lines: list[Line]) -> list[list[str]]:
         times = [f"{line[name]:.1f}" for name in ("run_us", "floor_us")]
         table.append([line["kernel"], what, *sizes, *times, f"{line['ratio']:.2f}"])
     return table
+
+
+def fp8_matmuls(lines: list[Line]) -> list[list[str]]:
+    """Matmuls with weights in FP8: the tiling in use, the fastest of a sweep, bfloat16 beside them."""
+    table = [["rows x width", "tokens", "µs", "tiling", "best µs", "its tiling", "floor µs", "bf16 µs", "quantise µs"]]
+    for line in lines:
+        us, tiling = line["best"][0] if "best" in line else (None, None)
+        best = [_number(us, ".1f"), _fp8_tiling(tiling) if tiling else ""]
+        size = [f"{line['rows']} x {line['width']}", str(line["tokens"])]
+        times = [f"{line[name]:.1f}" for name in ("floor_us", "bf16_us", "quantise_us")]
+        table.append([*size, f"{line['us']:.1f}", _fp8_tiling(line["chosen"]), *best, *times])
+    return table
+
+
+def _fp8_tiling(tiling: Line) -> str:
+    """Lines from before splits have neither these nor steps of several blocks."""
+    first = "weight first" if tiling["weight_first"] else "weight last"
+    parts = f", {tiling['splits']} splits" if tiling.get("splits", 1) > 1 else ""
+    steps = f"{tiling['stages']} stages" + (f" of {tiling['at_once']} blocks" if tiling.get("at_once", 1) > 1 else "")
+    return f"{tiling['tokens']} x {tiling['rows']}, {first}, {tiling['warps']} warps, {steps}{parts}"
 
 
 def decode_kernels(lines: list[Line]) -> list[list[str]]:
@@ -284,6 +305,7 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "attention": kernels,
     "backends": backends,
     "decode_kernels": decode_kernels,
+    "fp8": fp8_matmuls,
     "recurrence": recurrences,
     "recurrence_tilings": recurrences,
     "check_pair": pairs,

@@ -58,6 +58,10 @@ class RoundFailedError(SpecdecError):
     """A round failed (`__cause__`, for example an error of the device); the requests that ran in it were ended."""
 
 
+class RanksLostError(SpecdecError):
+    """A process of a tensor-parallel model ended or failed, or its ranks disagreed; the model must be loaded again."""
+
+
 class SpecdecWarning(UserWarning):
     """Something a user should know, that does not make the result wrong."""
 
@@ -89,6 +93,7 @@ __all__ = [
     "NotCopyableError",
     "OutOfDeviceMemoryError",
     "OutOfPagesError",
+    "RanksLostError",
     "RequestFailedError",
     "RoundFailedError",
     "RunFolderError",

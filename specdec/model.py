@@ -16,7 +16,7 @@ from attention.cache.kv_cache import KVFormat, KVLayout
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
-from specdec.engine.engine import Engine
+from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Executor
@@ -24,11 +24,13 @@ from specdec.execution.eager import EagerExecutor
 from specdec.loading.assembly import assemble
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
+from specdec.loading.leading import load_on_all_ranks
 from specdec.loading.memory import memory_named
-from specdec.loading.parts import load_parts
+from specdec.loading.parts import Parts, load_parts
 from specdec.loading.progress import startup_progress
 from specdec.moving import Moving
 from specdec.options import LoadOptions, Use
+from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
 from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe
@@ -65,6 +67,8 @@ class SpeculativeModel(Moving):
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
         prefix_caching: "on", or "off: " and the reason. cascade_attention: likewise.
+        ranks: among which the target is divided; None with tensor_parallel_size=1. Then `hf_model` is this rank's
+            share, whose forward alone is refused.
         checkpoint: where the target was read from; None for a loaded model without a name.
         engine: what runs the rounds, for tools that drive or watch it; for one thread at a time, and never during a
             call on another one.
@@ -84,6 +88,7 @@ class SpeculativeModel(Moving):
         checkpoint: Checkpoint | None = None,
         prefix_caching: str | None = None,
         cascade: str = "off",
+        ranks: Ranks | None = None,
     ) -> None:
         """Build the engine and run the self-test; prefer `from_pretrained`.
 
@@ -95,6 +100,7 @@ class SpeculativeModel(Moving):
             generation_config: what of the model's own applies; see `from_pretrained`.
             checkpoint: where the target was read from, for `describe`. prefix_caching: see the attribute; default by
                 `config`. cascade: see the attribute `cascade_attention`; what `choose_cascade` gave.
+            ranks: among which the target is divided; None where this process has all of it.
 
         Raises:
             InvalidInputError: the backend, the head or the target cannot do with CUDA graphs, or not without; a layer
@@ -103,6 +109,7 @@ class SpeculativeModel(Moving):
             UnsupportedAttentionError: the backend lacks a variant.
         """
         self.hf_model = probed.model
+        self.ranks = ranks
         self.tokenizer = tokenizer
         self.head = head
         self.checkpoint = checkpoint
@@ -112,13 +119,13 @@ class SpeculativeModel(Moving):
         self.cascade_attention = cascade
         self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         with startup_progress() as self._steps:
-            made = assemble(probed, head, backend, config, cuda_graphs, format, layout)
+            made = assemble(probed, head, backend, config, cuda_graphs, format, layout, ranks)
             self.target, self.runners = made.target, made.runners
             self.twin, self.self_test_error, self.graphs = made.twin, made.self_test_error, made.graphs
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
                 eos = eos_ids(probed.model.generation_config)
-                self.engine = Engine(made.target, made.drafter, tokenizer, config, eos, made.executor)
+                self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor)
                 self._shared = SharedEngine(self.engine, self.device)
                 self._live = LiveModel.of(self.hf_model, captured=not isinstance(made.executor, EagerExecutor))
                 for build in self.builds:
@@ -155,6 +162,7 @@ class SpeculativeModel(Moving):
         head_overrides: Mapping[str, Any] | None = None,
         generation_config: Use = "model",
         draft_sampling: str = "probabilistic",
+        tensor_parallel_size: int = 1,
         seed: int = 0,
         adapter: str | None = None,
         merge_adapter: bool | Literal["auto"] = "auto",
@@ -232,6 +240,9 @@ class SpeculativeModel(Moving):
             draft_sampling: how drafts of sampled requests are chosen: "probabilistic", drawn from the head's own
                 distribution under the request's temperature and filters, or "greedy", its most probable token. Both
                 leave the distribution of the answers as it is; they differ in how many drafts are accepted.
+            tensor_parallel_size: N GPUs of this machine (on a CPU, N processes) that the target is divided among, one
+                process each: this one and N-1 that are started here and end with `close`. Needs the extra [parallel].
+                Target and draft by name only. The head is whole on every rank. See docs/parallel.md.
             seed: randomness of requests without a seed of their own: 64 bits, with or without a sign.
             adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
             merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
@@ -248,35 +259,36 @@ class SpeculativeModel(Moving):
         """
         given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
         options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
+        if options.tensor_parallel_size > 1:
+            return load_on_all_ranks(cls._share, target, draft, options)
         parts = load_parts(target, draft, options)
         with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
-            return cls(
-                parts.probed,
-                parts.tokenizer,
-                parts.head,
-                parts.backend,
-                parts.config,
-                options.cuda_graphs,
-                format=parts.format,
-                layout=parts.layout,
-                generation_config=options.generation_config,
-                checkpoint=parts.checkpoint,
-                prefix_caching=parts.prefix_caching,
-                cascade=parts.cascade,
-            )
+            return cls(**_arguments(parts, options))
+
+    @classmethod
+    def _share(cls, target: str, draft: str | None, options: LoadOptions, ranks: Ranks) -> SpeculativeModel:
+        """As `from_pretrained`, on one of several ranks, which all call it."""
+        parts = load_parts(target, draft, options, ranks)
+        with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
+            return cls(**_arguments(parts, options), ranks=ranks)
 
     def close(self) -> None:
         """End what runs, free caches, buffers and graphs, and leave `hf_model` as it was before. Idempotent.
 
         Requests and streams that are not finished raise ClosedModelError, after what was reported to them before. Waits
         for a round or a forward that runs on another thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and what
-        the self-test found stay readable.
+        the self-test found stay readable. Of a tensor-parallel model the other ranks' processes end; where a GPU waits
+        for a lost one, nothing can be freed before this process ends.
 
         Raises:
             SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
         """
         self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
+        if self.ranks is not None:
+            self.ranks.close()
         device = self.device
+        if device.type == "cuda" and self.ranks is not None and self.ranks.lost:
+            return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._close_transfer()
@@ -349,9 +361,15 @@ class SpeculativeModel(Moving):
         Raises:
             ModelChangedError: more than values has changed (dtype, device, modules, vocabulary, mode; with CUDA graphs
                 also where the weights lie): wrap the model again.
-            InvalidInputError: requests are running, whose keys and values are those of the old weights.
+            InvalidInputError: requests are running, whose keys and values are those of the old weights; or this process
+                has one share of the weights.
             UnsupportedModelError: the target comes out wrong.
         """
+        if self.ranks is not None:
+            raise InvalidInputError(
+                f"refresh(): with tensor_parallel_size={self.ranks.size} this process has one share of the weights; "
+                "save new weights and load them again"
+            )
         with self._shared.between_rounds() as idle:
             if not idle:
                 raise InvalidInputError(
@@ -362,7 +380,42 @@ class SpeculativeModel(Moving):
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 
+    def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
+
+        Raises:
+            InvalidInputError: no tokens, or an id outside the vocabulary.
+            RanksLostError: a rank is lost.
+        """
+        self._shared.check_open()
+        largest = self.target.num_embeddings - 1
+        if not len(token_ids) or not all(0 <= token <= largest for token in token_ids):
+            raise InvalidInputError(f"own_logits: give at least one token id, all in 0 … {largest}")
+        with self._shared.between_rounds():
+            if isinstance(self.engine, LeadingEngine):
+                found: torch.Tensor = self.engine.run("specdec.engine.ranked:own_logits", list(token_ids))
+                return found
+            return own_logits(self.engine, token_ids)
+
     def describe(self) -> dict[str, Any]:
         """Resolved facts of the model, head and engine, for provenance and `specdec inspect`."""
         self._shared.check_open()
         return facts_of(self)
+
+
+def _arguments(parts: Parts, options: LoadOptions) -> dict[str, Any]:
+    """Of `SpeculativeModel`."""
+    return {
+        "probed": parts.probed,
+        "tokenizer": parts.tokenizer,
+        "head": parts.head,
+        "backend": parts.backend,
+        "config": parts.config,
+        "cuda_graphs": options.cuda_graphs,
+        "format": parts.format,
+        "layout": parts.layout,
+        "generation_config": options.generation_config,
+        "checkpoint": parts.checkpoint,
+        "prefix_caching": parts.prefix_caching,
+        "cascade": parts.cascade,
+    }

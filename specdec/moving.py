@@ -23,6 +23,7 @@ from specdec.engine.handoff import LEASE_SECONDS
 from specdec.engine.sharing import Stream, StreamUpdate
 from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
 from specdec.generation import Generation
+from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
@@ -45,11 +46,12 @@ class Moving(Generation):
     """`prefill` and `resume` over an engine that callers on any thread share. Whoever inherits it makes the attributes.
 
     Attributes:
-        head, runners: see `specdec.model.SpeculativeModel`.
+        head, runners, ranks: see `specdec.model.SpeculativeModel`.
     """
 
     head: Head | None
     runners: tuple[GroupRunner, ...]
+    ranks: Ranks | None
     _link: Link | None = None
 
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
@@ -66,7 +68,7 @@ class Moving(Generation):
             What a handoff tells its next engine about this one.
 
         Raises:
-            InvalidInputError: an unknown transport, or NIXL is not installed.
+            InvalidInputError: an unknown transport, NIXL is not installed, or the model is divided among ranks.
             TransferError: it cannot be opened, or requests that moved away are still held.
         """
         if isinstance(transport, str):
@@ -99,7 +101,7 @@ class Moving(Generation):
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         requests = [replace(request, hand_off=float(lease_seconds)) for request in requests]
         for request in requests:
-            self.engine.check(request.token_ids, request.params, hand_off=True)
+            self.engine.check_leaving(request)
         self._check_held_at_once([len(request.token_ids) for request in requests])
         call, found = self._shared.submit(requests), {}
         try:
@@ -225,6 +227,11 @@ class Moving(Generation):
 
     def _linked(self, transport: Transport, instead: bool) -> Link:
         """Open a transport; instead: of the one that is open, else that one stays (another thread's)."""
+        if self.ranks is not None:
+            raise InvalidInputError(
+                f"this model is divided among {self.ranks.size} ranks (tensor_parallel_size): its requests cannot move "
+                "to or from other models yet; load it with tensor_parallel_size=1"
+            )
         with self._shared.between_rounds():
             if self._link is not None and not instead:
                 return self._link

@@ -78,6 +78,11 @@ class Switch(Kind):
     """True, False or "auto"; as a word yes, no or auto."""
 
     def read(self, name: str, value: Any) -> bool | Literal["auto"]:
+        """See `Kind.read`.
+
+        Raises:
+            InvalidInputError: it is none of the three.
+        """
         if isinstance(value, str) and value == "auto":
             return "auto"
         try:
@@ -97,6 +102,11 @@ class Choice(Kind):
     hint: str = ""
 
     def read(self, name: str, value: Any) -> str:
+        """See `Kind.read`.
+
+        Raises:
+            InvalidInputError: it is none of the words.
+        """
         if self.hint and not (isinstance(value, str) and value in self.words):
             raise InvalidInputError(f"{name}={short(value)}: {self.hint}")
         return choice(name, value, self.words)
@@ -109,6 +119,11 @@ class Name(Kind):
     allowed: str
 
     def read(self, name: str, value: Any) -> str:
+        """See `Kind.read`.
+
+        Raises:
+            InvalidInputError: it is no text, or an empty one.
+        """
         text = str(value) if isinstance(value, PurePath) else value
         if not isinstance(text, str) or not text:
             raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
@@ -127,6 +142,11 @@ class Scales(Kind):
         return scale_pairs(name, value)
 
     def from_word(self, name: str, word: Any) -> Any:
+        """See `Kind.from_word`.
+
+        Raises:
+            InvalidInputError: a part of the word is no pair.
+        """
         if not isinstance(word, str):
             return word
         pairs = [tuple(pair.split(":")) for pair in word.split(";")]
@@ -140,6 +160,11 @@ class Overrides(Kind):
     """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
 
     def read(self, name: str, value: Any) -> dict[str, Any] | None:
+        """See `Kind.read`.
+
+        Raises:
+            InvalidInputError: it is no mapping of texts to values.
+        """
         if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
             raise InvalidInputError(
                 f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
@@ -147,6 +172,11 @@ class Overrides(Kind):
         return dict(value) or None
 
     def from_word(self, name: str, word: Any) -> Any:
+        """See `Kind.from_word`.
+
+        Raises:
+            InvalidInputError: a word without '='.
+        """
         if isinstance(word, Mapping) or word is None:
             return word
         words = word if isinstance(word, (list, tuple)) else [word]
@@ -320,6 +350,10 @@ class LoadOptions:
             "Drafts of sampled requests: drawn from the head's distribution, or its most probable token (greedy).",
             _NO_TRAINING,
         ),
+    )
+    tensor_parallel_size: int = field(
+        default=1,
+        metadata=_about(Whole(1), "GPUs of this machine that the target is divided among.", _NO_TRAINING),
     )
     seed: int = field(
         default=0, metadata=_about(Whole(*SEEDS), "Randomness of requests without a seed of their own.", _NO_TRAINING)

@@ -211,9 +211,9 @@ class EngineLM(TemplateLM):
         """Log-probability of each continuation, and whether it is the greedy one; the target alone, one at a time."""
         scores = []
         for key, context, continuation in requests:
-            ids = torch.tensor([(context + continuation)[-(self.max_length + 1) :]], device=self._model.device)
-            logits = self._model.hf_model(ids[:, :-1], use_cache=False).logits[0, -len(continuation) :]
-            wanted = ids[0, -len(continuation) :]
+            ids = (context + continuation)[-(self.max_length + 1) :]
+            logits = self._model.own_logits(ids[:-1])[-len(continuation) :]
+            wanted = torch.tensor(ids[-len(continuation) :], device=logits.device)
             score = float(logits.float().log_softmax(-1).gather(1, wanted[:, None]).sum())
             scores.append((score, bool((logits.argmax(-1) == wanted).all())))
             if key is not None:

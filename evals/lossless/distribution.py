@@ -114,7 +114,7 @@ class DistributionTest:
         from evals.lossless.replay import Replay
 
         model = worker.models[self.arms[0].model]
-        replay = Replay(model.hf_model)
+        replay = Replay.of(model)
         found = search(lambda some: self._answer(model, some), replay, self.questions, self.sampling, self.places)
         sampling = replace(self.sampling, temperature=found.temperature)
         if not found.places:

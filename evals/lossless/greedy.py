@@ -96,7 +96,7 @@ class Judge:
         from evals.lossless.replay import Replay
 
         model = worker.models[self.arm.model]
-        replay = Replay(model.hf_model)
+        replay = Replay.of(model)
         return [self._verdict(model, replay, *case) for case in self.cases]
 
     def _verdict(self, model: Any, replay: Replay, question: Question, alone: Answer, place: Place) -> Divergence:

@@ -27,6 +27,15 @@ class Replay:
         self._model.load_state_dict(hf_model.state_dict())
         self._model.eval()
 
+    @classmethod
+    def of(cls, model: Any) -> Replay:
+        """Of a SpeculativeModel. With several ranks its checkpoint is read again: here is a share of its weights."""
+        if getattr(model, "ranks", None) is None:
+            return cls(model.hf_model)
+        checkpoint = model.checkpoint
+        whole = AutoModelForCausalLM.from_pretrained(checkpoint.path, dtype=model.dtype, **checkpoint.options)
+        return cls(whole.to(model.device))
+
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits of the token after `token_ids`: [V], in the copy's dtype, on the CPU."""

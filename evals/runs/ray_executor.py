@@ -73,13 +73,15 @@ class RayExecutor:
     ) -> None:
         """Start the workers and wait until their models are loaded.
 
-        device: as of the specs; every worker of a CUDA device (also None, where the cluster has GPUs) gets one GPU.
+        device: as of the specs; every worker of a CUDA device (also None, where the cluster has GPUs) gets one GPU, or
+            as many of one node as its tensor-parallel models have ranks.
 
         Raises:
             WorkerError: the cluster has too few GPUs, a worker does not start, or the workers hold different models.
         """
         self._specs, self._load, self._attempts = dict(specs), load, attempts
-        self._num_gpus = _gpus_per_worker(device, workers)
+        ranks = max((spec.options.tensor_parallel_size for spec in specs.values()), default=1)
+        self._num_gpus = _gpus_per_worker(device, workers, ranks)
         self._actors = [self._start() for _ in range(workers)]
         found = self._wait_for([actor.facts.remote() for actor in self._actors])
         if any(facts != found[0] for facts in found):
@@ -199,8 +201,8 @@ def _result(reference: Any) -> list[Answer] | None:
         return None
 
 
-def _gpus_per_worker(device: str | None, workers: int) -> int:
-    """1 where workers use CUDA, 0 otherwise.
+def _gpus_per_worker(device: str | None, workers: int, ranks: int = 1) -> int:
+    """`ranks` where workers use CUDA, 0 otherwise.
 
     Raises:
         WorkerError: fewer GPUs in the cluster than workers; without this they would wait for ever.
@@ -210,8 +212,9 @@ def _gpus_per_worker(device: str | None, workers: int) -> int:
     available = ray.cluster_resources().get("GPU", 0.0)
     if device == "cpu" or (device is None and not available):
         return 0
-    if available < workers:
+    if available < workers * ranks:
+        each = "a GPU" if ranks == 1 else f"{ranks} GPUs"
         raise WorkerError(
-            f"{workers} workers need a GPU each, the cluster has {available:g}; give --workers or --device cpu"
+            f"{workers} workers need {each} each, the cluster has {available:g}; give --workers or --device cpu"
         )
-    return 1
+    return ranks

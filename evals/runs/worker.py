@@ -86,10 +86,16 @@ def _facts(model: Any) -> dict[str, Any]:
     return {
         **described,
         "graphs": described["graphs"]["state"],
-        "target_sha256": weights_sha256(model.hf_model),
+        "target_sha256": _whose(model) + weights_sha256(model.hf_model),
         "head_sha256": None if model.head is None else weights_sha256(model.head),
         "chat_template_sha256": _text_sha256(getattr(model.tokenizer, "chat_template", None)),
     }
+
+
+def _whose(model: Any) -> str:
+    """Which part of the weights this process holds, in words; "" for all of them."""
+    ranks = getattr(model, "ranks", None)
+    return "" if ranks is None else f"rank {ranks.rank} of {ranks.size}: "
 
 
 def _text_sha256(text: Any) -> str | None:

@@ -16,6 +16,7 @@ from torch._inductor.pattern_matcher import stable_topological_sort
 from torch.fx import Graph, Node
 
 from attention.backends.limits import HALF
+from specdec.compiler.rank_passes import sum_once
 from specdec.errors import UnsupportedModelError
 from specdec.ops.linear import few_tokens_linear, invariant_linear  # noqa: F401 (registers the operators)
 from specdec.ops.norm import add_rms_norm, rms_norm  # noqa: F401
@@ -38,6 +39,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         """Rewrite the compiler's graph."""
+        sum_once(graph)
         leave_one_matmul(graph)
         (sum_alike if self._batch_invariant else read_weights_once)(graph)
         norm_at_once(graph)
@@ -47,7 +49,7 @@ class Rewriting(torch._inductor.custom_graph_pass.CustomGraphPass):
 
     def uuid(self) -> str:
         """Part of the compiler cache's key."""
-        return f"specdec-rewriting-4{'-batch-invariant' if self._batch_invariant else ''}"
+        return f"specdec-rewriting-5{'-batch-invariant' if self._batch_invariant else ''}"
 
 
 def leave_one_matmul(graph: Graph) -> None:

@@ -8,7 +8,7 @@ the commit is the pipeline that the round is in: see `lookahead`.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -21,18 +21,18 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
-from specdec.engine.handoff import ROUNDS_IN_VAIN, Departures, Moving
-from specdec.engine.launcher import LaunchedRound, Launcher, VerifyingRound
+from specdec.engine.handoff import Departures, Moving
+from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
+from specdec.engine.visited import Visited
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.verification import DraftedVerification
-from specdec.requests.moved import Arrival, MovedRequest
 from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
@@ -41,7 +41,7 @@ from specdec.target.live import WeightVersions
 from specdec.target.target import Target
 
 
-class Engine:
+class Engine(Visited):
     """Continuous batching over one target and, optionally, one draft head. For one thread at a time: `SharedEngine`.
 
     No speculation is the same path with no drafts.
@@ -52,6 +52,7 @@ class Engine:
     last token that was reported.
 
     Attributes:
+        target: what it runs.
         config: its sizes and limits.
         reported: what the last round reported. It is set in one assignment: the moment at which the round counts.
         executor: how rounds run on the device; `use` replaces it.
@@ -68,11 +69,17 @@ class Engine:
         config: EngineConfig,
         eos_token_ids: Sequence[int],
         executor: Executor | None = None,
+        announce: Announce | None = None,
     ) -> None:
-        """Make an engine with no requests. executor: default operator by operator."""
+        """Make an engine with no requests.
+
+        executor: default operator by operator. announce: called with every round before it is launched.
+        """
         self.config = config
+        self._announce = announce
         self.reported: list[Update] = []
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
+        self.target = target
         self._drafter = drafter
         self._queue_verification = target.hf_model.device.type == "cuda"
         self._counters = Counters()
@@ -114,6 +121,7 @@ class Engine:
     def _connect(self) -> None:
         c, scheduler, table = self.config, self.scheduler, self.table
         self._launcher = Launcher(self.executor, scheduler, table, c, self._counters, self._queue_verification)
+        self._launcher.announce = self._announce
         num_drafts = 0 if self._drafter is None else c.num_speculative_tokens
         self._lookahead = Lookahead(self._launcher, scheduler, table, num_drafts)
 
@@ -182,14 +190,12 @@ class Engine:
         params: SamplingParams,
         sample_index: int = 0,
         eos_token_ids: Sequence[int] | None = None,
-        hand_off: float | None = None,
     ) -> int:
         """Queue a request; it joins the batch between two rounds.
 
         Args:
             token_ids: prompt ids; sample_index: which of several samples of one prompt (with one seed) this is.
             eos_token_ids: the ids that end it, unless params.ignore_eos is set; default the engine's.
-            hand_off: it leaves with its first token, for another engine; its pages are held for so many seconds.
 
         Returns:
             The request's id.
@@ -197,10 +203,9 @@ class Engine:
         Raises:
             InvalidInputError, CacheTooSmallError: see `check`.
         """
-        limit = self.check(token_ids, params, hand_off is not None)
+        limit = self.check(token_ids, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         request = self._admission.request(request_id, token_ids, params, limit, sample_index, eos_token_ids)
-        request.hand_off = hand_off
         return self._queue(request)
 
     def _queue(self, request: Request) -> int:
@@ -211,58 +216,9 @@ class Engine:
             self.scheduler.waiting.append(request)
         return request.id
 
-    def check_moved(self, moved: MovedRequest) -> None:
-        """Whether a request from another engine can be served, see `Admission.check_moved`."""
-        self._admission.check_moved(moved)
-
-    def reserve(self, moved: MovedRequest) -> int:
-        """Pages for the keys and values of a request from another engine, to be filled and then given to `resume`.
-
-        Returns:
-            Their number, see `Moving`.
-
-        Raises:
-            InvalidInputError, CacheTooSmallError: such a request cannot be served here, see `Admission.check_moved`.
-            OutOfPagesError: not now.
-        """
-        self._admission.check_moved(moved)
-        with self._change:
-            self.moving.collect(self.scheduler.pools())
-            without_head = self.scheduler.head_pages is not None and not moved.num_drafts
-            rounds = 0 if self.inflight is None else ROUNDS_IN_VAIN
-            return self.moving.reserve(self.scheduler.pools(), moved, without_head, rounds)
-
-    def may_fill(self, number: int) -> bool:
-        """Whether reserved pages may be written to, see `Moving.may_fill`."""
-        return self.inflight is None or self.moving.may_fill(number)
-
-    def resume(self, moved: MovedRequest, arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None) -> int:
-        """Queue a request from another engine; it goes on as if it had been here all the time.
-
-        Args:
-            arrival: the number of its pages, filled, and its tensors (see `Departure`); None to read its tokens again.
-        """
-        self._admission.check_moved(moved)
-        request_id, self._next_id = self._next_id, self._next_id + 1
-        request = self._admission.moved(request_id, moved)
-        if arrival is not None:
-            number, tensors = arrival
-            request.arrival = Arrival(self.moving.take(number), tensors)
-        return self._queue(request)
-
-    def release(self, leases: Sequence[str]) -> None:
-        """Pages that are held for requests that left are free: nobody will read them. Unknown leases are over."""
-        with self._change:
-            self.moving.release(self.scheduler.pools(), leases)
-
-    def drop(self, number: int, settled: Callable[[], bool]) -> None:
-        """A request for which pages were reserved does not come, see `Moving.drop`."""
-        with self._change:
-            self.moving.drop(self.scheduler.pools(), number, settled)
-
-    def check(self, token_ids: Sequence[int], params: SamplingParams, hand_off: bool = False) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
-        return self._admission.check(token_ids, params, hand_off)
+        return self._admission.check(token_ids, params)
 
     def check_weights(self) -> None:
         """Empty the prefix cache when weights have changed in place since the last call, see `WeightVersions`."""

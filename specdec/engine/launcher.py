@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,6 +23,9 @@ from specdec.rounds.randomness import SamplingRound, sampling_round
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.verification import TargetArrays, WindowedTable, target_arrays
+
+Announce = Callable[[TargetArrays], None]
+"""Called with every round before it is launched."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,10 @@ class Launcher:
 
     Attributes:
         executor: how rounds run on the device.
+        announce: where ranks compare their rounds; None with one rank.
     """
+
+    announce: Announce | None = None
 
     def __init__(
         self,
@@ -225,6 +232,8 @@ class Launcher:
 
     def send(self, loop: DraftInput | None, target: TargetArrays, rows: np.ndarray) -> Round:
         """One transfer of a round of these RowTable rows [B]."""
+        if self.announce is not None:
+            self.announce(target)
         return self.executor.send(loop, target, self.sampling(target, rows))
 
     def sampling(self, target: TargetArrays, rows: np.ndarray) -> SamplingRound | None:

@@ -56,6 +56,8 @@ class Lookahead:
             return None
         nothing = np.zeros(len(current.schedule.rows), np.int64)
         target = self._after(current, nothing, nothing, nothing, self._reserved)
+        if self._launcher.announce is not None:
+            self._launcher.announce(target)
         device, following = verification.launch_next(target, self._launcher.sampling(target, current.schedule.rows))
         self._launcher.count()
         return VerifyingRound(current.schedule, target, device, None, following)

@@ -235,9 +235,11 @@ class SharedEngine:
             for index, request in enumerate(requests):
                 if isinstance(request, Resumption):
                     request_id = self._engine.resume(request.moved, request.arrival)
+                elif request.hand_off is not None:
+                    request_id = self._engine.submit_leaving(request)
                 else:
                     own = (request.token_ids, request.params, request.sample_index, request.eos_token_ids)
-                    request_id = self._engine.submit(*own, request.hand_off)
+                    request_id = self._engine.submit(*own)
                 call.places[request_id] = index
                 self._calls[request_id] = call
         except BaseException:

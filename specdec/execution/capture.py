@@ -211,6 +211,8 @@ def _verify(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The verification: logits, their arg max, and the packed result, as if every row were greedy."""
     drafted = None if drafts is None else Draft(drafts.loop.drafts, None)
+    if drafted is not None and target.ranks is not None:
+        target.ranks.share(drafted.token_ids)
     logits = target.forward(fill_from_loop(device, drafted), planned, device.logits_indices, model).logits
     greedy = greedy_ids(logits)
     return logits, greedy, judge_from_loop(greedy, device, drafted).packed
@@ -258,7 +260,8 @@ def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool):
+    # Of this thread alone: NCCL's own thread looks at events meanwhile.
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = launch()
     return graph, result
 

@@ -101,7 +101,8 @@ class GraphExecutor:
         model = compiled_model(target.hf_model)
         self._target = target
         device = target.hf_model.device
-        self.reads = HostReads(PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens), device)
+        most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
+        self.reads = HostReads(most, device, target.ranks)
         self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
@@ -255,6 +256,8 @@ class GraphExecutor:
         """A round of any shape: the target and the draft prefill from graphs by segments, the rest by operators."""
         assert round_.sent is not None
         device = round_.sent.verification
+        if draft is not None and self._target.ranks is not None and self._loop is not None:
+            self._target.ranks.share(self._loop.drafts)
         ids, rope = fill_from_loop(device, draft), device.rope_positions
         logits = self._ragged.logits(ids, device.metadata, device.logits_indices, rope)
         result = self._decide_ragged(logits, device, draft, round_.sampling)

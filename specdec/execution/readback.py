@@ -9,20 +9,33 @@ import numpy as np
 import torch
 
 from specdec.acceptance.packed import Outcome, PackedResult, unpack_outcome
+from specdec.errors import InvalidInputError
+from specdec.parallel.ranks import Ranks
 
 _RING = 2
 
 
 @dataclass(frozen=True)
 class Readback:
-    """A tensor on its way to the host. `copied` is None where nothing travels (CPU)."""
+    """A tensor on its way to the host. `copied` is None where nothing travels (CPU).
+
+    ranks: that compute it together; a lost one would be waited for forever.
+    """
 
     host: torch.Tensor
     copied: torch.cuda.Event | None
+    ranks: Ranks | None = None
 
     def wait(self) -> np.ndarray:
-        """A copy of the tensor. What was launched after the verification goes on meanwhile."""
-        if self.copied is not None:
+        """A copy of the tensor. What was launched after the verification goes on meanwhile.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        if self.copied is not None and self.ranks is not None:
+            while not self.copied.query():
+                self.ranks.check_alive()
+        elif self.copied is not None:
             self.copied.synchronize()
         return self.host.numpy().copy()
 
@@ -36,13 +49,14 @@ class HostReads:
     Attributes:
         before_read: called with every result and num_drafts [J], both on the device, before the copy is queued; may
             write into the result there, and must not wait for the device. What is launched after it, the draft prefill
-            and a chained verification, reads what it wrote.
+            and a chained verification, reads what it wrote. Of several ranks only rank 0's counts.
         after_read: called with every result on the host and num_drafts [J]; returns the result that counts. Without
             drafts it must keep the tokens: the next verification may have read them on the device already.
     """
 
-    def __init__(self, max_numel: int, device: torch.device) -> None:
-        """max_numel: elements of the largest tensor that will be read, int64."""
+    def __init__(self, max_numel: int, device: torch.device, ranks: Ranks | None = None) -> None:
+        """max_numel: elements of the largest tensor that will be read, int64. ranks: that all read what rank 0 does."""
+        self._ranks = ranks
         self._on_cuda = device.type == "cuda"
         count = _RING if self._on_cuda else 0
         self._pinned = [torch.empty(max_numel, dtype=torch.int64, pin_memory=True) for _ in range(count)]
@@ -56,6 +70,8 @@ class HostReads:
         if self.before_read is not None:
             self.before_read(result, num_drafts)
         packed = result.packed
+        if self._ranks is not None:
+            self._ranks.share(packed)
         if not self._on_cuda:
             return Readback(packed.clone(), None)  # what is launched next may write to the same place
         slot = self._started % _RING
@@ -63,9 +79,19 @@ class HostReads:
         host = self._pinned[slot][: packed.numel()].view(packed.shape)
         host.copy_(packed, non_blocking=True)
         self._events[slot].record()
-        return Readback(host, self._events[slot])
+        return Readback(host, self._events[slot], self._ranks)
 
     def finish(self, read: Readback, num_drafts: np.ndarray) -> Outcome:
-        """Wait for a read of rows with num_drafts [J] drafts."""
+        """Wait for a read of rows with num_drafts [J] drafts.
+
+        Raises:
+            InvalidInputError: `after_read` would decide on one rank alone.
+            RanksLostError: a rank is lost.
+        """
         outcome = unpack_outcome(read.wait())
-        return outcome if self.after_read is None else self.after_read(outcome, num_drafts)
+        if self.after_read is None:
+            return outcome
+        counts = self.after_read(outcome, num_drafts)
+        if self._ranks is not None and counts is not outcome:
+            raise InvalidInputError("HostReads.after_read gave another result than the one that all ranks have read")
+        return counts

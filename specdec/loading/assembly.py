@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from attention.backends.base import AttentionBackend
@@ -16,6 +16,7 @@ from specdec.loading.backends import GraphChoice, choose_graphs
 from specdec.loading.graphs import Graphs
 from specdec.loading.progress import log
 from specdec.loading.states import state_runner, uncapturable
+from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import check_target
@@ -52,6 +53,7 @@ def assemble(
     cuda_graphs: bool | Literal["auto"],
     format: KVFormat,
     layout: KVLayout,
+    ranks: Ranks | None = None,
 ) -> Assembly:
     """Allocate, test, compile and capture; arguments as of `SpeculativeModel`. An error leaves the model as it was.
 
@@ -63,7 +65,9 @@ def assemble(
     """
     loop = None if head is None else head.draft_loop(loop_limits(config))
     choice = choose_graphs(backend, loop, cuda_graphs, uncapturable(probed))
-    target = _target(probed, head, backend, config, format, layout)
+    if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
+        choice = replace(choice, required=choice.wanted)
+    target = _target(probed, head, backend, config, format, layout, ranks)
     with target.alterations.undone_on_error():
         drafter = None
         if head is not None and loop is not None:
@@ -81,6 +85,7 @@ def _target(
     config: EngineConfig,
     format: KVFormat,
     layout: KVLayout,
+    ranks: Ranks | None,
 ) -> Target:
     """The wrapped model over its own caches and states."""
     specs = tuple(call.attention_spec for call in probed.calls)
@@ -89,7 +94,7 @@ def _target(
     aux_layers = () if head is None else tuple(head.aux_layers)
     positions = config.max_model_len + config.num_speculative_tokens + 1
     states = state_runner(probed, config)
-    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions)
+    return Target(probed, runner, aux_layers, config.max_num_batched_tokens, states, positions, ranks)
 
 
 def _checked(

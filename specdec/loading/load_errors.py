@@ -17,7 +17,7 @@ from jinja2 import TemplateError
 from safetensors import SafetensorError
 
 from drafters.checkpoints.hub import HTTP_ERRORS, NO_ANSWER
-from specdec.errors import ModelLoadError
+from specdec.errors import ModelLoadError, SpecdecError
 from specdec.loading.checkpoint import Checkpoint
 
 _ERRORS: tuple[type[BaseException], ...] = (
@@ -56,7 +56,7 @@ def loading_named(checkpoint: Checkpoint, what: str) -> Iterator[None]:
     """
     try:
         yield
-    except ModelLoadError:
+    except SpecdecError:
         raise
     except _ERRORS as error:
         raise ModelLoadError(f"cannot load {what} {checkpoint.name!r}: {_reason(error, checkpoint)}") from error

@@ -22,6 +22,7 @@ from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
 from specdec.loading.pairs import load_pair
+from specdec.loading.parallel import check_divisible, least_of_all
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_rule, num_drafts
@@ -31,6 +32,7 @@ from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
 from specdec.options import LoadOptions
+from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
 from specdec.rounds.transfer import staging_bytes
 from specdec.target.probing import TargetProbe, probe_target
@@ -67,11 +69,16 @@ class Parts:
     cache_bytes: int
 
 
-def load_parts(target: str | Path | PreTrainedModel, draft: str | Path | Head | None, options: LoadOptions) -> Parts:
+def load_parts(
+    target: str | Path | PreTrainedModel,
+    draft: str | Path | Head | None,
+    options: LoadOptions,
+    ranks: Ranks | None = None,
+) -> Parts:
     """Load target and head, and settle every size, before memory is taken for any of them.
 
     Args:
-        target, draft: see `SpeculativeModel.from_pretrained`.
+        target, draft: see `SpeculativeModel.from_pretrained`. ranks: load this rank's share of the target.
 
     Raises:
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
@@ -81,22 +88,25 @@ def load_parts(target: str | Path | PreTrainedModel, draft: str | Path | Head | 
         check_tables_fit(options.max_num_seqs, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
-    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options))
+    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
     model, checkpoint = opened
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
+    check_divisible(probed, ranks)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
     convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
     head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
-    parts = _sized(probed, head, checkpoint, tokenizer, backend, options)
+    parts = _sized(probed, head, checkpoint, tokenizer, backend, options, ranks)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)
     return parts
 
 
-def _open(target: str | Path | PreTrainedModel, options: LoadOptions) -> tuple[PreTrainedModel, Checkpoint | None]:
+def _open(
+    target: str | Path | PreTrainedModel, options: LoadOptions, ranks: Ranks | None
+) -> tuple[PreTrainedModel, Checkpoint | None]:
     """The target and where it was read from; kernels and the compiler begin while its weights are read."""
     log.info("loading the target")
 
@@ -115,6 +125,7 @@ def _open(target: str | Path | PreTrainedModel, options: LoadOptions) -> tuple[P
         begin,
         options.adapter,
         options.merge_adapter,
+        ranks,
     )
 
 
@@ -135,6 +146,7 @@ def _sized(
     tokenizer: Any,
     backend: AttentionBackend,
     options: LoadOptions,
+    ranks: Ranks | None,
 ) -> Parts:
     """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
     device, page_size = probed.model.device, options.page_size
@@ -146,6 +158,7 @@ def _sized(
     sizes = token_bytes(probed, head, format, longest, options.hybrid_kv_cache)
     states = state_bytes(probed, rows)
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
+    cache = cache if ranks is None else least_of_all(cache, ranks)
     config = replace(
         _config(rows, cache, sizes, len(probed.recurrent_calls) > 0, options),
         long_rope=long_rope_rule(probed.model, longest),

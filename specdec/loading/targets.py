@@ -23,6 +23,7 @@ from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
+from specdec.loading.parallel import as_rank, check_not_quantised, plan_for, take_share, told
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     Quantisation,
@@ -35,6 +36,7 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.strictness import check_complete
+from specdec.parallel.ranks import Ranks
 from specdec.values import short
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
@@ -43,20 +45,30 @@ weights are read; for a loaded model, before it is run."""
 
 
 def load_target(
-    name: str | Path | Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None = None
+    name: str | Path | Checkpoint,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    on_config: OnConfig | None = None,
+    ranks: Ranks | None = None,
 ) -> PreTrainedModel:
     """Load a causal language model, or a model with one inside (`auto_classes`), through transformers.
+
+    ranks: load this rank's share only.
 
     Raises:
         ModelLoadError: it is missing, damaged or no causal language model, its checkpoint and its configuration do not
             fit (see `specdec.loading.strictness`), or the device has no room for it.
         UnsupportedModelError: it is quantised in FP8 by a scheme that no operator serves.
     """
-    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config)[0]
+    return _load(name if isinstance(name, Checkpoint) else find_checkpoint(name), dtype, device, on_config, ranks)[0]
 
 
 def _load(
-    checkpoint: Checkpoint, dtype: torch.dtype | str, device: torch.device, on_config: OnConfig | None
+    checkpoint: Checkpoint,
+    dtype: torch.dtype | str,
+    device: torch.device,
+    on_config: OnConfig | None,
+    ranks: Ranks | None,
 ) -> tuple[PreTrainedModel, Quantisation | None]:
     """As `load_target`, with how the weights are stored."""
     check_target_folder(checkpoint)
@@ -65,6 +77,7 @@ def _load(
         found = auto_class(config, checkpoint.name)
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
+        check_not_quantised("quanto" if is_quanto_folder(checkpoint) else method, ranks)
         place = placed_at(method, device)
         if on_config is not None:
             on_config(config, dtype, device)
@@ -74,7 +87,7 @@ def _load(
         else:
             if method is not None and without_kernels(method, device):
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
-            model = _from_pretrained(checkpoint, config, found, dtype, place)
+            model = _from_pretrained(checkpoint, config, found, dtype, place, ranks)
     settle(model)
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
@@ -100,10 +113,14 @@ def _from_pretrained(
     found: AutoClass,
     dtype: torch.dtype | str,
     place: Mapping[str, Any],
+    ranks: Ranks | None,
 ) -> PreTrainedModel:
-    """The whole checkpoint through transformers; `place`: see `placed_at`."""
+    """The whole checkpoint through transformers, or this rank's share of it; `place`: see `placed_at`."""
+    plan = None if ranks is None else plan_for(config, found, ranks.size)
+    share = {} if plan is None or ranks is None else told(plan, ranks.size)
     quiet = _without_progress_bar() if checkpoint.builtin else nullcontext()
-    with _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name), quiet:
+    here = nullcontext() if ranks is None else as_rank(ranks)
+    with _module_tensors_expected(config, found), fp8_checkpoint(config, checkpoint.name), quiet, here:
         loaded: Any = found.loader.from_pretrained(
             checkpoint.path,
             config=config,
@@ -113,11 +130,14 @@ def _from_pretrained(
             # transformers looks for an adapter where peft is installed: not on the hub for a model that is cached
             adapter_kwargs={"local_files_only": checkpoint.local_files_only},
             **place,
+            **share,
             **checkpoint.options,
         )
     model: PreTrainedModel
     model, info = loaded
     check_complete(checkpoint.name, model, info)
+    if plan is not None and ranks is not None:
+        take_share(model, plan, ranks.rank, ranks.size)
     return model
 
 
@@ -165,11 +185,13 @@ def open_target(
     on_config: OnConfig | None = None,
     adapter: str | Path | None = None,
     merge_adapter: Merge = "auto",
+    ranks: Ranks | None = None,
 ) -> tuple[PreTrainedModel, Checkpoint | None]:
     """Load a target by name, or take a loaded model as it is; with the checkpoint its tokenizer and head are found by.
 
     Args:
         adapter, merge_adapter: see `specdec.loading.adapters.with_adapter`. Of a PeftModel the model inside is taken.
+        ranks: load this rank's share, on its device.
 
     Raises:
         ModelLoadError: it is missing or transformers cannot load it.
@@ -180,10 +202,10 @@ def open_target(
     target = unwrapped(target)
     check_target_type(target)
     if not isinstance(target, PreTrainedModel):
-        place = resolve_device(device)
+        place = resolve_device(device) if ranks is None else ranks.device
         kind = resolve_dtype(dtype, place)
         checkpoint = with_adapter(find_checkpoint(target, revision, trust_remote_code), adapter, merge_adapter)
-        model, quantisation = _load(checkpoint, kind, place, on_config)
+        model, quantisation = _load(checkpoint, kind, place, on_config, ranks)
         check_loaded_target(model)
         return model, replace(checkpoint, quantisation=quantisation)
     if not isinstance(dtype, str) or dtype != "auto" or device is not None:

@@ -10,24 +10,29 @@ from typing import Any
 
 import torch
 
-from specdec.ops.fp8 import fp8_quantise, reference_matmul
+from specdec.ops.fp8 import fp8_quantise, reference_matmul, unrounded_linear
 
 
-def fp8_experts(experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+def fp8_experts(
+    experts: Any, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, rounds: bool = True
+) -> torch.Tensor:
     """The arguments are those of transformers' experts interface; pairs are summed in float32, as its FP8Experts does.
 
     Args:
         experts: a module of transformers' FP8Experts: `gate_up_proj` or `up_proj`, and `down_proj`, each [E, O, I] in
             e4m3 with scales [E, O/128, I/128].
         hidden: [T, H]; index: [T, k] int64; weights: [T, k].
+        rounds: whether activations are rounded to 8 bits; not for tests, see `specdec.ops.fp8.unrounded_linear`: one
+            expert after the other then, which are read back to the host.
 
     Returns:
         [T, H], dtype of `hidden`.
     """
     kind = "gate_up_proj" if experts.has_gate else "up_proj"
-    inner = _multiply(experts, kind, hidden[:, None], index)  # [T, k, F or 2·F]
+    multiply = _multiply if rounds else _multiply_unrounded
+    inner = multiply(experts, kind, hidden[:, None], index)  # [T, k, F or 2·F]
     inner = experts._apply_gate(inner) if experts.has_gate else experts.act_fn(inner)
-    out = _multiply(experts, "down_proj", inner, index)  # [T, k, H]
+    out = multiply(experts, "down_proj", inner, index)  # [T, k, H]
     weighted = out * weights[..., None].to(out.dtype)
     return (weighted if out.dtype == torch.float64 else weighted.float()).sum(1).to(hidden.dtype)
 
@@ -40,6 +45,17 @@ def _multiply(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> 
     return fp8_expert_matmul(
         quantised.unflatten(0, shape), scales.unflatten(0, shape), stack, stack_scale, index, x.dtype
     )
+
+
+def _multiply_unrounded(experts: Any, kind: str, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """As `_multiply`."""
+    stack, stack_scale = getattr(experts, kind), getattr(experts, f"{kind}_scale_inv")
+    x = x.expand(-1, index.shape[1], -1)
+    out = x.new_empty(*index.shape, stack.shape[1])
+    for expert in index.unique().tolist():
+        chosen = index == expert
+        out[chosen] = unrounded_linear(x[chosen], stack[expert], stack_scale[expert])
+    return out
 
 
 @torch.library.custom_op("specdec::fp8_expert_matmul", mutates_args=())

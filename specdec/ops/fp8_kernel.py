@@ -5,8 +5,11 @@ a time: tensor cores multiply in 8 bits, and the sum of each block is added to f
 the two scales. So no more than 128 products are summed by the tensor cores alone, whose own sums of 8-bit products
 have fewer bits than float32.
 
-No split-K. Narrow weights are cut into more pieces by fewer rows a program instead, which needs no reduction
-afterwards, and the order of summation depends on nothing but the width.
+Split-K: where a weight has too few rows to keep a GPU busy, several programs share the blocks of the same rows. Each
+writes its sums in float32, and a second launch adds them in the order of the columns. Not the program that comes last,
+by a counter, as `attention.kernels.packed` does: a matmul has no engine whose counters it could have, and counters of
+the whole process are wrong when two graphs run at once. A dependent launch costs 1.0 µs (an H200, `fp8_quantise` in a
+graph). The order of summation depends on the tiling alone.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ _GROUP = tl.constexpr(128)
 _MAX = tl.constexpr(448.0)
 _LEAST_SCALE = tl.constexpr(1e-12)
 _GROUPS_A_PROGRAM = 8
+_BLOCK = 128
+_SUM_SIZE, _SUM_WARPS = 256, 2
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,10 @@ class Tiling:
         tokens, rows: of a program; rows is at most 128, so that they have one scale a block of columns.
         weight_first: the weight is the left operand of the tensor cores: these take 64 rows at a time, which few
             tokens do not fill.
-        warps, stages: of a program; stages are blocks of columns that are on their way at once.
+        warps, stages: of a program; stages are steps of its loop that are on their way at once.
+        at_once: blocks of columns of a step. Their scales are loaded a step ahead: one is read from memory as slowly as
+            a tile of the weight, and Triton pipelines only what the tensor cores read.
+        splits: programs that share the columns of a row, see `share`.
     """
 
     tokens: int
@@ -41,29 +49,59 @@ class Tiling:
     weight_first: bool
     warps: int
     stages: int
+    at_once: int = 1
+    splits: int = 1
+
+    def share(self, blocks: int) -> int:
+        """Blocks of columns of a program, of so many: in whole steps, by which there may be fewer programs."""
+        return _ceil(_ceil(blocks, self.splits), self.at_once) * self.at_once
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+_PROGRAMS = 264
+"""Programs that keep a GPU of 132 multiprocessors busy: two each."""
+_MOST_SPLITS, _LEAST_BLOCKS = 8, 4
+
+
+def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
+    """The tiling of a matmul of so many tokens with a weight of so many rows and columns.
+
+    The fastest of a first sweep on an H200, each without splits and with steps of one block, µs with 1, 8 and 48 tokens
+    (benchmarks/results/fp8-h200-2026-11-22.jsonl; rows of a program, "first" where the weight is the left operand,
+    stages):
+
+    ============ =================== =================== ====================
+    6144 x 4096  128 first, 12: 13.6 64 first, 8: 12.2   128 second, 8: 16.0
+    4096 x 4096  64 first, 12: 11.0  64 first, 8: 10.3   64 second, 12: 13.8
+    28672 x 4096 128 first, 4: 37.7  128 first, 4: 34.7  128 second, 4: 40.4
+    4096 x 14336 64 first, 12: 34.8  64 first, 12: 33.0  64 second, 12: 45.3
+    ============ =================== =================== ====================
+
+    Wide weights take these. Narrow ones took 0.29 µs a step in 64 programs, whatever was on its way. The splits, steps
+    of two blocks and stages that leave room for three programs a multiprocessor follow from that; they were not
+    measured, and neither was 17 to 32 tokens.
+
+    >>> tiling_of(1, 4096, 4096)
+    Tiling(tokens=16, rows=64, weight_first=True, warps=4, stages=3, at_once=2, splits=5)
+    >>> tiling_of(48, 28672, 4096)
+    Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=4, at_once=1, splits=1)
+    """
+    if tokens > 64:
+        few = rows <= _FEW_ROWS and tokens <= 256
+        return Tiling(128, 64, False, 4, 6) if few else Tiling(128, 128, False, 8, 4)
+    tile, first = max(16, 1 << (tokens - 1).bit_length()), tokens <= 32
+    if rows > _FEW_ROWS:
+        return Tiling(tile, 128, first, 4, 4)
+    most = min(_MOST_SPLITS, _ceil(width, _BLOCK * _LEAST_BLOCKS))
+    splits = max(1, min(_ceil(_PROGRAMS, _ceil(rows, 64)), most))
+    return Tiling(tile, 64, True, 4, 3, 2, splits) if first else Tiling(tile, 64, False, 4, 4, 1, splits)
 
 
 _FEW_ROWS = 10_240
-"""Up to so many rows of a weight, programs of 64 rows would leave part of a GPU of 132 multiprocessors without work."""
-
-
-def tiling_of(tokens: int, rows: int) -> Tiling:
-    """The tiling of a matmul of so many tokens with a weight of so many rows.
-
-    >>> tiling_of(1, 4096)
-    Tiling(tokens=16, rows=32, weight_first=False, warps=4, stages=10)
-    >>> tiling_of(48, 28672)
-    Tiling(tokens=64, rows=128, weight_first=True, warps=8, stages=6)
-    """
-    if tokens <= 16:
-        return Tiling(16, 32, False, 4, 10) if rows <= _FEW_ROWS else Tiling(16, 64, True, 4, 8)
-    if tokens <= 32:
-        return Tiling(32, 64, True, 4, 8)
-    if tokens <= 64:
-        return Tiling(64, 64, True, 4, 8) if rows <= _FEW_ROWS else Tiling(64, 128, True, 8, 6)
-    if tokens <= 256:
-        return Tiling(128, 64, False, 4, 6) if rows <= _FEW_ROWS else Tiling(128, 128, False, 8, 4)
-    return Tiling(128, 128, False, 8, 4)
+"""Up to so many rows of a weight, programs of 128 rows would leave part of a GPU without work."""
 
 
 @triton.jit
@@ -116,16 +154,34 @@ def launch_quantise(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return out, scales
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit
+def _scales(  # type: ignore[no-untyped-def]
+    x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, first, last, AT_ONCE: tl.constexpr
+):
+    """For blocks first … first + AT_ONCE of columns the scales of tokens [M] and of the weight in turn.
+
+    Of blocks from `last` on, which are zeros or not used, those of the one before. They are multiplied where they are
+    used: here that would wait for them.
+    """
+    found = ()
+    for i in tl.static_range(AT_ONCE):
+        group = tl.minimum(first + i, last - 1)
+        of_x = tl.load(x_scale + group * x_scale_group, mask=real_token, other=0.0)
+        found = found + (of_x, tl.load(weight_scale + group * weight_scale_group))  # type: ignore[assignment]  # noqa: RUF005
+    return found
+
+
+@triton.jit(do_not_specialize=["tokens", "share"])
 def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     x_ptr,  # [T, I] e4m3
     x_scale_ptr,  # [T, G] float32
     weight_ptr,  # [O, I] e4m3
     weight_scale_ptr,  # [O / 128, G] float32
-    out_ptr,  # [T, O] contiguous
+    out_ptr,  # [S, T, O] contiguous
     tokens,
     rows,
     width,
+    share,
     x_stride,
     x_scale_token,
     x_scale_group,
@@ -135,6 +191,7 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     TILE_TOKENS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
     WEIGHT_FIRST: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     WHOLE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
@@ -143,37 +200,64 @@ def _fp8_matmul_kernel(  # type: ignore[no-untyped-def]
     row = first_row + tl.arange(0, TILE_ROWS)  # [N]
     column = tl.arange(0, _GROUP)  # [K]
     real_token, real_row = token < tokens, row < rows
-    weight_rows = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride
+    begin = tl.program_id(2) * share
+    last = tl.minimum(begin + share, tl.cdiv(width, _GROUP))  # the first block that is not this program's
+    weight_rows = weight_ptr + tl.minimum(row, rows - 1).to(tl.int64) * weight_stride  # rows past the end: not stored
     weights = weight_rows[:, None] + column[None, :]  # [N, K]
     weight_scale = weight_scale_ptr + (first_row // _GROUP).to(tl.int64) * weight_scale_row  # of all rows: see Tiling
-    x_rows = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_stride
-    xs = x_rows[:, None] + column[None, :]  # [M, K]
-    x_scale = x_scale_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * x_scale_token  # [M]
+    xs = x_ptr + token[:, None].to(tl.int64) * x_stride + column[None, :]  # [M, K]
+    x_scale = x_scale_ptr + token.to(tl.int64) * x_scale_token  # [M]
     wait_for_predecessor(DEPENDENT)
     if WEIGHT_FIRST:
         acc = tl.zeros((TILE_ROWS, TILE_TOKENS), tl.float32)  # [N, M]
     else:
         acc = tl.zeros((TILE_TOKENS, TILE_ROWS), tl.float32)  # [M, N]
-    for start in range(0, width, _GROUP):
-        if WHOLE:  # rows and tokens past the end repeat the last: their sums are not stored
-            w = tl.load(weights + start, eviction_policy="evict_first")  # [N, K]
-            x = tl.load(xs + start)  # [M, K]
-        else:
-            inside = column[None, :] < width - start
-            w = tl.load(weights + start, mask=inside, other=0.0)
-            x = tl.load(xs + start, mask=inside, other=0.0)
-        group = start // _GROUP
-        scale = tl.load(x_scale + group * x_scale_group) * tl.load(weight_scale + group * weight_scale_group)  # [M]
-        if WEIGHT_FIRST:
-            acc += tl.dot(w, tl.trans(x)) * scale[None, :]
-        else:
-            acc += tl.dot(x, tl.trans(w)) * scale[:, None]
+    scales = _scales(x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, begin, last, AT_ONCE)
+    for step in range(begin, last, AT_ONCE):
+        ahead = _scales(
+            x_scale, x_scale_group, weight_scale, weight_scale_group, real_token, step + AT_ONCE, last, AT_ONCE
+        )
+        for i in tl.static_range(AT_ONCE):
+            start = (step + i) * _GROUP
+            # Tokens past the end are zeros, not the last one again: all programs would read it from one place in L2.
+            if WHOLE:
+                w = tl.load(weights + start, eviction_policy="evict_first")  # [N, K]
+                x = tl.load(xs + start, mask=real_token[:, None], other=0.0)  # [M, K]
+            else:
+                inside = column[None, :] < width - start
+                w = tl.load(weights + start, mask=inside, other=0.0)
+                x = tl.load(xs + start, mask=real_token[:, None] & inside, other=0.0)
+            scale = scales[2 * i] * scales[2 * i + 1]  # [M]
+            if WEIGHT_FIRST:
+                acc += tl.dot(w, tl.trans(x)) * scale[None, :]
+            else:
+                acc += tl.dot(x, tl.trans(w)) * scale[:, None]
+        scales = ahead
+    out = out_ptr + tl.program_id(2).to(tl.int64) * tokens * rows
     if WEIGHT_FIRST:
-        to = out_ptr + token[None, :].to(tl.int64) * rows + row[:, None]  # [N, M]
+        to = out + token[None, :].to(tl.int64) * rows + row[:, None]  # [N, M]
         tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real_token[None, :] & real_row[:, None])
     else:
-        to = out_ptr + token[:, None].to(tl.int64) * rows + row[None, :]  # [M, N]
+        to = out + token[:, None].to(tl.int64) * rows + row[None, :]  # [M, N]
         tl.store(to, acc.to(out_ptr.dtype.element_ty), mask=real_token[:, None] & real_row[None, :])
+
+
+@triton.jit(do_not_specialize=["count"])
+def _sum_kernel(  # type: ignore[no-untyped-def]
+    parts_ptr,  # [S, count] float32, contiguous
+    out_ptr,  # [count] contiguous
+    count,
+    SPLITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    place = tl.program_id(0) * SIZE + tl.arange(0, SIZE)  # [SIZE]
+    inside = place < count
+    wait_for_predecessor(DEPENDENT)
+    total = tl.load(parts_ptr + place, mask=inside, other=0.0)
+    for part in tl.static_range(1, SPLITS):
+        total += tl.load(parts_ptr + part * count.to(tl.int64) + place, mask=inside, other=0.0)
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_fp8_matmul(
@@ -189,16 +273,22 @@ def launch_fp8_matmul(
     out = x.new_empty(tokens, rows, dtype=dtype)
     if not tokens:
         return out
-    tile = tiling or tiling_of(tokens, rows)
-    _fp8_matmul_kernel[(triton.cdiv(tokens, tile.tokens), triton.cdiv(rows, tile.rows))](
+    tile = tiling or tiling_of(tokens, rows, width)
+    blocks = _ceil(width, _BLOCK)
+    share = tile.share(blocks)
+    splits = _ceil(blocks, share)
+    parts = out if splits == 1 else x.new_empty(splits, tokens, rows, dtype=torch.float32)
+    dependent = dependent_launch(x.device)
+    _fp8_matmul_kernel[(_ceil(tokens, tile.tokens), _ceil(rows, tile.rows), splits)](
         x if x.stride(1) == 1 else x.contiguous(),
         x_scale,
         weight,
         weight_scale,
-        out,
+        parts,
         tokens,
         rows,
         width,
+        share,
         x.stride(0) if x.stride(1) == 1 else width,
         *x_scale.stride(),
         weight.stride(0),
@@ -206,9 +296,14 @@ def launch_fp8_matmul(
         TILE_TOKENS=tile.tokens,
         TILE_ROWS=tile.rows,
         WEIGHT_FIRST=tile.weight_first,
-        WHOLE=width % 128 == 0,
+        AT_ONCE=tile.at_once,
+        WHOLE=width % (_BLOCK * tile.at_once) == 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
-        **dependent_launch(x.device),
+        **dependent,
     )
+    if splits > 1:
+        _sum_kernel[(_ceil(out.numel(), _SUM_SIZE),)](
+            parts, out, out.numel(), SPLITS=splits, SIZE=_SUM_SIZE, num_warps=_SUM_WARPS, **dependent
+        )
     return out

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +21,30 @@ from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
 from specdec.errors import SpecdecWarning, UnsupportedModelError
-from specdec.ops.fp8 import BLOCK, FP8, fp8_linear
+from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.fp8_experts import fp8_experts
 
 _LEAST_CAPABILITY = (8, 9)
+_ROUNDS: ContextVar[bool] = ContextVar("specdec_fp8_rounds", default=True)
+"""Whether layers round their activations: of this thread, so that other engines over the same modules go on."""
+
+
+@contextmanager
+def unrounded_activations() -> Iterator[None]:
+    """Inside, FP8 layers that run eagerly do not round their activations to 8 bits; compiled code rounds always.
+
+    So two forwards can be compared whose attentions differ by a last bit. Each layer multiplies its weight out, in the
+    dtype of its input, while it runs.
+    """
+    before = _ROUNDS.set(False)
+    try:
+        yield
+    finally:
+        _ROUNDS.reset(before)
+
+
+def _rounds() -> bool:
+    return torch.compiler.is_compiling() or _ROUNDS.get()
 
 
 class Fp8Linear(FP8Linear):
@@ -30,7 +52,9 @@ class Fp8Linear(FP8Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        return fp8_linear(input, self.weight, self.weight_scale_inv, self.bias, self.activation_scale)
+        if _rounds():
+            return fp8_linear(input, self.weight, self.weight_scale_inv, self.bias, self.activation_scale)
+        return unrounded_linear(input, self.weight, self.weight_scale_inv, self.bias)
 
 
 class Fp8Experts(FP8Experts):
@@ -40,7 +64,7 @@ class Fp8Experts(FP8Experts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [T, H], top_k_index [T, k] int64, top_k_weights [T, k] -> [T, H]."""
-        return fp8_experts(self, hidden_states, top_k_index, top_k_weights)
+        return fp8_experts(self, hidden_states, top_k_index, top_k_weights, _rounds())
 
 
 _KINDS = (FP8Linear, FP8Experts)

@@ -19,6 +19,7 @@ from attention.hf.recurrent import RecurrentPort
 from attention.recurrence.runner import Recur, StateRunner
 from drafters.base import FINAL_NORM
 from specdec.errors import InvalidInputError, InvariantError
+from specdec.parallel.ranks import Ranks
 from specdec.target.alterations import Alterations
 from specdec.target.long_rope import LongRopePort, find_long_rope
 from specdec.target.placeholders import placeholders
@@ -162,6 +163,7 @@ class Target:
         placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
         long_rope: the rule of a longrope model's requests; None for other models.
         alterations: what was done to the model for this target and its executor.
+        ranks: among which it is divided; None where this process has all of it.
     """
 
     def __init__(
@@ -172,12 +174,17 @@ class Target:
         max_tokens: int,
         states: StateRunner | None = None,
         max_positions: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own."""
+        """states: of the probe's recurrent calls. max_positions: that a token may have; default the model's own.
+
+        ranks: among which it is divided.
+        """
         self.hf_model = probed.model
         self.vocab_size = probed.vocab_size
         self.runner = runner
         self.states = states
+        self.ranks = ranks
         self.num_layers = len(probed.layers)
         self.placeholders = placeholders(probed.model.config)
         self._selects_rows = probed.selects_rows

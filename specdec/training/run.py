@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 from dataclasses import dataclass
 from functools import partial
+from math import gcd
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 
@@ -50,22 +52,41 @@ class HeadShape:
 
 
 def eagle3_spec(model: SpeculativeModel, shape: HeadShape) -> Eagle3Spec:
-    """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them."""
+    """The spec of a new head for a target: heads, head dim, rope base and eps as the target has them.
+
+    A target without attention (Mamba) gives none of these: the head has heads of up to 128 and an MLP of four times its
+    width then, and positions up to the model's longest sequence.
+    """
     config = model.hf_model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    heads = config.num_attention_heads
+    hidden = config.hidden_size
+    heads, kv_heads, head_dim = _attention_shape(config)
+    longest = getattr(config, "max_position_embeddings", None) or model.config.max_model_len
     return Eagle3Spec(
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=shape.intermediate_size or config.intermediate_size,
+        hidden_size=hidden,
+        target_hidden_size=hidden,
+        intermediate_size=shape.intermediate_size or getattr(config, "intermediate_size", None) or 4 * hidden,
         num_heads=heads,
-        num_kv_heads=getattr(config, "num_key_value_heads", heads),
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
         vocab_size=model.target.vocab_size,
         draft_vocab_size=shape.draft_vocab_size or model.target.vocab_size,
         aux_layers=shape.aux_layers or default_aux_layers(config.num_hidden_layers),
         rms_norm_eps=getattr(config, "rms_norm_eps", 1e-5),
-        rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=config.max_position_embeddings),
+        rope=RopeSpec(theta=float(rope.get("rope_theta", 10000.0)), max_positions=longest),
+    )
+
+
+def _attention_shape(config: Any) -> tuple[int, int, int]:
+    """Query heads, KV heads and head dim of a new head; a Mamba's head_dim is that of its states."""
+    heads: int | None = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        head_dim = gcd(config.hidden_size, 128)
+        return config.hidden_size // head_dim, config.hidden_size // head_dim, head_dim
+    return (
+        heads,
+        getattr(config, "num_key_value_heads", heads),
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
     )
 
 
@@ -129,6 +150,10 @@ def plan_mtp(
 
 
 def _check_alone(model: SpeculativeModel) -> None:
+    if model.ranks is not None:
+        raise InvalidInputError(
+            f"training needs the whole target in one process; load it without tensor_parallel_size={model.ranks.size}"
+        )
     if model.head is not None:
         raise InvalidInputError("the target was loaded with a head; load it with draft=None to train one")
 
@@ -159,7 +184,7 @@ def target_features(model: SpeculativeModel, aux_layers: tuple[int, ...]) -> Fea
     Raises:
         InvalidInputError: an aux layer is not one of the boundaries 0 … N-1.
     """
-    num_layers = len(model.target.runner.layers)
+    num_layers = int(model.hf_model.config.get_text_config().num_hidden_layers)  # recurrent ones, too
     if FINAL_NORM in aux_layers or max(aux_layers) >= num_layers:
         raise InvalidInputError(f"aux layers {aux_layers}: to train, boundaries 0 … {num_layers - 1} can be read")
 

@@ -64,6 +64,20 @@ def test_workloads_and_interference_are_tables(tmp_path: Path) -> None:
     assert "| update | 7.00 | 7.00 | 7.00 | 2.50 |" in page and "| token | 7.00 | 7.00 | 7.00 | 2.25 |" in page
 
 
+def test_matmuls_in_fp8_before_and_after_splits(tmp_path: Path) -> None:
+    """Lines without a sweep, and of a commit whose tilings had no splits."""
+    old = {"tokens": 16, "rows": 64, "weight_first": True, "warps": 4, "stages": 8}
+    new = old | {"rows": 128, "weight_first": False, "at_once": 2, "splits": 5}
+    line = {"benchmark": "fp8", "rows": 4096, "width": 14336, "tokens": 8, "chosen": old, "us": 37.25} | _WHERE
+    line |= {"floor_us": 13.75, "quantise_us": 1.0, "bf16_us": 33.25}
+    swept = line | {"chosen": new, "best": [[17.0, new], [18.0, old]]}
+    (tmp_path / "a.jsonl").write_text(f"{json.dumps(line)}\n{json.dumps(swept)}\n", "utf-8")
+    page, first = tables.page(tmp_path), "16 x 64, weight first, 4 warps, 8 stages"
+    last = "16 x 128, weight last, 4 warps, 8 stages of 2 blocks, 5 splits"
+    assert f"| 4096 x 14336 | 8 | 37.2 | {first} |  |  | 13.8 | 33.2 | 1.0 |" in page
+    assert f"| 37.2 | {last} | 17.0 | {last} | 13.8 |" in page
+
+
 def test_sampled_rounds_say_so(tmp_path: Path) -> None:
     line = {"benchmark": "round", "shape": "s", "drafts": 3, "rows": 8, "step_ms_median": 2.0, "floor_ms": 1.0} | _WHERE
     line |= {"tokens_per_s": 5.0, "sampled": True, "greedy_share": 0.5, "entropy": 1.0}

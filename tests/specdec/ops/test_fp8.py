@@ -88,6 +88,52 @@ def test_the_kernel_that_multiplies(tokens: int, rows: int, width: int, weight_f
 
 
 @interpreted
+@pytest.mark.parametrize(
+    ("width", "at_once", "splits", "parts"), [(512, 1, 4, 4), (640, 2, 2, 2), (600, 1, 3, 3), (600, 4, 3, 2)]
+)
+def test_several_programs_share_the_columns_of_a_row(
+    width: int, at_once: int, splits: int, parts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps and blocks that are cut, shares of different size; the parts are added in order, in a launch of its own."""
+    from specdec.ops import fp8_kernel
+
+    x, x_scale, weight, scale = operands(3, 100, width)
+    tiling, seen = fp8_kernel.Tiling(16, 64, True, 4, 2, at_once, splits), []
+    kernel: Any = fp8_kernel._sum_kernel
+
+    class Spy:
+        def __getitem__(self, grid: Any) -> Any:
+            def launch(*args: Any, **options: Any) -> Any:
+                seen.append(args[0].clone())
+                return kernel[grid](*args, **options)
+
+            return launch
+
+    monkeypatch.setattr(fp8_kernel, "_sum_kernel", Spy())
+    ours = fp8_kernel.launch_fp8_matmul(x, x_scale, weight, scale, torch.float32, tiling)
+    assert error(ours, reference_matmul(x, x_scale, weight, scale)) < 1e-6
+    (sums,) = seen
+    assert len(sums) == parts and bool((sums.flatten(1).norm(dim=1) > 0).all())
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    assert torch.equal(ours, total)
+    alone = fp8_kernel.launch_fp8_matmul(x[1:2], x_scale[1:2], weight, scale, torch.float32, tiling)
+    assert torch.equal(alone[0], ours[1]), "not by the other rows"
+
+
+@pytest.mark.parametrize("rows", [4096, 6144])
+def test_narrow_weights_have_programs_enough(rows: int) -> None:
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from specdec.ops.fp8_kernel import tiling_of
+
+    for tokens, width in [(1, 4096), (16, 14_336), (48, 4096)]:
+        tile = tiling_of(tokens, rows, width)
+        assert 1.9 * 132 <= -(-rows // tile.rows) * -(-(width // 128) // tile.share(width // 128)) <= 3 * 132
+    assert {tiling_of(tokens, rows, 128).splits for tokens in (1, 48)} == {1}
+
+
+@interpreted
 @pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])
 def test_the_kernel_of_experts(pairs: tuple[int, int, int]) -> None:
     """Fewer pairs than experts and more; one row of x a token, and one a pair."""

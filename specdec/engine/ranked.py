@@ -1,0 +1,237 @@
+"""The engine of a tensor-parallel target: every rank runs the same one, and rank 0 says what comes next.
+
+Requests, aborts and steps go one way, in the order in which rank 0 does them itself; its users, threads and texts are
+its own. What a step decides follows from what was submitted and from the verification results, which are rank 0's on
+every rank. Should ranks come to other decisions nevertheless, it is noticed before anything is launched: rank 0 sends
+a digest of every round's schedule, with which the others compare their own. (Sums of different sizes would hang with
+NCCL, and with gloo end the process.)
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.errors import RanksLostError, SpecdecError
+from specdec.execution.base import Drafter, Executor
+from specdec.parallel.inbox import Ear
+from specdec.parallel.interrupts import HeldInterrupt
+from specdec.parallel.messages import Abort, Forget, Launching, Run, Step, Submit
+from specdec.parallel.ranks import Ranks
+from specdec.parallel.workers import Link
+from specdec.requests.request import Update
+from specdec.requests.sampling import SamplingParams
+from specdec.requests.text import Tokenizer
+from specdec.rounds.verification import TargetArrays
+from specdec.target.target import Target
+
+Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor]
+"""What an engine is made of."""
+
+
+def make_engine(
+    target: Target,
+    drafter: Drafter | None,
+    tokenizer: Tokenizer,
+    config: EngineConfig,
+    eos_token_ids: Sequence[int],
+    executor: Executor,
+) -> Engine:
+    """The engine of a target, by the ranks that it is divided among."""
+    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor)
+    if target.ranks is None:
+        return Engine(*parts)
+    ranks, channel = target.ranks, target.ranks.channel
+    return FollowingEngine(parts, ranks, channel) if isinstance(channel, Ear) else LeadingEngine(parts, ranks, channel)
+
+
+def digest_of(target: TargetArrays) -> int:
+    """Of the schedule of a round: its rows, what each reads from where, and how many drafts it verifies."""
+    digest = 0
+    for array in (target.request_rows, target.start, target.num_new, target.drafts, target.decided):
+        digest = zlib.crc32(array.tobytes(), digest)
+    return digest
+
+
+class LeadingEngine(Engine):
+    """Rank 0's. An error inside a round ends all requests: the ranks may stand at different places after it."""
+
+    def __init__(self, parts: Parts, ranks: Ranks, link: Link) -> None:
+        self.ranks = ranks
+        self._link = link
+        super().__init__(*parts, self._tell)
+
+    def submit(
+        self,
+        token_ids: Sequence[int],
+        params: SamplingParams,
+        sample_index: int = 0,
+        eos_token_ids: Sequence[int] | None = None,
+    ) -> int:
+        """See `Engine.submit`; a request that is refused is told to nobody.
+
+        Raises:
+            RanksLostError: a rank is lost.
+        """
+        self.check(token_ids, params)
+        with self._all_ranks():
+            self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
+            return super().submit(token_ids, params, sample_index, eos_token_ids)
+
+    def abort(self, request_ids: Sequence[int]) -> None:
+        """See `Engine.abort`. With a lost rank the requests are forgotten here."""
+        with self._all_ranks():
+            try:
+                self._link.send(Abort(list(request_ids)))
+            except RanksLostError:
+                self._forget_all()
+            super().abort(request_ids)
+
+    def forget_prefixes(self) -> None:
+        """See `Engine.forget_prefixes`."""
+        with self._all_ranks():
+            self._link.send(Forget())
+            super().forget_prefixes()
+
+    def step(self) -> list[Update]:
+        """See `Engine.step`. Raises RanksLostError when a rank is lost."""
+        with self._all_ranks():
+            self._link.send(Step())
+            updates = super().step()
+            ended = [update.request_id for update in updates if update.last and _by_text(update)]
+            if ended and not self._link.workers.is_lost:
+                self._link.send(Abort(ended))
+        return updates
+
+    def run(self, function: str, *arguments: Any) -> Any:
+        """Call a function ("module:name") with these arguments on every rank; what it returns here.
+
+        The first argument on each rank is its engine. Between two rounds only.
+        """
+        with self._all_ranks():
+            self._link.send(Run(function, arguments))
+            return named_function(function)(self, *arguments)
+
+    @contextmanager
+    def _all_ranks(self) -> Iterator[None]:
+        """Whatever is begun here is done on every rank: no interrupt strikes in the middle, but a second one.
+
+        What is left half done here leaves the ranks at different places: then the model is given up.
+        """
+        with HeldInterrupt(), self._link.workers.lock, self.ranks.together():
+            try:
+                yield
+            except RanksLostError:
+                raise
+            except BaseException as error:
+                self._link.workers.give_up(
+                    f"rank 0 was stopped in the midst of a call ({type(error).__name__}: {error})"
+                )
+                raise
+
+    def _tell(self, target: TargetArrays) -> None:
+        self._link.send(Launching(digest_of(target)))
+
+    def _fail_round(self, error: Exception) -> None:
+        reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({type(error).__name__}: {error})"
+        lost = self._link.workers.give_up(reason)
+        self.reported = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        """No requests, and empty tables, which no round will use."""
+        self._requests.clear()
+        self._start([])
+
+
+def _copy(found: RanksLostError, cause: Exception) -> SpecdecError:
+    """An error of its own for each request: callers in several threads raise them."""
+    own = RanksLostError(str(found))
+    own.__cause__ = cause
+    return own
+
+
+def _by_text(update: Update) -> bool:
+    """Whether a request ended by what rank 0 alone sees: its text, or an error in it."""
+    return update.error is not None or (update.completion is not None and update.completion.finish_reason == "stop")
+
+
+def named_function(name: str) -> Any:
+    """ "module:name" -> the function."""
+    module, _, function = name.partition(":")
+    return getattr(import_module(module), function)
+
+
+def own_logits(engine: Engine, token_ids: Sequence[int]) -> torch.Tensor:
+    """[T, V]: what the target's own forward says after each of these tokens; of several ranks all must call it."""
+    model = engine.target.hf_model
+    ids = torch.tensor([list(token_ids)], device=model.device)
+    with torch.inference_mode():
+        logits: torch.Tensor = model(ids, use_cache=False).logits[0]
+    return logits
+
+
+def differing_ids(engine: LeadingEngine | FollowingEngine) -> list[int]:
+    """How many drafts and decided tokens of each rank were not rank 0's before they were overwritten.
+
+    Counted with SPECDEC_CHECK=1; elsewhere 0. Ids may differ where logits are as good as equal, in half precision or
+    where a rank's kernels are others. On rank 0, between two rounds; waits for the devices.
+    """
+    if isinstance(engine, LeadingEngine):
+        return list(engine.run("specdec.engine.ranked:_gathered_differing"))
+    return _gathered_differing(engine)
+
+
+def _gathered_differing(engine: LeadingEngine | FollowingEngine) -> list[int]:
+    ranks = engine.ranks
+    own = torch.tensor([ranks.count_differing()], dtype=torch.int64, device=ranks.device)
+    return [int(count) for count in ranks.collectives.gather(own).flatten().tolist()]
+
+
+class FollowingEngine(Engine):
+    """Another rank's: it does what rank 0 says, and has no texts. Whatever goes wrong is raised: the process ends."""
+
+    def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
+        self.ranks = ranks
+        self._ear = ear
+        super().__init__(*parts, self._compare)
+
+    def follow(self, message: Any) -> None:
+        """Do what rank 0 does.
+
+        Raises:
+            RanksLostError: a message that does not belong here: the ranks stand at different places.
+        """
+        if isinstance(message, Step):
+            self.step()
+        elif isinstance(message, Submit):
+            params = replace(message.params, stop=())
+            self.submit(message.token_ids, params, message.sample_index, message.eos_token_ids)
+        elif isinstance(message, Abort):
+            self.abort(message.request_ids)
+        elif isinstance(message, Forget):
+            self.forget_prefixes()
+        elif isinstance(message, Run):
+            named_function(message.function)(self, *message.arguments)
+        else:
+            raise RanksLostError(f"the ranks disagree: rank 0 launched a round that is not launched here ({message})")
+
+    def _compare(self, target: TargetArrays) -> None:
+        own, message = digest_of(target), self._ear.get()
+        if message != Launching(own):
+            raise RanksLostError(
+                f"the ranks disagree about a round: rank 0 says {message}, its digest here is {own} (rows "
+                f"{target.request_rows.tolist()}, from {target.start.tolist()}, {target.num_new.tolist()} tokens, "
+                f"{target.drafts.tolist()} drafts)"
+            )
+
+    def _fail_round(self, error: Exception) -> None:
+        raise error

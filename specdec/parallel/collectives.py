@@ -1,0 +1,97 @@
+"""What carries sums, gathers and broadcasts between ranks: torch's default process group (gloo, NCCL)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from specdec.errors import RanksLostError
+
+_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13's name, and the one before it."""
+
+
+class Collectives(Protocol):
+    """Every rank calls the same functions in the same order, with tensors of the same shapes.
+
+    All of them raise RanksLostError when another rank does not take part any more.
+
+    name: what `describe()` calls them.
+    """
+
+    name: str
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' x, in memory of its own; the same bits on every rank."""
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """[N, …]: every rank's x."""
+
+    def from_first(self, x: torch.Tensor) -> None:
+        """Overwrite x, contiguous, with that of rank 0."""
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """The smallest of all ranks' values, place by place; on the host."""
+
+    def abort(self) -> None:
+        """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
+
+
+class _named:
+    """A with-block in which torch's error about a rank that is gone becomes ours.
+
+    It is a RuntimeError there, like anything that a model may raise.
+    """
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if isinstance(error, RuntimeError):
+            raise RanksLostError(f"another rank is gone ({error})") from error
+
+
+class GroupCollectives:
+    """By torch.distributed's default group."""
+
+    def __init__(self, device: torch.device) -> None:
+        """device: where the tensors are."""
+        self._device = device
+        self._size = dist.get_world_size()
+        self.name = "NCCL" if device.type == "cuda" else "gloo"
+
+    def sum(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives.sum`."""
+        out = x.clone(memory_format=torch.contiguous_format)
+        with _named():
+            dist.all_reduce(out)
+        return out
+
+    def gather(self, x: torch.Tensor) -> torch.Tensor:
+        """See `Collectives.gather`."""
+        out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        with _named():
+            _gather(out, x.contiguous())
+        return out.view(self._size, *x.shape)
+
+    def from_first(self, x: torch.Tensor) -> None:
+        """See `Collectives.from_first`."""
+        with _named():
+            dist.broadcast(x, src=0)
+
+    def least(self, values: Sequence[int]) -> list[int]:
+        """See `Collectives.least`."""
+        found = torch.tensor(values, dtype=torch.int64)
+        with _named():
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        return [int(value) for value in found.tolist()]
+
+    def abort(self) -> None:
+        """See `Collectives.abort`. gloo's calls fail by themselves when the other end of a connection is gone."""
+        if self._device.type != "cuda" or not dist.is_initialized():
+            return
+        backend: Any = dist.group.WORLD._get_backend(self._device)  # type: ignore[union-attr]
+        backend.abort()

@@ -1,0 +1,187 @@
+"""Which parameters of a target are divided among ranks, and how: transformers' plan, its gaps filled, the rest whole.
+
+A plan is found on a model without weights. transformers names modules and parameters with `*` for layer numbers, and a
+style for each. Of its styles those are used that divide a pair of projections (the first by its outputs, the second by
+its inputs, whose partial results are summed) and stacked experts. Whatever gathers a whole result behind one projection
+is left whole: on few tokens such a gather costs more than the matmul. The embedding and lm_head are read whole, because
+heads share them; of lm_head every rank multiplies its own rows (`specdec.parallel.shares`).
+
+Source: transformers, src/transformers/distributed/tensor_parallel.py (styles), `_tp_plan` of its modeling files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from specdec.errors import InvalidInputError, UnsupportedModelError
+
+_WHOLE = "replicate"
+_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL = "colwise", "rowwise", "moe_tp_experts", "all_reduce"
+_LEFT_WHOLE = frozenset(
+    {
+        *("colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep", "embedding_rowwise"),
+        *("embedding_colwise", "replicated_with_grad_allreduce", "mla_kv_a_proj", _WHOLE),
+    }
+)
+"""Styles whose modules give and take whole tensors, so that each may be left whole by itself."""
+_SERVED = frozenset({_BY_OUTPUT, _BY_INPUT, _EXPERTS, _PARTIAL, "packed_colwise", "packed_rowwise", "local_params"})
+_ABSORBABLE = frozenset({"DeepseekV2Attention", "DeepseekV3Attention"})
+"""Attention with a latent whose forward counts heads by what its projections give."""
+_GPT_OSS_EXPERTS = {
+    "gate_up_proj": _BY_INPUT,  # [E, H, 2I], gate and up in turn: the last dimension
+    "gate_up_proj_bias": _BY_INPUT,
+    "down_proj": _BY_OUTPUT,  # [E, I, H]: the one before it
+    "down_proj_bias": _WHOLE,
+}
+"""Styles by the dimension that they divide."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a target is divided.
+
+    Attributes:
+        styles: transformers' names with `*` -> style, for its DistributedConfig; everything else is whole.
+        kv_cut: names with `*` of attention modules whose KV heads are fewer than ranks: read whole, then cut to one.
+    """
+
+    styles: Mapping[str, str]
+    kv_cut: frozenset[str]
+
+    def style_of(self, name: str) -> str:
+        """Of a module or parameter of the model."""
+        return self.styles.get(pattern_of(name), _WHOLE)
+
+
+def pattern_of(name: str) -> str:
+    """A module's or parameter's name as plans have it.
+
+    >>> pattern_of("model.layers.3.self_attn.q_proj"), pattern_of("model.layers.11")
+    ('model.layers.*.self_attn.q_proj', 'model.layers.*')
+    """
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def plan_of(model: Any, size: int) -> Plan:
+    """The plan for a model (its weights are not looked at) and `size` ranks.
+
+    Raises:
+        InvalidInputError: its heads cannot be divided among so many.
+        UnsupportedModelError: its own plan needs what is not served; or nothing of it can be divided.
+    """
+    name = type(model).__name__
+    given: dict[str, str] = dict(model.tp_plan or {})
+    own = {_pattern(model, n): m for n, m in model.get_decoder().named_modules() if n}
+    styles = {pattern: style for pattern, style in given.items() if style not in _LEFT_WHOLE}
+    odd = sorted({style for style in styles.values() if style not in _SERVED})
+    if odd:
+        raise UnsupportedModelError(
+            f"{name} cannot be divided: transformers' plan for it has styles that are not served: {', '.join(odd)}"
+        )
+    styles = {pattern: style for pattern, style in styles.items() if _owner(pattern, own)}
+    kv_cut = set()
+    for pattern, module in own.items():
+        if hasattr(module, "o_proj"):
+            kv_cut |= _divide_attention(name, pattern, module, styles, size)
+        elif _is_fused_pair(module, f"{pattern}.gate_up_proj", f"{pattern}.down_proj", given):
+            styles |= {f"{pattern}.gate_up_proj": "packed_colwise", f"{pattern}.down_proj": _BY_INPUT}
+        elif type(module).__name__ == "GptOssExperts":
+            styles |= {f"{pattern}.{part}": style for part, style in _GPT_OSS_EXPERTS.items()} | {pattern: _EXPERTS}
+    _leave_uneven_whole(model, styles, size)
+    if not any(style in (_BY_INPUT, _EXPERTS) for style in styles.values()):
+        raise UnsupportedModelError(
+            f"{name} cannot be divided: transformers has no tensor-parallel plan for it, and specdec none of its own; "
+            "load it without tensor_parallel_size"
+        )
+    return Plan({**dict.fromkeys(given, _WHOLE), **styles}, frozenset(kv_cut))
+
+
+def _pattern(model: Any, name: str) -> str:
+    """Of a module of the decoder, by the name of the whole model."""
+    decoder = model.get_decoder()
+    prefix = next((n for n, m in model.named_modules() if m is decoder), "")
+    return pattern_of(f"{prefix}.{name}" if prefix else name)
+
+
+def _is_fused_pair(module: Any, up: str, down: str, given: Mapping[str, str]) -> bool:
+    """Whether a feed-forward part has gate and up in one projection, which transformers' plan gathers behind it.
+
+    Divided in two halves each, it needs no gather: its forward parts what it gets in the middle.
+    """
+    linear = all(type(getattr(module, part, None)) is nn.Linear for part in ("gate_up_proj", "down_proj"))
+    return linear and (given.get(up), given.get(down)) == ("colwise_gather_output", "rowwise_split_input")
+
+
+def _owner(pattern: str, own: Mapping[str, nn.Module]) -> bool:
+    """Whether a plan's name is a module of the decoder's layers, or a parameter of one."""
+    return ".*." in pattern and (pattern in own or pattern.rpartition(".")[0] in own)
+
+
+def _divide_attention(name: str, pattern: str, module: Any, styles: dict[str, str], size: int) -> set[str]:
+    """Give the projections of one attention module their styles; returns its pattern where KV heads are cut.
+
+    Attention that neither transformers' plan nor the rules here divide is left whole.
+    """
+    parts = {part: f"{pattern}.{part}" for part, _ in module.named_children()}
+    latent = "kv_b_proj" in parts
+    queries = next((p for p in ("q_b_proj", "q_proj") if getattr(module, p, None) is not None), "")
+    first = [queries, "kv_b_proj"] if latent else [queries, "k_proj", "v_proj"]
+    known = all(styles.get(parts.get(part, "")) == _BY_OUTPUT for part in first)
+    known = known and styles.get(parts["o_proj"]) == _BY_INPUT
+    ours = type(module).__name__ in _ABSORBABLE if latent else type(module).__name__ == "GptOssAttention"
+    if not (known or ours) or any(type(getattr(module, part, None)) is not nn.Linear for part in (*first, "o_proj")):
+        for own in (pattern, *(p for p in styles if p.startswith(f"{pattern}."))):
+            styles.pop(own, None)
+        return set()
+    styles |= {parts[part]: _BY_OUTPUT for part in first} | {parts["o_proj"]: _BY_INPUT}
+    if "sinks" in dict(module.named_parameters(recurse=False)):
+        styles[f"{pattern}.sinks"] = _BY_OUTPUT
+    heads, kv_heads = _heads(module, latent)
+    if heads % size:
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: {name} has {heads} attention heads, which {size} ranks cannot divide; "
+            f"give a divisor of {heads}"
+        )
+    if kv_heads % size == 0:
+        return set()
+    if size % kv_heads:
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: {name} has {kv_heads} key-value heads; give a divisor or a multiple of it"
+        )
+    for part in ("k_proj", "v_proj"):
+        styles.pop(parts[part])
+    return {pattern}
+
+
+def _heads(module: Any, latent: bool) -> tuple[int, int]:
+    """(attention heads, key-value heads) of a module; with a latent every head has keys of its own."""
+    if latent:
+        heads = module.kv_b_proj.out_features // (module.qk_nope_head_dim + module.v_head_dim)
+        return heads, heads
+    kv_heads = module.k_proj.out_features // module.head_dim
+    return kv_heads * module.num_key_value_groups, kv_heads
+
+
+def _leave_uneven_whole(model: Any, styles: dict[str, str], size: int) -> None:
+    """Leave feed-forward parts whole whose width the ranks do not divide evenly.
+
+    A part is the modules of one parent: what is divided by output and what is divided by input belong together.
+    """
+    shapes = {pattern_of(name): parameter.shape for name, parameter in model.named_parameters()}
+    uneven = set()
+    for pattern, style in styles.items():
+        for shape in (shapes.get(pattern), shapes.get(f"{pattern}.weight")):
+            if shape is None or style not in (_BY_OUTPUT, _BY_INPUT, "packed_colwise", "packed_rowwise"):
+                continue
+            by_output = style in (_BY_OUTPUT, "packed_colwise") and len(shape) > 1
+            width = shape[-2] if by_output else shape[-1]
+            if width % (2 * size if style.startswith("packed") else size):
+                uneven.add(pattern.rpartition(".")[0])
+    for pattern in list(styles):
+        if pattern in uneven or pattern.rpartition(".")[0] in uneven:
+            del styles[pattern]

@@ -1,0 +1,275 @@
+"""The processes of ranks 1 … N-1, on the side of rank 0: told what to do, watched, and ended with it.
+
+There is one set of them in a process, however many tensor-parallel models are open: torch has one default group. Calls
+go one way, over a socket pair with each process; nobody answers them. What comes back are a process's first words, that
+it has loaded, and its last ones. A process that ends unasked is noticed by a thread that reads its socket: the next
+call raises RanksLostError, and what waits for the process on the device is aborted.
+
+The processes run `python -m specdec.worker`: nothing of the user's program is imported there. They have a session of
+their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their socket does, however rank 0 ended.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import shutil
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from specdec.errors import InvalidInputError, RanksLostError
+from specdec.parallel.collectives import Collectives
+from specdec.parallel.group import leave_group
+from specdec.parallel.messages import Close
+from specdec.parallel.processes import Process, Watched, end, start
+
+_LAST_WORDS = 2.0
+"""Seconds in which a process that fails says why, once something failed here because of it."""
+_AGAIN = "; the model cannot be used any more: load it again"
+_open: Workers | None = None
+starting = threading.RLock()
+"""Held by a thread that starts them, until they have met."""
+
+
+class Workers:
+    """The processes of ranks 1 … N-1, shared by the models of this process.
+
+    Attributes:
+        size: N. folder: for files of theirs, removed at the end.
+        lock: held while all ranks do something: models take turns.
+        collectives: what carries sums between them and this process, once they have met.
+    """
+
+    collectives: Collectives
+
+    def __init__(self, size: int) -> None:
+        """Start them; `wait_started` waits until they can be told something."""
+        self.size = size
+        self.lock = threading.RLock()
+        self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
+        self._broken: str | None = None
+        self._numbers: set[int] = set()
+        self._next = 0
+        self._closed: deque[int] = deque()
+        self._unsent: deque[tuple[Any, int | None]] = deque()
+        self._sending = False
+        self._watched = Watched([start(rank) for rank in range(1, size)])
+        self._watched.listen()
+        self._owner = os.getpid()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes, by rank."""
+        return [each.process.pid for each in self._watched.processes]
+
+    def wait_started(self) -> None:
+        """Raises RanksLostError when one ends instead."""
+        self._wait(lambda process: process.started)
+
+    def wait_loaded(self, number: int) -> None:
+        """Until every process has loaded this model. Raises RanksLostError when one fails instead."""
+        self._wait(lambda process: number in process.loaded)
+
+    def met(self, collectives: Collectives) -> None:
+        """They have met; calls that wait for a lost process are to fail."""
+        self.collectives = collectives
+        self._watched.abort = collectives.abort
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """While all ranks load: one that fails is ended after a while, should this one wait for it."""
+        self._watched.loading = object()
+        try:
+            yield
+        finally:
+            with self._watched.changed:
+                self._watched.loading = None
+
+    def new_link(self) -> Link:
+        """For one more model."""
+        link = Link(self, self._next)
+        self._numbers.add(link.number)
+        self._next += 1
+        return link
+
+    @property
+    def num_open(self) -> int:
+        """Links that are not closed."""
+        return len(self._numbers)
+
+    def send(self, message: Any, rank: int | None = None) -> None:
+        """Tell all of them, or one. Raises RanksLostError when one is gone."""
+        self.check()
+        while self._closed:
+            self._send((self._closed.popleft(), Close()), None)
+        self._send(message, rank)
+
+    def _send(self, message: Any, rank: int | None) -> None:
+        """The garbage collector may come here in the midst of a message, to abort a request: that is sent after it."""
+        self._unsent.append((message, rank))
+        if self._sending:
+            return
+        self._sending = True
+        try:
+            while self._unsent:
+                self._write(*self._unsent.popleft())
+        finally:
+            self._sending = False
+
+    def _write(self, message: Any, rank: int | None) -> None:
+        for process in self._watched.processes:
+            if rank not in (None, process.rank):
+                continue
+            try:
+                process.connection.send(message)
+            except (OSError, ValueError) as error:
+                raise self.give_up(self.found_loss() or f"the connection to {process} failed ({error})") from error
+
+    def check(self) -> None:
+        """Raises RanksLostError once a process is lost, or the ranks do not stand at the same place any more."""
+        if self._broken is not None:
+            raise RanksLostError(self._broken + _AGAIN)
+        if os.getpid() != self._owner:
+            raise RanksLostError(
+                "this process is a fork of the one that loaded the model, whose ranks it does not have"
+            )
+        for process in self._watched.processes:
+            if process.lost is not None:
+                raise RanksLostError(f"{process} is lost: {process.lost}{_AGAIN}")
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether `check` raises."""
+        return self._broken is not None or any(process.lost is not None for process in self._watched.processes)
+
+    def give_up(self, reason: str) -> RanksLostError:
+        """End the processes: from now on `check` raises RanksLostError with this reason. The first one stays.
+
+        Returns:
+            What `check` raises.
+        """
+        if self._broken is None:
+            self._broken = reason
+        self.end()
+        return RanksLostError(self._broken + _AGAIN)
+
+    def found_loss(self) -> str | None:
+        """Why something just failed here: which rank is lost and how, if one is; waits for its last words."""
+        found = self._first(lambda process: process.lost is not None)
+        return None if found is None else f"{found} is lost: {found.lost}"
+
+    def same_failures(self, kind: str) -> bool:
+        """Whether a load fails on every other rank, too, with an error of this class. Waits shortly."""
+        for process in self._watched.processes:
+            self._first(lambda each, own=process: each is own and each.failed is not None)  # type: ignore[misc]
+        failures = [process.failed for process in self._watched.processes]
+        if not all(failed is not None and failed.kind == kind for failed in failures):
+            return False
+        for process in self._watched.processes:
+            process.failed = None
+        return True
+
+    def found_failure(self) -> str | None:
+        """Which rank said that a load failed there, and how; waits shortly."""
+        found = self._first(lambda process: process.failed is not None or process.lost is not None)
+        return None if found is None else f"{found}: {found.failed or found.lost}"
+
+    def close_link(self, number: int) -> None:
+        """One model less; without any the processes end. Idempotent.
+
+        The garbage collector may call it in the midst of a message to another model: it is told before the next one.
+        """
+        if number not in self._numbers:
+            return
+        self._numbers.discard(number)
+        self._closed.append(number)
+        if not self._numbers:
+            self.end()
+
+    def end(self) -> None:
+        """End the processes, and leave the group. Idempotent; nothing in a forked copy of their parent."""
+        global _open
+        if os.getpid() != self._owner:
+            return
+        self._broken = self._broken or "the model is closed"
+        end(self._watched)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if _open is self:
+            _open = None
+            leave_group()
+
+    def _first(self, ready: Callable[[Process], bool]) -> Process | None:
+        """The first of which that is true; waits for it."""
+        deadline = time.monotonic() + _LAST_WORDS
+        with self._watched.changed:
+            while True:
+                found = next(filter(ready, self._watched.processes), None)
+                left = deadline - time.monotonic()
+                if found is not None or left <= 0:
+                    return found
+                self._watched.changed.wait(left)
+
+    def _wait(self, ready: Callable[[Process], bool]) -> None:
+        with self._watched.changed:
+            while not all(map(ready, self._watched.processes)):
+                self.check()
+                failed = next((each for each in self._watched.processes if each.failed is not None), None)
+                if failed is not None:
+                    raise RanksLostError(f"{failed}: {failed.failed}{_AGAIN}")
+                self._watched.changed.wait(0.5)
+
+
+class Link:
+    """What one model says to the other ranks. Closed with the model, or when nobody has the model any more."""
+
+    def __init__(self, workers: Workers, number: int) -> None:
+        """number: of the model, the same on every rank."""
+        self.workers = workers
+        self.number = number
+        self._close = weakref.finalize(self, workers.close_link, number)
+        self._close.atexit = False
+
+    def send(self, message: Any) -> None:
+        """Tell all. Raises RanksLostError when one is gone."""
+        self.workers.send((self.number, message))
+
+    def close(self) -> None:
+        """Idempotent."""
+        self._close()
+
+
+def open_workers(size: int) -> tuple[Workers, bool]:
+    """The processes of this process's models, started unless they are; and whether they were started now.
+
+    Raises:
+        InvalidInputError: there are models among another number of ranks.
+    """
+    global _open
+    if _open is not None and are_open() and _open.is_lost:
+        _open.end()
+    if _open is not None and are_open():
+        if _open.size == size:
+            return _open, False
+        raise InvalidInputError(
+            f"tensor_parallel_size={size}: models with tensor_parallel_size={_open.size} are open in this process; "
+            "close them first, or give the same size"
+        )
+    _open = Workers(size)
+    return _open, True
+
+
+def are_open() -> bool:
+    """Whether this process has such processes."""
+    return _open is not None and _open._owner == os.getpid()
+
+
+@atexit.register
+def _end_at_exit() -> None:
+    if _open is not None:
+        _open.end()

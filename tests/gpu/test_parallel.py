@@ -1,0 +1,118 @@
+"""Two GPUs: rounds from graphs among two ranks, sums by both kinds of collectives, a lost rank.
+
+Needs transformers 5.23 or later and accelerate. `python -m pytest -q tests/gpu/test_parallel.py`
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from specdec import RanksLostError, SamplingParams, SpeculativeModel
+from specdec.engine.ranked import differing_ids
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs"),
+    pytest.mark.skipif(
+        tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 23), reason="needs transformers 5.23"
+    ),
+]
+
+TEXTS = [
+    "Anna has 12 apples and buys 8 more. How many apples does she have?",
+    "Tom reads 7 pages a day. How many pages does he read in 5 days?",
+    "A box holds 6 eggs.",
+    "There are 30 birds on a tree and 11 fly away. How many are left?",
+]
+GREEDY = SamplingParams(max_new_tokens=64)
+SAMPLED = SamplingParams(max_new_tokens=64, temperature=0.8, top_p=0.95, seed=5)
+PAIRS = [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def packages(every_self_test: None) -> Iterator[None]:
+    pytest.importorskip("accelerate")
+    yield
+
+
+def load(name: str, draft: str | None, size: int, dtype: str, **options: Any) -> SpeculativeModel:
+    sizes = {"max_model_len": 256, "max_num_seqs": 8}
+    return SpeculativeModel.from_pretrained(name, draft, tensor_parallel_size=size, dtype=dtype, **sizes, **options)
+
+
+def said(model: SpeculativeModel, params: SamplingParams) -> list[list[int]]:
+    return [answer.token_ids for answer in model.generate(TEXTS, params)]
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_float32_says_the_same_with_one_rank_and_two_with_drafts_and_without(name: str, draft: str) -> None:
+    with load(name, draft, 1, "float32", num_speculative_tokens=5) as one:
+        right = said(one, GREEDY), said(one, SAMPLED)
+    with load(name, draft, 2, "float32", num_speculative_tokens=5) as two:
+        assert two.graphs == "on", two.graphs
+        found = said(two, GREEDY), said(two, SAMPLED)
+        print(two.describe()["tensor_parallel"], differing_ids(two.engine))  # type: ignore[arg-type]
+    with load(name, None, 2, "float32") as plain:
+        assert plain.graphs == "on", plain.graphs
+        alone = said(plain, GREEDY)
+    assert found[0] == right[0] == alone
+    assert sum(a == b for a, b in zip(found[1], right[1], strict=True)) >= 3
+
+
+@pytest.mark.parametrize(("name", "draft"), PAIRS)
+def test_bfloat16_with_and_without_drafts(name: str, draft: str) -> None:
+    """Up to near ties, which the evaluation of greedy losslessness judges; here most answers must be equal."""
+    with load(name, draft, 2, "bfloat16", num_speculative_tokens=5) as two:
+        assert two.graphs == "on", two.graphs
+        drafted, stats = said(two, GREEDY), two.engine_stats
+        alone = said(two, replace(GREEDY, num_speculative_tokens=0))
+        print(two.describe()["tensor_parallel"], differing_ids(two.engine), stats)  # type: ignore[arg-type]
+    assert sum(a == b for a, b in zip(drafted, alone, strict=True)) >= 3
+
+
+def test_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_COLLECTIVES", "nccl")
+    with load("gsm-llama", "auto", 1, "float32", num_speculative_tokens=5) as one:
+        right = said(one, GREEDY)
+    with load("gsm-llama", "auto", 2, "float32", num_speculative_tokens=5) as two:
+        assert two.describe()["tensor_parallel"]["collectives"] == "NCCL"
+        assert two.graphs == "on" and said(two, GREEDY) == right
+
+
+def test_symmetric_memory_is_used_where_peers_reach_each_other() -> None:
+    with load("gsm-llama", None, 2, "bfloat16") as two:
+        name = two.describe()["tensor_parallel"]["collectives"]
+    print(name)
+    if torch.cuda.can_device_access_peer(0, 1):
+        assert name == "symmetric memory, NCCL"
+
+
+def test_a_killed_rank_is_named_soon_under_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_COLLECTIVES", "nccl")
+    with load("gsm-llama", "auto", 2, "bfloat16", num_speculative_tokens=5) as two:
+        (pid,) = two.ranks.channel.workers.pids  # type: ignore[union-attr]
+        stream = two.stream(TEXTS, replace(GREEDY, max_new_tokens=180, ignore_eos=True))
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        killed: list[float] = []
+
+        def kill() -> None:
+            killed.append(time.monotonic())
+            os.kill(pid, signal.SIGKILL)
+
+        threading.Timer(1.0, kill).start()
+        with pytest.raises(RanksLostError, match="killed by SIGKILL"):
+            for _ in stream:
+                pass
+        print(f"{time.monotonic() - killed[0]:.2f} s from the kill to the error")
+        assert time.monotonic() - killed[0] < 5

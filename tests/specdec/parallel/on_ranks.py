@@ -1,0 +1,153 @@
+"""What tests let every rank run (`LeadingEngine.run`): planted defects, most of them on rank 1 alone."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import specdec.loading.targets
+import specdec.parallel.ranks
+
+
+def nothing(engine: Any) -> int:
+    return engine.ranks.rank
+
+
+def wrong_drafts(engine: Any) -> None:
+    """Rank 1 drafts other ids from now on, which no head ever drafts."""
+    if engine.ranks.rank == 0:
+        return
+    loop = engine.executor.drafter.loop
+    run = type(loop).run
+
+    def wrong(*args: Any) -> Any:
+        draft = run(loop, *args)
+        draft.token_ids.zero_()
+        return draft
+
+    object.__setattr__(loop, "run", wrong)
+
+
+def right_drafts(engine: Any) -> None:
+    vars(engine.executor.drafter.loop).pop("run", None)
+
+
+def never_share(engine: Any) -> None:
+    """No rank takes over rank 0's drafts: what `Ranks.share` is for, left out."""
+    share = specdec.parallel.ranks.Ranks.share
+
+    def not_drafts(self: Any, ids: torch.Tensor) -> None:
+        if ids.shape[1] > engine.config.num_speculative_tokens:
+            share(self, ids)
+
+    engine.ranks.share = functools.partial(not_drafts, engine.ranks)
+
+
+def share_again(engine: Any) -> None:
+    vars(engine.ranks).pop("share", None)
+
+
+def broken_loading(engine: Any) -> None:
+    """The next load fails on rank 1, after its weights are read."""
+    if engine.ranks.rank == 0:
+        return
+    take_share = specdec.loading.targets.take_share
+
+    def fail(*args: Any) -> None:
+        specdec.loading.targets.take_share = take_share
+        raise OSError("planted")
+
+    specdec.loading.targets.take_share = fail
+
+
+def one_more_request(engine: Any) -> None:
+    """Rank 1 has a request that nobody else has."""
+    if engine.ranks.rank == 1:
+        from specdec.engine.engine import Engine
+        from specdec.requests.sampling import SamplingParams
+
+        Engine.submit(engine, [5, 6, 7], SamplingParams(max_new_tokens=8))
+
+
+@torch.no_grad()
+def compiled_error(engine: Any) -> float:
+    """The largest difference of logits between the share as one compiled graph, for any length, and as it is."""
+    model = engine.target.hf_model
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    errors = []
+    for count in (5, 9):
+        ids = torch.arange(3, 3 + count)[None]
+        errors.append(float((compiled(ids, use_cache=False).logits - model(ids, use_cache=False).logits).abs().max()))
+    return max(errors)
+
+
+def wrong_results(engine: Any) -> None:
+    """Rank 1 accepts nothing and decides another token from now on."""
+    if engine.ranks.rank == 0:
+        return
+    judge = engine.executor.judge
+
+    def wrong(*args: Any) -> Any:
+        result = judge(*args)
+        result.num_accepted.zero_()
+        result.tokens.fill_(7)
+        return result
+
+    engine.executor.judge = wrong
+
+
+def right_results(engine: Any) -> None:
+    vars(engine.executor).pop("judge", None)
+
+
+_patches = contextlib.ExitStack()
+
+
+def graphs_on_cpu(engine: Any, compiled: bool) -> None:
+    """From now on this process captures graphs on a CPU: launches that run again, see tests/specdec/execution."""
+    if "fakes" not in sys.modules:  # in a worker, which has no conftest
+        spec = importlib.util.spec_from_file_location("fakes", Path(__file__).resolve().parents[2] / "fakes.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules["fakes"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules["fakes"])
+    import pytest
+    from fakes import backend_of_ours
+
+    from tests.sampled_rounds import kernels_by_reference
+    from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
+
+    patched = _patches.enter_context(pytest.MonkeyPatch.context())
+    _patches.enter_context(kernels_by_reference())
+    record_on_cpu(patched)
+    if not compiled:
+        compile_nothing(patched)
+    _patches.enter_context(backend_of_ours(FixedPlaceBackend(torch.device("cpu"))))
+
+
+def no_graphs_on_cpu(engine: Any) -> None:
+    _patches.close()
+
+
+def launch_ahead(engine: Any) -> None:
+    """As on a GPU, where a verification is queued before the host goes on."""
+    engine.use(engine.executor, queue_verification=True)
+
+
+def wrong_drafts_of_graphs(engine: Any) -> None:
+    """Rank 1's draft loop leaves other ids than it found, whenever a verification is about to read them."""
+    if engine.ranks.rank == 0:
+        return
+    verify = engine.executor.verify
+
+    def wrong(round_: Any, draft: Any) -> Any:
+        if draft is not None:
+            draft.token_ids.zero_()
+        return verify(round_, draft)
+
+    engine.executor.verify = wrong

@@ -1,0 +1,96 @@
+"""With two ranks a model says what it says in one process, in the same rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import SamplingParams, SpeculativeModel
+from specdec.engine.ranked import differing_ids
+
+TEXTS = [
+    "Anna has 12 apples and buys 8 more. How many apples does she have?",
+    "Tom reads 7 pages a day. How many pages does he read in 5 days?",
+    "A box holds 6 eggs.",
+    "There are 30 birds on a tree and 11 fly away. How many are left?",
+]
+GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.8, top_p=0.95, seed=11)
+
+
+def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[int], str, Any]]:
+    """Tokens, text and drafts of each answer."""
+    answers = model.generate(prompts, replace(params, return_drafts=True))
+    return [(answer.token_ids, answer.finish_reason, answer.drafts) for answer in answers]
+
+
+def session(model: Any, prompts: Any) -> list[Any]:
+    """Greedy, sampled, without drafts, a stop string, and a stream that is closed early; then everything goes on."""
+    found = [told(model, prompts, GREEDY), told(model, prompts, SAMPLED)]
+    found.append(told(model, prompts, replace(SAMPLED, num_speculative_tokens=0, n=2)))
+    stream = model.stream(prompts, GREEDY)
+    early = [next(stream).token_ids for _ in range(3)]
+    stream.close()
+    text = model.generate(prompts[:1], GREEDY)[0].text
+    stopped = told(model, prompts, replace(GREEDY, stop=text[3:6])) if len(text) > 6 else None
+    return [*found, early, stopped, told(model, prompts[::-1], replace(GREEDY, max_new_tokens=9)), model.engine_stats]
+
+
+def compare(target: Any, draft: Any, prompts: Any, **options: Any) -> Any:
+    """The same session with one rank and with two; returns its counters."""
+    with SpeculativeModel.from_pretrained(target, draft, device="cpu", **options) as one:
+        right = session(one, prompts)
+    with SpeculativeModel.from_pretrained(target, draft, device="cpu", tensor_parallel_size=2, **options) as two:
+        found = session(two, prompts)
+        assert (
+            two.hf_model.config.num_attention_heads > two.target.runner.runners[0].group.attention_specs[0].num_q_heads
+        )
+        assert differing_ids(two.engine) == [0, 0]
+    assert found == right
+    return found[-1]
+
+
+@pytest.mark.slow
+def test_llama_with_its_eagle3_head_and_preemption(two_ranks: Any) -> None:
+    sizes = {"kv_cache_tokens": 128, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
+    stats = compare("gsm-llama", "auto", TEXTS, num_speculative_tokens=4, **sizes)
+    assert stats.preemptions > 0
+
+
+@pytest.mark.slow
+def test_deepseek_with_its_module(two_ranks: Any) -> None:
+    compare("gsm-deepseek", "mtp", TEXTS, num_speculative_tokens=4, max_model_len=96, max_num_seqs=4)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["one-kv-head", "gpt-oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3-moe", "odd-vocabulary"))],
+)
+def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) -> None:
+    from fakes import LetterTokenizer
+
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
+    prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
+    compare(folders(name), None, prompts, tokenizer=LetterTokenizer(), **sizes)
+
+
+@pytest.mark.slow
+def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
+    two_ranks: Any, folders: Callable[[str], Path]
+) -> None:
+    from fakes import LetterTokenizer
+
+    options: dict[str, Any] = {"device": "cpu", "tokenizer": LetterTokenizer(), "kv_cache_tokens": 400}
+    ids = list(range(3, 20))
+    with SpeculativeModel.from_pretrained(folders("one-kv-head"), **options) as one:
+        right = one.own_logits(ids)
+    with SpeculativeModel.from_pretrained(folders("one-kv-head"), tensor_parallel_size=2, **options) as two:
+        assert torch.allclose(two.own_logits(ids), right, rtol=1e-4, atol=1e-4)
+        assert two.engine.run("on_ranks:compiled_error") < 1e-4  # type: ignore[attr-defined]
+        facts = two.describe()
+        assert facts["tensor_parallel"] == {"size": 2, "rank": 0, "collectives": "gloo"}

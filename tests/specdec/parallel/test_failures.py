@@ -1,0 +1,262 @@
+"""Ranks that fail or end, interrupts and wrong calls: an error by name, soon, and no process left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import LetterTokenizer
+
+from specdec import InvalidInputError, ModelLoadError, RanksLostError, SamplingParams, SpecdecError, SpeculativeModel
+from specdec.engine.ranked import differing_ids
+
+SOON = 5.0
+SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
+PARAMS = SamplingParams(max_new_tokens=12)
+PROMPT = "abcd efgh"
+
+
+def load(folder: Path, **options: Any) -> Any:
+    options = {"tokenizer": LetterTokenizer(), "device": "cpu", "tensor_parallel_size": 2, **SIZES, **options}
+    return SpeculativeModel.from_pretrained(folder, **options)
+
+
+def pids_of(model: Any) -> list[int]:
+    return list(model.ranks.channel.workers.pids)
+
+
+def alive(pids: list[int]) -> list[int]:
+    """Those of the processes that still run."""
+    found = []
+    for pid in pids:
+        stat = Path(f"/proc/{pid}/stat")
+        if stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z":
+            found.append(pid)
+    return found
+
+
+@pytest.fixture(scope="module")
+def model(two_ranks: Any, folders: Callable[[str], Path]) -> Iterator[Any]:
+    with load(folders("one-kv-head")) as loaded:
+        yield loaded
+
+
+@pytest.fixture(scope="module")
+def answer(model: Any) -> list[int]:
+    return list(model.generate(PROMPT, PARAMS)[0].token_ids)
+
+
+def test_a_bad_prompt_is_told_to_nobody(model: Any, answer: list[int]) -> None:
+    with pytest.raises(InvalidInputError, match="outside the vocabulary"):
+        model.generate([[1, 2], [3, 4000]], PARAMS)
+    assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
+
+
+def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -> None:
+    started = time.monotonic()
+    ids = torch.tensor([[1, 2, 3]])
+    for call in (model.hf_model, model.hf_model.generate):
+        with pytest.raises(SpecdecError, match="on one rank alone"):
+            call(ids)
+    with pytest.raises(InvalidInputError, match="one share of the weights"):
+        model.refresh()
+    assert time.monotonic() - started < 1
+    assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
+
+
+def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int]) -> None:
+    for delay in (0.05, 0.11, 0.2):
+        timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
+        stream = model.stream([PROMPT] * 3, SamplingParams(max_new_tokens=80))
+        with pytest.raises(KeyboardInterrupt):
+            timer.start()
+            for _ in stream:
+                pass
+            time.sleep(1)
+        timer.join()
+        stream.close()
+        assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
+    assert model.usage().requests == 0
+
+
+def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folders: Callable[[str], Path]) -> None:
+    class Broken(LetterTokenizer):
+        def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+            if len(token_ids) > 4:
+                raise OSError("planted")
+            return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    with load(folders("one-kv-head"), tokenizer=Broken()) as own:
+        for _ in range(2):
+            with pytest.raises(SpecdecError, match="planted"):
+                own.generate([PROMPT, "zz"], PARAMS)
+        assert own.usage().requests == 0
+
+
+def test_two_models_take_turns_on_several_threads(
+    two_ranks: Any, model: Any, answer: list[int], folders: Callable[[str], Path]
+) -> None:
+    found: list[Any] = []
+
+    def ask(which: Any) -> None:
+        found.append([which.generate(PROMPT, PARAMS)[0].token_ids for _ in range(6)])
+
+    with load(folders("qwen3-moe")) as other:
+        right = other.generate(PROMPT, PARAMS)[0].token_ids
+        threads = [threading.Thread(target=ask, args=(which,)) for which in (model, other, model, other)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert sorted(found) == sorted([[answer] * 6, [right] * 6] * 2)
+    with pytest.raises(InvalidInputError, match="models with tensor_parallel_size=2 are open"):
+        load(folders("one-kv-head"), tensor_parallel_size=4)
+    assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
+    with pytest.raises(InvalidInputError, match="give at least one token id"):
+        model.own_logits([])
+
+
+@pytest.mark.slow
+def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, folders: Callable[[str], Path]) -> None:
+    """The other models of these processes are lost with it; the next load starts new ones."""
+    with pytest.raises(InvalidInputError, match="3 attention heads"):
+        load(folders("three-heads"))
+    assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
+    pids = pids_of(model)
+    model.engine.run("on_ranks:broken_loading")
+    started = time.monotonic()
+    with pytest.raises(ModelLoadError, match=r"rank 1 \(process \d+\): .*planted"):
+        load(folders("one-kv-head"))
+    assert time.monotonic() - started < SOON + 3  # the load itself, and three seconds in which rank 0 may fail, too
+    assert alive(pids) == []
+    with pytest.raises(RanksLostError, match="load it again"):
+        model.generate(PROMPT, PARAMS)
+    model.close()
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], every_self_test: None) -> None:
+    with load(folders("one-kv-head")) as own:
+        (pid,) = pids_of(own)
+        os.kill(pid, signal.SIGKILL)
+        started = time.monotonic()
+        while not own.ranks.channel.workers.is_lost and time.monotonic() - started < SOON:
+            time.sleep(0.01)
+        with pytest.raises(RanksLostError, match=rf"rank 1 \(process {pid}\) is lost: it was killed by SIGKILL"):
+            own.generate(PROMPT, PARAMS)
+        assert time.monotonic() - started < SOON
+
+
+def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_test: None) -> None:
+    """Rank 0 waits in a sum when it happens: the other process was stopped before."""
+    with load(folders("one-kv-head")) as own:
+        (pid,) = pids_of(own)
+        stream = own.stream([PROMPT] * 2, SamplingParams(max_new_tokens=60))
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        killed = []
+        timer = threading.Timer(0.5, lambda: (killed.append(time.monotonic()), os.kill(pid, signal.SIGKILL)))
+        timer.start()
+        with pytest.raises(RanksLostError, match="killed by SIGKILL"):
+            for _ in stream:
+                pass
+        assert time.monotonic() - killed[0] < SOON
+        with pytest.raises(RanksLostError):
+            own.generate(PROMPT, PARAMS)
+        assert not own.engine.has_work
+
+
+@pytest.mark.slow
+def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
+    with load(folders("one-kv-head")) as own:
+        assert own.engine.run("on_ranks:nothing") == 0
+        own.engine.run("on_ranks:one_more_request")
+        started = time.monotonic()
+        with pytest.raises(RanksLostError, match="the ranks disagree about a round"):
+            own.generate(PROMPT, PARAMS)
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.slow
+def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
+    own = load(folders("one-kv-head"))
+    pids = pids_of(own)
+    assert alive(pids) == pids
+    started = time.monotonic()
+    own.close()
+    assert time.monotonic() - started < 1.5 and alive(pids) == []
+    own.close()
+
+
+@pytest.mark.slow
+def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
+    own = load(folders("one-kv-head"))
+    pids, inner = pids_of(own), own.hf_model
+    del own
+    gc.collect()
+    assert alive(pids) == []
+    with pytest.raises(SpecdecError, match="on one rank alone"):
+        inner(torch.tensor([[1, 2]]))
+
+
+@pytest.mark.slow
+def test_wrong_drafts_of_a_rank_are_counted_and_harmless(every_self_test: None) -> None:
+    """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
+    prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
+    params = SamplingParams(max_new_tokens=16, ignore_eos=True, return_drafts=True)
+    with SpeculativeModel.from_pretrained(
+        "gsm-llama", "auto", device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
+    ) as own:
+        right = own.generate(prompts, params)
+        assert differing_ids(own.engine) == [0, 0]
+        own.engine.run("on_ranks:wrong_drafts")
+        found = own.generate(prompts, params)
+        assert [c.token_ids for c in found] == [c.token_ids for c in right]
+        assert [c.drafts for c in found] == [c.drafts for c in right]
+        counts = differing_ids(own.engine)
+        assert counts[0] == 0 and counts[1] > 10
+        own.engine.run("on_ranks:right_drafts")
+        own.engine.run("on_ranks:wrong_results")
+        assert [c.token_ids for c in own.generate(prompts, params)] == [c.token_ids for c in right]
+        assert differing_ids(own.engine)[1] > counts[1] + 10
+        own.engine.run("on_ranks:right_results")
+        own.engine.run("on_ranks:wrong_drafts")
+        own.engine.run("on_ranks:never_share")
+        assert [c.token_ids for c in own.generate(prompts, params)] != [c.token_ids for c in right]
+
+
+CRASH = """
+import os, signal, sys, torch
+from specdec.loading.leading import start_ranks
+link = start_ranks(2, torch.device("cpu"))
+print(*link.workers.pids, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.slow
+def test_no_process_outlives_a_crash() -> None:
+    root = Path(__file__).resolve().parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", CRASH],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 1
+    deadline = time.monotonic() + SOON
+    while alive(pids) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert alive(pids) == []
