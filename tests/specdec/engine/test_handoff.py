@@ -6,6 +6,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -450,6 +451,15 @@ def test_bytes_of_another_version_and_cut_off_ones() -> None:
     with pytest.raises(HandoffMismatchError, match="no handoff"):
         Handoff.from_bytes(data[:-1])
     assert b"pickle" not in data and Handoff.from_bytes(data).moved == handoff.moved
+
+
+def test_models_that_are_divided_among_ranks_are_refused() -> None:
+    p = eagle3()
+    p.ranks = SimpleNamespace(size=2)
+    for call in (p.open_transfer, lambda: p.prefill(PROMPTS[0], GREEDY)):
+        with pytest.raises(InvalidInputError, match="divided among 2 ranks"):
+            call()
+    p.ranks = None
 
 
 def test_refusals_of_bad_arguments() -> None:
