@@ -80,7 +80,7 @@ def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     4096 x 14336 64 first, 12: 34.8  64 first, 12: 33.0  64 second, 12: 45.3
     ============ =================== =================== ====================
 
-    Wide weights take these. Narrow ones took 0.29 µs a step in 64 programs, whatever was on its way. The splits, steps
+    Wide weights take these. Narrow ones took 0.3 µs a step in 64 programs, whatever was on its way. The splits, steps
     of two blocks and stages that leave room for three programs a multiprocessor follow from that; they were not
     measured, and neither was 17 to 32 tokens.
 

@@ -70,6 +70,7 @@ def test_compiled_rounds(
         after.append(operators(graph))
 
     monkeypatch.setattr(Fp8Rewriting, "__call__", counted)
+    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # code of an earlier run is not rewritten
     folder = write(tmp_path / "target", LLAMA)
     target, oracle = load_target(folder, torch.bfloat16, torch.device("cpu")), reference(folder, LLAMA)
     model = with_graphs(None, target, num_speculative_tokens=0, max_num_seqs=2)
