@@ -29,7 +29,10 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         return Field("aux_layers", (FINAL_NORM,), f"config {USE_AUX}")
     listed = _listed_layers(config, num_layers)
     if len(set(listed.values())) > 1:
-        raise HeadLoadError(f"config.json names different aux layers: {listed} (as boundaries); choose with overrides")
+        raise HeadLoadError(
+            f"config.json names different aux layers: {listed} (as boundaries); choose by head_overrides, as "
+            '{"aux_layers": […]}'
+        )
     if listed:
         field = Field("aux_layers", next(iter(listed.values())), "config " + ", ".join(listed))
     else:

@@ -111,7 +111,8 @@ def _exported(
 
 def _eagle_head(head: str, target: str | None) -> str:
     """The head's folder or hub name, "auto" resolved; a multi-token-prediction module is refused."""
-    from drafters.eagle3.checkpoint import check_kind
+    from drafters.checkpoints.layouts import Layout
+    from drafters.eagle3.checkpoint import check_kind, open_head
     from drafters.mtp.checkpoint import has_mtp
     from specdec.loading.heads import AUTO_HEAD, MTP_HEAD, resolve_head
 
@@ -122,6 +123,10 @@ def _eagle_head(head: str, target: str | None) -> str:
         raise InvalidInputError(
             f"{head}: a multi-token-prediction module has no layout of its own: vLLM and SGLang read it "
             "from the target's checkpoint; HEAD must be an EAGLE-3 head"
+        )
+    if open_head(path).layout is Layout.EAGLE1:
+        raise InvalidInputError(
+            f"{head}: it is an EAGLE-1 or EAGLE-2 head, which neither layout holds; give an EAGLE-3 head"
         )
     return path
 

@@ -18,6 +18,7 @@ from specdec.cli.inspect import inspect
 from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.builtin import builtin_path
 from specdec.loading.outlines import is_available, outline_target, target_of_head
+from tests import head_layouts
 
 FILES = Path(__file__).parents[2] / "fixtures" / "speculators"
 PLAIN = FILES / "written" / "plain"
@@ -121,6 +122,12 @@ def test_what_is_not_exported(arguments: list[str], message: str, tmp_path: Path
     with pytest.raises(InvalidInputError, match=message):
         run(export, *arguments, "--layout", "specforge", "--out", str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+def test_heads_of_eagle_1_are_not_exported(tmp_path: Path) -> None:
+    folder = head_layouts.eagle1().write(tmp_path / "eagle1")
+    with pytest.raises(InvalidInputError, match="an EAGLE-1 or EAGLE-2 head, which neither layout holds"):
+        run(export, str(folder), "--layout", "speculators", "--out", str(tmp_path / "out"))
 
 
 def test_auto_is_the_built_in_targets_own_head(tmp_path: Path) -> None:
