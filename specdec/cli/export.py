@@ -95,8 +95,13 @@ def _exported(
             "what the head shares with its target is written, too, and "
             + ("its files name no target" if named is None else f"its target {named} is not on this machine")
             + ": give --target, or --without-target-tensors"
+            + ("" if named or verifier else " and --verifier")
         )
     name = verifier or (named if outline is None else outline.name)
+    if layout == "speculators" and name is None:
+        raise InvalidInputError(
+            "a speculators configuration names the target: give --target, or its name by --verifier"
+        )
     kinds = () if outline is None else outline.architectures
     return export_eagle3(
         loaded,

@@ -130,6 +130,15 @@ def test_heads_of_eagle_1_are_not_exported(tmp_path: Path) -> None:
         run(export, str(folder), "--layout", "speculators", "--out", str(tmp_path / "out"))
 
 
+def test_a_speculators_configuration_needs_a_target_or_its_name(tmp_path: Path, head: Path) -> None:
+    given = ("--layout", "speculators", "--out", str(tmp_path / "out"))
+    with pytest.raises(InvalidInputError, match=r"give --target, or --without-target-tensors and --verifier$"):
+        run(export, str(head), *given)
+    with pytest.raises(InvalidInputError, match="give --target, or its name by --verifier"):
+        run(export, str(head), *given, "--without-target-tensors")
+    assert run(export, str(head), *given, "--without-target-tensors", "--verifier", "a/b").exit_code == 0
+
+
 def test_auto_is_the_built_in_targets_own_head(tmp_path: Path) -> None:
     run(export, "auto", "--target", "gsm-llama", "--layout", "specforge", "--out", str(tmp_path))
     assert torch.equal(
