@@ -43,6 +43,8 @@ def fp8_checkpoint(config: Any, name: str) -> Iterator[None]:
             f"{name}: quantization_config of its config.json has dequantize=true, another model whose activations are "
             "not rounded; leave it out, or load the model with transformers and give it as the target"
         )
+    if (kind := values.get("fmt", "e4m3")) != "e4m3":
+        raise UnsupportedModelError(f"{name} is quantised in FP8 with fmt={kind!r}; supported is 'e4m3'")
     _scheme(values).check(name)
     before = AUTO_QUANTIZER_MAPPING[METHOD]
     AUTO_QUANTIZER_MAPPING[METHOD] = Fp8Quantizer

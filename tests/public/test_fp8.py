@@ -191,6 +191,7 @@ def test_scales_that_are_missing_or_of_another_shape(tmp_path: Path) -> None:
         ({"weight_block_size": None}, "one scale a weight .* with activation_scheme='dynamic'"),
         ({"scale_fmt": "ue8m0"}, "scale_fmt='ue8m0'"),
         ({"dequantize": True}, "dequantize=true, another model"),
+        ({"fmt": "e5m2"}, "fmt='e5m2'; supported is 'e4m3'"),
     ],
 )
 def test_schemes_without_an_operator_are_refused_before_weights_are_read(
