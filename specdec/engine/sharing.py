@@ -34,7 +34,10 @@ from specdec.requests.submission import Submission
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
 
-_CLOSED = "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …)"
+_CLOSED = (
+    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
+    "load one that was divided among ranks by its name"
+)
 _CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
