@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import TINY, tiny_llama
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
     GPT2Config,
@@ -111,7 +112,7 @@ def test_targets_are_refused_before_any_process_is_started(tmp_path: Path, monke
         SpeculativeModel.from_pretrained(tmp_path, tensor_parallel_size=2, device="cpu")
     quantised = tmp_path / "quantised"
     LlamaConfig(**TINY, quantization_config={"quant_method": "fp8"}).save_pretrained(quantised)
-    (quantised / "model.safetensors").touch()
+    save_file({"model.norm.weight": torch.ones(32)}, quantised / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
         SpeculativeModel.from_pretrained(quantised, tensor_parallel_size=2, device="cpu")
 
