@@ -23,6 +23,18 @@ class KernelBuildError(SpecdecError):
     """A kernel that is compiled at the first start could not be built; the message has what the compiler said."""
 
 
+class HandoffMismatchError(InvalidInputError):
+    """A request cannot move between these two engines; nothing was read. The message names what differs."""
+
+
+class TransferError(SpecdecError):
+    """Keys and values of a moved request did not arrive: its engine is gone, or no longer holds them."""
+
+
+class TransferTimeoutError(TransferError):
+    """They did not arrive before the deadline; where they were to be written is kept from use until it is safe."""
+
+
 class StaleMetadataError(SpecdecError):
     """Metadata of an earlier round was used after its arena slot was overwritten (only under SPECDEC_CHECK=1)."""
 

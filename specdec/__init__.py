@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from specdec.errors import (
         CacheTooSmallError,
         ClosedModelError,
+        HandoffMismatchError,
         HeadLoadError,
         HeadMismatchError,
         InvalidInputError,
@@ -30,10 +31,13 @@ if TYPE_CHECKING:
         SpecdecWarning,
         StaleMetadataError,
         TrainingDivergedError,
+        TransferError,
+        TransferTimeoutError,
         UnsupportedAttentionError,
         UnsupportedModelError,
     )
     from specdec.model import SpeculativeModel
+    from specdec.requests.handoff import Handoff
     from specdec.requests.request import Completion
     from specdec.requests.sampling import SamplingParams
 
@@ -41,6 +45,8 @@ __all__ = [
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
+    "Handoff",
+    "HandoffMismatchError",
     "HeadLoadError",
     "HeadMismatchError",
     "InvalidInputError",
@@ -62,12 +68,15 @@ __all__ = [
     "StaleMetadataError",
     "StreamUpdate",
     "TrainingDivergedError",
+    "TransferError",
+    "TransferTimeoutError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]
 
 _HOMES = {
     "Completion": "specdec.requests.request",
+    "Handoff": "specdec.requests.handoff",
     "SamplingParams": "specdec.requests.sampling",
     "SpeculativeModel": "specdec.model",
     "StreamUpdate": "specdec.engine.sharing",

@@ -7,12 +7,15 @@ defined: `attention` and `drafters` raise errors of the same tree without import
 from __future__ import annotations
 
 from attention.errors import (
+    HandoffMismatchError,
     InvalidInputError,
     InvariantError,
     KernelBuildError,
     OutOfPagesError,
     SpecdecError,
     StaleMetadataError,
+    TransferError,
+    TransferTimeoutError,
     UnsupportedAttentionError,
 )
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -79,6 +82,7 @@ UNNAMED_ERRORS = (
 __all__ = [
     "CacheTooSmallError",
     "ClosedModelError",
+    "HandoffMismatchError",
     "HeadLoadError",
     "HeadMismatchError",
     "InvalidInputError",
@@ -97,6 +101,8 @@ __all__ = [
     "SpecdecWarning",
     "StaleMetadataError",
     "TrainingDivergedError",
+    "TransferError",
+    "TransferTimeoutError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]

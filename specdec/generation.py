@@ -8,6 +8,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine, Stream
@@ -23,13 +24,14 @@ class Generation:
     """Generate and stream over an engine that callers on any thread share. Whoever inherits it makes the attributes.
 
     Attributes:
-        hf_model, tokenizer, generation_config_use, engine: see `specdec.model.SpeculativeModel`.
+        hf_model, tokenizer, generation_config_use, engine, config: see `specdec.model.SpeculativeModel`.
     """
 
     hf_model: PreTrainedModel
     tokenizer: Any
     generation_config_use: Use
     engine: Engine
+    config: EngineConfig
     _shared: SharedEngine
     _live: LiveModel
 

@@ -21,7 +21,6 @@ from specdec.engine.sharing import SharedEngine
 from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
 from specdec.execution.base import Executor
 from specdec.execution.eager import EagerExecutor
-from specdec.generation import Generation
 from specdec.loading.assembly import assemble
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
@@ -29,6 +28,7 @@ from specdec.loading.leading import load_on_all_ranks
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import Parts, load_parts
 from specdec.loading.progress import startup_progress
+from specdec.moving import Moving
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
@@ -41,7 +41,7 @@ _FREED = ("target", "head", "runners", "engine", "_live")
 """What `SpeculativeModel.close` lets go of."""
 
 
-class SpeculativeModel(Generation):
+class SpeculativeModel(Moving):
     """The public face: load, generate, stream.
 
     Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
@@ -291,6 +291,7 @@ class SpeculativeModel(Generation):
             return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
         if device.type == "cuda":
             torch.cuda.synchronize(device)
+        self._close_transfer()
         if [vars(self).pop(name) for name in _FREED if name in vars(self)]:
             gc.collect()  # compiled code and graphs refer to themselves
         self._alterations.undo()

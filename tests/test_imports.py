@@ -71,6 +71,7 @@ def test_every_package_is_checked() -> None:
     ("module", "only"),
     [
         ("flashinfer", {f"attention/backends/flashinfer/{name}.py" for name in ("causal", "wrapper", "mla", "trtllm")}),
+        ("nixl", {"attention/transport/nixl_agent.py"}),
         ("nvmath", {"specdec/ops/products/library.py"}),
         ("transformers.integrations", {"specdec/ops/experts.py", "specdec/target/fp8.py"}),
     ],
@@ -95,6 +96,7 @@ ROOMS = [
     "attention/recurrence/rows.py",
     "attention/batch",
     "attention/cache",
+    "attention/transport",
     "attention/kernels",
     "attention/recurrence",
     "attention/backends",
@@ -133,6 +135,7 @@ ROOMS = [
     "specdec/engine",
     "specdec/loading",
     "specdec/generation.py",
+    "specdec/moving.py",
     "specdec/model.py",
     "specdec/worker.py",
     "specdec/agreement",
@@ -238,6 +241,8 @@ PUBLIC_NAMES = [
     "CacheTooSmallError",
     "ClosedModelError",
     "Completion",
+    "Handoff",
+    "HandoffMismatchError",
     "HeadLoadError",
     "HeadMismatchError",
     "InvalidInputError",
@@ -259,6 +264,8 @@ PUBLIC_NAMES = [
     "StaleMetadataError",
     "StreamUpdate",
     "TrainingDivergedError",
+    "TransferError",
+    "TransferTimeoutError",
     "UnsupportedAttentionError",
     "UnsupportedModelError",
 ]
@@ -275,7 +282,7 @@ def test_the_public_names_exist_and_no_others() -> None:
 
     assert sorted(specdec.__all__) == specdec.__all__ == PUBLIC_NAMES
     assert {getattr(specdec, name).__name__ for name in specdec.__all__} == set(specdec.__all__)
-    others = {"Completion", "SamplingParams", "SpeculativeModel", "StreamUpdate"}
+    others = {"Completion", "Handoff", "SamplingParams", "SpeculativeModel", "StreamUpdate"}
     assert set(specdec.__all__) == others | set(specdec.errors.__all__)
     with pytest.raises(AttributeError, match="module 'specdec' has no attribute 'Engine'"):
         specdec.Engine  # noqa: B018

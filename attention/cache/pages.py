@@ -47,6 +47,11 @@ class PageAllocator:
         """Return pages to the free list."""
         self._free.extend(reversed(pages))
 
+    def claim(self, pages: Sequence[int]) -> None:
+        """Take these pages, which are free: of an allocator that replaces one in which they had an owner."""
+        for page in pages:
+            self._free.remove(page)
+
     def free_pages(self) -> list[int]:
         """A copy of the free list (for the ownership checker)."""
         return list(self._free)
@@ -69,7 +74,8 @@ class PageAllocator:
 class BlockTables:
     """Rows of page ids, one row a running request, over one allocator.
 
-    `table` is [max_rows, P] int32; entries past a row's own pages are 0.
+    `table` is [max_rows, P] int32; entries past a row's own pages are 0. Pages may also be *aside*: owned by no row,
+    because a request moves in from another engine or out to one.
     """
 
     def __init__(
@@ -85,6 +91,7 @@ class BlockTables:
         self.allocator = allocator or PageAllocator(num_pages)
         self.table = np.zeros((max_rows, -(-max_tokens_per_row // page_size)), np.int32)
         self._counts = np.zeros(max_rows, np.int64)
+        self._aside: Counter[int] = Counter()
 
     @property
     def num_used(self) -> int:
@@ -115,6 +122,36 @@ class BlockTables:
         self.table[row, : len(pages)] = pages
         self._counts[row] = len(pages)
 
+    def put_aside(self, count: int) -> list[int]:
+        """Take `count` pages that belong to no row. Raises OutOfPagesError: fewer are free; nothing was taken."""
+        pages = self.allocator.allocate(count)
+        self._aside.update(pages)
+        return pages
+
+    def detach(self, row: int) -> list[int]:
+        """A row gives up its pages, in the order of its tokens, and they stay owned: aside."""
+        pages = [page for page in self.pages_of(row) if page != NULL_PAGE]
+        self._aside.update(pages)
+        self.table[row, : self._counts[row]] = NULL_PAGE
+        self._counts[row] = 0
+        return pages
+
+    def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
+        """A row without pages gets those of its `num_tokens` tokens that were aside."""
+        require(self.pages_for(num_tokens) == len(pages), "a row was given pages of other tokens")
+        self._aside -= Counter(pages)
+        self.begin(row, pages)
+
+    def release_aside(self, pages: Sequence[int]) -> None:
+        """Return pages that were aside."""
+        self._aside -= Counter(pages)
+        self.allocator.release(list(pages))
+
+    def keep_aside(self, pages: Sequence[int]) -> None:
+        """In tables that replace others: these pages were aside there, and are here."""
+        self.allocator.claim(pages)
+        self._aside.update(pages)
+
     def resize(self, rows: Sequence[int] | np.ndarray, num_tokens: Sequence[int] | np.ndarray) -> None:
         """Give each row exactly the pages that num_tokens[i] tokens need; the rest is returned.
 
@@ -137,7 +174,7 @@ class BlockTables:
         Raises:
             InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
         """
-        held = Counter(page for row in range(len(self.table)) for page in self.pages_of(row))
+        held = Counter(page for row in range(len(self.table)) for page in self.pages_of(row)) + self._aside
         self.allocator.check_holders(held)
         tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
         require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")

@@ -57,6 +57,13 @@ class SharedPages(PageAllocator):
             else:
                 self._free.append(page)
 
+    def claim(self, pages: Sequence[int]) -> None:
+        """See `PageAllocator.claim`; pages that are held already get one holder more."""
+        for page in pages:
+            if not self._holders[page]:
+                self._free.remove(page)
+            self._holders[page] += 1
+
     def hold(self, pages: Iterable[int]) -> None:
         """One more holder for each of these pages, which are held or idle."""
         for page in pages:

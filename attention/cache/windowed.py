@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from attention.batch.host import offsets_within
@@ -26,8 +29,27 @@ class WindowedTables(BlockTables):
 
     @property
     def num_used(self) -> int:
-        """Pages that rows own."""
-        return int((self._counts - self._first).sum())
+        """Pages that rows own, and those aside."""
+        return int((self._counts - self._first).sum()) + self._aside.total()
+
+    def first_needed(self, computed: int) -> int:
+        """The first logical page that a query at position `computed` or later sees a key of."""
+        return max((computed - (self.window - 1)) // self.page_size, 0)
+
+    def detach(self, row: int) -> list[int]:
+        """See `BlockTables.detach`."""
+        pages = super().detach(row)
+        self._first[row] = 0
+        return pages
+
+    def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
+        """See `BlockTables.attach`: the last pages of so many tokens, all before them freed."""
+        count = self.pages_for(num_tokens)
+        first = count - len(pages)
+        require(not self._counts[row] and first >= 0, "a row that has pages was given others, or too many")
+        self._aside -= Counter(pages)
+        self.table[row, first:count] = pages
+        self._counts[row], self._first[row] = count, first
 
     def most_pages(self, num_tokens: int, query_len: int) -> int:
         """Most pages that a row of at most `num_tokens` tokens owns while it reads at most `query_len` at a time."""
@@ -57,14 +79,16 @@ class WindowedTables(BlockTables):
         """As `BlockTables.validate`, of what rows own. Raises InvariantError."""
         ends = zip(self._first.tolist(), self._counts.tolist(), strict=True)
         own = [row[first:count] for row, (first, count) in zip(self.table, ends, strict=True)]
-        pages = np.concatenate([*own, np.array(self.allocator.free_pages(), np.int32)])
+        aside = np.array(list(self._aside.elements()), np.int32)
+        pages = np.concatenate([*own, aside, np.array(self.allocator.free_pages(), np.int32)])
         seen, counts = np.unique(pages, return_counts=True)
         most = self.allocator.num_pages - 1
         require(NULL_PAGE not in seen, "the null page has an owner")
         require(bool((counts == 1).all()), f"pages owned twice: {seen[counts > 1][:8].tolist()}")
         require(len(seen) == most, f"{most - len(seen)} pages are lost")
         require(
-            np.count_nonzero(self.table) == self.num_used, "an entry that its row does not own is not the null page"
+            np.count_nonzero(self.table) == self.num_used - len(aside),
+            "an entry that its row does not own is not the null page",
         )
 
     def _shrink(self, row: int, count: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from attention.cache.state import (
@@ -17,6 +18,7 @@ from attention.cache.state import (
     allocate_states,
     tensors_of,
 )
+from attention.recurrence.index import slots_of_rows
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.rows import StateRows
 
@@ -88,6 +90,11 @@ class StateRunner:
         """Make the states what they were."""
         for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
+
+    def of_row(self, row: int) -> list[torch.Tensor]:
+        """Views of the states of one row of the row table, in a fixed order."""
+        slot = int(slots_of_rows(np.array(row)))
+        return [tensor[slot] for tensor in self._tensors()]
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]

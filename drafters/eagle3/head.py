@@ -18,7 +18,7 @@ from drafters.loops.base import LoopSize
 from drafters.loops.chain.passes import EaglePasses
 from drafters.loops.chain.run import ChainLoop
 from drafters.rope import Rotary
-from drafters.vocab import check_offsets, identity_offsets, ids_of
+from drafters.vocab import check_offsets, identity_offsets, ids_of, offsets_of
 
 
 class Eagle3Head(nn.Module):
@@ -66,6 +66,13 @@ class Eagle3Head(nn.Module):
         self.rotary = Rotary(spec.rope, spec.head_dim, target_embedding.device)
         with device or target_embedding.device:
             self._build_modules()
+
+    def reread(self, spec: Eagle3Spec) -> Eagle3Head:
+        """This head's own tensors under another spec of the same shapes; nothing is copied."""
+        embedding = self.embed_tokens.weight if self.target_embedding is None else self.target_embedding
+        other = Eagle3Head(spec, embedding, self.target_lm_head, offsets_of(self.target_ids), torch.device("meta"))
+        other.load_state_dict(self.state_dict(), assign=True)
+        return other.eval().requires_grad_(False)
 
     def _share_target(self, embedding: torch.Tensor, lm_head: torch.Tensor | None) -> None:
         spec = self.spec

@@ -159,6 +159,21 @@ class SharesPages(Protocol):
     num_following: int
 
 
+@runtime_checkable
+class CarriesVectors(Protocol):
+    """A loop that keeps vectors of each request from round to round: they move with a request to another engine."""
+
+    @property
+    def carried_shape(self) -> tuple[int, ...]:
+        """(n, H)."""
+
+    def carried_by(self, request_row: int) -> torch.Tensor:
+        """[n, H] a view of those of the request in this row of the row table."""
+
+    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+        """Keep [n, H] for the request in this row."""
+
+
 class LoopArrays(Protocol):
     """Host arrays of one draft loop; beyond this only the loop that made them looks inside."""
 

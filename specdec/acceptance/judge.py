@@ -36,11 +36,11 @@ def choose_greedy(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, None]:
 def choose_sampled(sampling: DeviceSampling, num_rows: int) -> Choose:
     """Drafts drawn from q = the head's distribution under the row's own temperature and filters (any q is lossless)."""
     rows = torch.arange(num_rows, device=sampling.draft_uniform.device)
-    tensors = sampling.tensors.rows(rows)
+    tensors, uniforms = sampling.tensors.rows(rows), sampling.draft_uniform[:num_rows]
 
     def choose(step: int, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         q = target_probs(logits, tensors)  # [R, Vd]
-        return draw(q, sampling.draft_uniform[:, step]), q
+        return draw(q, uniforms[:, step]), q
 
     return choose
 

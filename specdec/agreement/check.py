@@ -8,10 +8,9 @@ from typing import Any, Literal
 
 import torch
 
-from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.spec import Eagle3Spec
 from specdec.agreement.chains import Chains, chains, runs_in_chains
-from specdec.agreement.readings import Reading, as_read, other_readings, reread
+from specdec.agreement.readings import Reading, Rereadable, as_read, other_readings
 from specdec.agreement.texts import MAX_NEW_TOKENS, PROMPTS, Passage, boundary_states
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
@@ -123,7 +122,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
             f"the target's answers have {tokens} tokens in all, too few to draft any: give prompts with longer answers"
         )
     _check_lengths(passages)
-    if not isinstance(head, Eagle3Head) or not runs_in_chains(head):
+    if not isinstance(head, Rereadable) or not runs_in_chains(head):
         verdict, cause = _judged(rounds, None, head_can_vary=False)
         return Agreement(len(done), tokens, rounds, None, (), None, verdict, cause)
     search = _Search(head, probe_target(model.hf_model), passages, num_drafts)
@@ -135,7 +134,7 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     return Agreement(len(done), tokens, rounds, own.stats, tried, best, verdict, cause)
 
 
-def _origins(head: Eagle3Head, reading: Reading) -> str:
+def _origins(head: Rereadable, reading: Reading) -> str:
     """Where the values came from that another reading changes: " (aux_layers: default 2, N//2, N-3)"."""
     report = head.checkpoint_report
     sources = {} if report is None else {field.name: field.source for field in report.fields}
@@ -180,7 +179,7 @@ def _judged(stats: AcceptanceStats, best: Tried | None, head_can_vary: bool) -> 
 class _Search:
     """Other readings of a head, compared on some passages."""
 
-    def __init__(self, head: Eagle3Head, probed: TargetProbe, passages: Sequence[Passage], num_drafts: int) -> None:
+    def __init__(self, head: Rereadable, probed: TargetProbe, passages: Sequence[Passage], num_drafts: int) -> None:
         self._head, self._passages, self._num_drafts = head, passages, num_drafts
         self._seen: set[Eagle3Spec] = set()
         self._num_layers = len(probed.layers)
@@ -194,7 +193,7 @@ class _Search:
         self._states: list[Mapping[int, torch.Tensor]] = boundary_states(probed, passages, wanted)
 
     def chains(self, reading: Reading) -> Chains:
-        return chains(reread(self._head, reading.spec), self._passages, self._states, self._num_drafts)
+        return chains(self._head.reread(reading.spec), self._passages, self._states, self._num_drafts)
 
     def run(self, own: Chains) -> tuple[tuple[Tried, ...], Tried | None]:
         """Every single change; and while one is better beyond doubt, every further one on top of the best.

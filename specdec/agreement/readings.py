@@ -8,14 +8,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from drafters.base import FINAL_NORM
-from drafters.eagle3.head import Eagle3Head
+from drafters.base import FINAL_NORM, Head
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.eagle3.spec import Eagle3Spec
-from drafters.vocab import offsets_of
+
+
+@runtime_checkable
+class Rereadable(Head, Protocol):
+    """A head whose tensors can be read by another specification."""
+
+    spec: Eagle3Spec
+    checkpoint_report: HeadReport | None
+
+    def reread(self, spec: Eagle3Spec) -> Rereadable:
+        """The same tensors under another spec of the same shapes."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +49,7 @@ class Reading:
         return Reading(whole, replace(self.spec, **changes), {**self.overrides, **overrides}, causes)
 
 
-def as_read(head: Eagle3Head) -> Reading:
+def as_read(head: Rereadable) -> Reading:
     """The head as its files were read."""
     return Reading("as read", head.spec)
 
@@ -111,11 +119,3 @@ def _other_rope(reading: Reading, rope_theta: float | None) -> list[Reading]:
     cause = "rope_theta is absent or wrong in the head's configuration; the target's fits"
     overrides = {"rope_theta": rope_theta, "rope_scaling": None, "rope_parameters": None}
     return [reading.changed(f"rope_theta {rope_theta:g}", cause, overrides, rope=replace(rope, theta=rope_theta))]
-
-
-def reread(head: Eagle3Head, spec: Eagle3Spec) -> Eagle3Head:
-    """The head's own tensors under another spec of the same shapes; nothing is copied."""
-    embedding = head.embed_tokens.weight if head.target_embedding is None else head.target_embedding
-    other = Eagle3Head(spec, embedding, head.target_lm_head, offsets_of(head.target_ids), torch.device("meta"))
-    other.load_state_dict(head.state_dict(), assign=True)
-    return other.eval().requires_grad_(False)

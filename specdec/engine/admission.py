@@ -9,7 +9,8 @@ import numpy as np
 
 from attention.cache.windowed import WindowedTables
 from specdec.config import EngineConfig
-from specdec.errors import CacheTooSmallError, InvalidInputError
+from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError
+from specdec.requests.moved import MovedRequest
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import TextStream, Tokenizer, Vocabulary
@@ -40,8 +41,10 @@ class Admission:
         self._capacity = capacity_tokens
         self._windowed = tuple(windowed)
 
-    def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
+    def check(self, token_ids: Sequence[int], params: SamplingParams, hand_off: bool = False) -> int:
         """Whether such a request can be served.
+
+        hand_off: it leaves with its first token: the cache must hold its prompt.
 
         Returns:
             Its most tokens, the prompt's and new ones together.
@@ -55,7 +58,7 @@ class Admission:
         self._check_ids("stop_token_ids: ", params.stop_token_ids)
         self._check_num_drafts(params)
         limit = min(len(token_ids) + params.max_new_tokens, self._config.max_model_len)
-        self._check_cache(len(token_ids), limit)
+        self._check_cache(len(token_ids), len(token_ids) if hand_off else limit)
         return limit
 
     def request(
@@ -84,6 +87,53 @@ class Admission:
             sample_index=sample_index,
             eos_token_ids=() if params.ignore_eos else eos,
             times=Times(time.perf_counter()),
+        )
+
+    def check_moved(self, moved: MovedRequest) -> None:
+        """Whether a request from another engine can be served as it would have been there.
+
+        Raises:
+            InvalidInputError, CacheTooSmallError: as `check`; or its limits are beyond this engine's.
+        """
+        longest = self._config.max_model_len
+        if moved.limit > longest or moved.num_drafts > self._config.num_speculative_tokens:
+            raise HandoffMismatchError(
+                f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
+                f"loaded for max_model_len={longest} and num_speculative_tokens={self._config.num_speculative_tokens}"
+            )
+        self._check_prompt(moved.prompt_token_ids)
+        self._check_ids("new tokens: ", moved.new_token_ids)
+        self._check_ids("stop_token_ids: ", moved.params.stop_token_ids)
+        if not moved.new_token_ids or len(moved.prompt_token_ids) + len(moved.new_token_ids) >= moved.limit:
+            raise HandoffMismatchError(
+                f"a moved request has {len(moved.prompt_token_ids)} prompt tokens, {len(moved.new_token_ids)} new ones "
+                f"and a limit of {moved.limit}: at least one new token, and room for one more, are needed"
+            )
+        self._check_cache(len(moved.prompt_token_ids), moved.limit)
+
+    def moved(self, request_id: int, moved: MovedRequest) -> Request:
+        """A waiting request that was begun in another engine. Its text, and its first tokens, are reported from here
+        on; times count from now, less what was spent there."""
+        now, new = time.perf_counter(), list(moved.new_token_ids)
+        stream = TextStream(self._vocabulary, moved.params.stop)
+        stream.push(new, len(new))
+        return Request(
+            id=request_id,
+            params=moved.params,
+            prompt_len=len(moved.prompt_token_ids),
+            limit=moved.limit,
+            num_drafts=moved.num_drafts,
+            key=moved.key,
+            committed=moved.committed,
+            stream=stream,
+            sample_index=moved.sample_index,
+            eos_token_ids=moved.eos_token_ids,
+            times=Times(now - moved.queue_s - moved.prefill_s, now - moved.prefill_s, now),
+            preemptions=moved.preemptions,
+            prefix_hit_tokens=moved.prefix_hit_tokens,
+            cached_tokens=moved.cached_tokens,
+            long_rope=moved.long_rope,
+            new_tokens=new,
         )
 
     def _check_prompt(self, prompt: Sequence[int]) -> None:

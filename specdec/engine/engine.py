@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -20,12 +21,14 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
 from specdec.engine.faults import Isolated, request_failed, round_failed
+from specdec.engine.handoff import Departures, Moving
 from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
 from specdec.engine.stats import Counters, EngineStats
+from specdec.engine.visited import Visited
 from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
@@ -38,7 +41,7 @@ from specdec.target.live import WeightVersions
 from specdec.target.target import Target
 
 
-class Engine:
+class Engine(Visited):
     """Continuous batching over one target and, optionally, one draft head. For one thread at a time: `SharedEngine`.
 
     No speculation is the same path with no drafts.
@@ -55,6 +58,7 @@ class Engine:
         executor: how rounds run on the device; `use` replaces it.
         inflight: the round that is launched and not yet committed.
         table, scheduler: rows and pages of the running requests; new ones after an interrupt.
+        moving: pages of requests that come from other engines or leave for them.
     """
 
     def __init__(
@@ -86,6 +90,8 @@ class Engine:
         if config.enable_prefix_caching:
             self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
         self._change = Change(self._mend)
+        self.moving = Moving()
+        self._departures = Departures(self.moving)
         self._start([])
         pools = (self.scheduler.target_pages.capacity_tokens, self.scheduler.windowed_pages)
         self._admission = Admission(target, tokenizer, config, eos_token_ids, *pools)
@@ -108,6 +114,8 @@ class Engine:
         )
         self.scheduler.waiting.extend(waiting)
         self.inflight: LaunchedRound | None = None
+        self._departures.forget()
+        self.moving.keep(self.scheduler.pools())
         self._connect()
 
     def _connect(self) -> None:
@@ -146,6 +154,8 @@ class Engine:
 
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
+        if self.moving.active:
+            self.moving.collect(self.scheduler.pools())
         return self.scheduler.usage(len(self._requests))
 
     @property
@@ -196,10 +206,15 @@ class Engine:
         limit = self.check(token_ids, params)
         request_id, self._next_id = self._next_id, self._next_id + 1
         request = self._admission.request(request_id, token_ids, params, limit, sample_index, eos_token_ids)
+        return self._queue(request)
+
+    def _queue(self, request: Request) -> int:
         with self._change:
-            self._requests[request_id] = request
+            if request.hand_off is not None:
+                self._departures.expect(request.id)
+            self._requests[request.id] = request
             self.scheduler.waiting.append(request)
-        return request_id
+        return request.id
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
@@ -222,6 +237,7 @@ class Engine:
             for request_id in request_ids:
                 request = self._requests.pop(request_id, None)
                 if request is not None:
+                    self._departures.expect_no_more(request_id)
                     self.scheduler.remove(request)
             self._settle()
 
@@ -232,8 +248,11 @@ class Engine:
         When a stage fails, the requests of the round are reported with a RoundFailedError; those that waited still do.
         """
         with self._change, Isolated(self._fail_round):
+            if self.moving.active:
+                self.moving.begin_round(self.scheduler.pools())
             launched = self.inflight or self._launcher.first()  # first: fill the pipeline
             if launched is None:
+                self.moving.pause(bool(self.scheduler.waiting))
                 return self._publish([])
             current = self.inflight = self._launcher.verify(launched)
             upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
@@ -243,6 +262,9 @@ class Engine:
             head_has_read = isinstance(current.verification, DraftedVerification)
             committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
             owners = self._retire(current, committed)
+            if self._departures.expected:
+                drafts = partial(self._launcher.drafts_for, current, committed, draft)
+                self._departures.leave(owners, self.scheduler, self.executor, drafts)
             self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts
         return self.reported
@@ -277,7 +299,7 @@ class Engine:
                 update = request.take(committed.round_of(j), now)
             if fault.error is not None:
                 update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
-            updates.append(update)
+            updates.append(self._departures.reported(request, update, self.scheduler))
         self._publish(updates)
 
     def _publish(self, updates: list[Update]) -> list[Update]:
@@ -299,6 +321,7 @@ class Engine:
             request = self._requests.get(update.request_id)
             if request is not None and update.last:
                 ended.append(self._requests.pop(request.id))
+                self._departures.expect_no_more(request.id)
             elif request is not None:
                 request.progress = update.progress
         return ended

@@ -16,9 +16,12 @@ from attention.checking import checking
 from attention.errors import OutOfPagesError
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.aside import release_aside
+from specdec.engine.crossing import Crossing
 from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
+from specdec.execution.moving import Arrived
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
 from specdec.rounds.rows import RowTable
@@ -31,7 +34,8 @@ class Usage:
 
     Attributes:
         requests: those that are not ended; `waiting` for a row, or `running`. rows: rows of the row table.
-        target_pages, head_pages: pages of the target's and of the head's KV cache.
+        target_pages, head_pages: pages of the target's and of the head's KV cache, those held for requests that move
+            to another engine, or from one, included.
         windowed_pages: pages of the target's further cache groups, all of them.
     """
 
@@ -50,12 +54,13 @@ def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
     return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
 
 
-class Scheduler:
+class Scheduler(Crossing):
     """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
 
     Attributes:
         waiting, running: requests in order of arrival.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
+        arrived: requests from other engines that the last schedule let in; see `take_arrived`.
         prefixes: what requests share through the prefix cache; None without one.
     """
 
@@ -87,6 +92,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
+        self.arrived: list[Arrived] = []
         self.num_preemptions = 0
 
     @property
@@ -98,7 +104,7 @@ class Scheduler:
         """What the engine's `requests` hold. Raises InvariantError, in check mode, when a page has no owner or two."""
         target, head, windowed = self.target_pages, self.head_pages, self.windowed_pages
         if checking():
-            for pages in self._pools():
+            for pages in self.pools():
                 pages.validate()
             if self.prefixes is not None:
                 self.prefixes.cache.validate()
@@ -106,7 +112,7 @@ class Scheduler:
         held = (target.num_used, 0 if head is None else head.num_used, sum(pages.num_used for pages in windowed))
         return Usage(requests, len(self.waiting), len(self.running), rows, *held)
 
-    def _pools(self) -> tuple[BlockTables, ...]:
+    def pools(self) -> tuple[BlockTables, ...]:
         """The block tables of all groups."""
         return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
@@ -127,7 +133,8 @@ class Scheduler:
         if self._reserved(schedule):
             if self.prefixes is not None:
                 self.prefixes.register_read(schedule)
-            schedule = self._with_admitted(schedule)
+            if self.waiting:
+                schedule = self._with_admitted(self.with_arrived(schedule))
         else:
             while not self._reserved(schedule):
                 self._preempt(self.running[-1])
@@ -140,7 +147,7 @@ class Scheduler:
             return schedule
         reads = self._table.computed[schedule.rows] + schedule.num_new < self._table.length[schedule.rows]
         order = np.argsort(np.where(schedule.num_drafts > 0, 0, 1 + reads), kind="stable")
-        return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order])
+        return Schedule(schedule.rows[order], schedule.num_new[order], schedule.num_drafts[order], schedule.num_arrived)
 
     def reserve_next(self, schedule: Schedule) -> bool:
         """Reserve the round after a launched one of verifications, whatever that accepts: before its result is known.
@@ -176,6 +183,8 @@ class Scheduler:
             self._close(request)
         elif request in self.waiting:
             self.waiting.remove(request)
+            if request.arrival is not None:
+                release_aside(self.pools(), request.arrival.pages)
 
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
@@ -247,8 +256,6 @@ class Scheduler:
 
     def _with_admitted(self, schedule: Schedule) -> Schedule:
         """Open rows for waiting requests while rows, tokens and pages last."""
-        if not self.waiting:
-            return schedule
         reads = int(schedule.num_new[self._table.prefilling(schedule.rows)].sum())
         budget = prefill_budget(self._config, schedule.num_tokens - reads) - reads
         rows: list[int] = []
@@ -257,6 +264,9 @@ class Scheduler:
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
             request = self.waiting[0]
+            if request.arrival is not None:  # it found no place in this round
+                later.append(self.waiting.popleft())
+                continue
             request.long_rope = self._reads_long(request)
             prefill, drafts = self._entry(request)
             found = NOTHING if self.prefixes is None else self.prefixes.find(request, prefill)
@@ -286,6 +296,7 @@ class Scheduler:
             np.concatenate([schedule.rows, admitted]),
             np.concatenate([schedule.num_new, lens]),
             np.concatenate([schedule.num_drafts, no_drafts]),
+            schedule.num_arrived,
         )
 
     def _free_besides(self, found: Found) -> list[int]:
@@ -369,7 +380,7 @@ class Scheduler:
     def _close(self, request: Request) -> None:
         if self.prefixes is not None:
             self.prefixes.leave(request.row)
-        for pages in self._pools():
+        for pages in self.pools():
             pages.release(request.row)
         self._table.close(request.row)
         request.row = -1

@@ -14,30 +14,30 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from threading import get_ident
 
 import torch
 
+from specdec.engine.calls import Call
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
 from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.requests.request import Completion, Update
-from specdec.requests.submission import Submission
+from specdec.requests.submission import Resumption, Submission
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
 
-_CLOSED = (
-    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
-    "load one that was divided among ranks by its name"
-)
+_SHORT_SLEEP = 1e-3
+
+_CLOSED = "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …)"
 _CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
@@ -58,31 +58,6 @@ class StreamUpdate:
     token_ids: list[int]
     text: str
     completion: Completion | None
-
-
-class Call:
-    """The requests of one call, and what rounds have brought for them.
-
-    Attributes:
-        places: request id -> index in the call, of the requests that are not ended.
-        inbox: updates, and None to wake whoever sleeps on it.
-    """
-
-    def __init__(self) -> None:
-        self.places: dict[int, int] = {}
-        self.inbox: SimpleQueue[Update | None] = SimpleQueue()
-        self._last: dict[int, Update] = {}
-
-    def take(self, timeout: float = 0.0) -> Update | None:
-        """The next update; None when there is none within `timeout` seconds, or the call was woken."""
-        try:
-            update = self.inbox.get(timeout > 0, timeout)
-        except Empty:
-            return None
-        if update is None or self._last.get(update.request_id) is update:
-            return None  # an interrupted delivery was repeated
-        self._last[update.request_id] = update
-        return update
 
 
 class SharedEngine:
@@ -151,7 +126,7 @@ class SharedEngine:
         with self.between_rounds():
             return self._engine.usage()
 
-    def submit(self, requests: Sequence[Submission]) -> Call:
+    def submit(self, requests: Sequence[Submission | Resumption]) -> Call:
         """Queue the requests of a call.
 
         Raises:
@@ -201,6 +176,21 @@ class SharedEngine:
         finally:
             self._pass_on()
 
+    def help(self) -> None:
+        """Run a round for everybody, or sleep a moment where another thread is in one: for who waits for pages.
+
+        Raises:
+            SpecdecError: called from inside a round.
+        """
+        me = self._outside()
+        try:
+            if self._holder is None:
+                self._lead(None, me)
+            else:
+                time.sleep(_SHORT_SLEEP)
+        finally:
+            self._pass_on()
+
     def abandon(self, call: Call) -> None:
         """End what is left of a call: at once, or after the round that is running.
 
@@ -238,14 +228,18 @@ class SharedEngine:
             raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
         return me
 
-    def _queue(self, call: Call, requests: Sequence[Submission]) -> None:
+    def _queue(self, call: Call, requests: Sequence[Submission | Resumption]) -> None:
         first = self._engine.next_id
         self._engine.check_weights()
         try:
             for index, request in enumerate(requests):
-                request_id = self._engine.submit(
-                    request.token_ids, request.params, request.sample_index, request.eos_token_ids
-                )
+                if isinstance(request, Resumption):
+                    request_id = self._engine.resume(request.moved, request.arrival)
+                elif request.hand_off is not None:
+                    request_id = self._engine.submit_leaving(request)
+                else:
+                    own = (request.token_ids, request.params, request.sample_index, request.eos_token_ids)
+                    request_id = self._engine.submit(*own)
                 call.places[request_id] = index
                 self._calls[request_id] = call
         except BaseException:
@@ -260,7 +254,7 @@ class SharedEngine:
         finally:
             self._sleeping.pop(call, None)
 
-    def _lead(self, call: Call, me: int) -> None:
+    def _lead(self, call: Call | None, me: int) -> None:
         """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
         with self._lock:
             self._holder, self._leading = me, call
@@ -269,11 +263,12 @@ class SharedEngine:
                     return
                 self._forget_abandoned()
                 self._deliver()
-                if call.places and call.inbox.empty():
+                if call is None or (call.places and call.inbox.empty()):
                     with self._at_home():
                         self._engine.step()
                     self._deliver()
-                    self._check_alive(call)
+                    if call is not None:
+                        self._check_alive(call)
             finally:
                 self._holder = self._leading = None
 
@@ -355,10 +350,11 @@ class Stream(Iterator[StreamUpdate]):
     after them.
     """
 
-    def __init__(self, shared: SharedEngine, requests: Sequence[Submission]) -> None:
+    def __init__(self, shared: SharedEngine, requests: Sequence[Submission] | None, call: Call | None = None) -> None:
+        """call: of requests that are queued already; `requests` is None then."""
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
-        self._call: Call | None = None
+        self._call: Call | None = call
         self._errors: list[SpecdecError] = []
 
     def __next__(self) -> StreamUpdate:

@@ -10,6 +10,7 @@ import torch
 from attention.runner import GroupRunner
 from drafters.base import Head
 from drafters.loops.base import Draft, DraftInput, DraftLoop
+from specdec.execution.moving import Moves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
@@ -28,6 +29,10 @@ class Drafter:
 
 class Executor(Protocol):
     """The device's part of a round."""
+
+    @property
+    def moves(self) -> Moves:
+        """Its part in requests that move between engines."""
 
     @property
     def transfers(self) -> int:

@@ -9,6 +9,7 @@ from specdec.acceptance.judge import DraftVocab, choose_greedy, choose_sampled, 
 from specdec.acceptance.packed import PackedResult
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter
+from specdec.execution.moving import EagerMoves
 from specdec.execution.readback import HostReads
 from specdec.execution.round import Round
 from specdec.execution.verification import Verification
@@ -31,6 +32,8 @@ class EagerExecutor:
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.ranks)
         self._vocab = self._draft_vocab()
+        loop = None if drafter is None else drafter.loop
+        self.moves = EagerMoves(target.states, loop, self._vocab, self._draws, device)
 
     @property
     def transfers(self) -> int:
@@ -50,7 +53,11 @@ class EagerExecutor:
             return None
         sampling = sent.verification.sampling
         drawn = sampling if self._draws else None
-        choose = choose_greedy if drawn is None else choose_sampled(drawn, len(drawn.draft_uniform))
+        choose = (
+            choose_greedy
+            if drawn is None
+            else choose_sampled(drawn, len(drawn.draft_uniform) - round_.target.num_arrived)
+        )
         return drafter.loop.run(sent.draft, drafter.runner, aux_hidden_states, choose)
 
     def verify(self, round_: Round, draft: Draft | None) -> Verification:

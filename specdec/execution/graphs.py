@@ -49,6 +49,7 @@ from specdec.execution.capture import (
     rehearse,
     step_rows,
 )
+from specdec.execution.moving import GraphMoves
 from specdec.execution.ragged import RaggedPrefill, RaggedTarget, mixed_bucket, mixed_buckets
 from specdec.execution.readback import HostReads
 from specdec.execution.rehearsal import kernels_compiled_together, rehearse_decisions
@@ -135,6 +136,7 @@ class GraphExecutor:
                     self._loop, self._num_modules, drafter.runner, config, self._pool, self._compiling
                 )
             self._drafts = drafts
+            self.moves = GraphMoves(target.states, self._loop, self._drawn, device)
             self._fused = self._fuse(rows[-1], drafter, drafts)
             store_cos_sin(target.hf_model, self._alterations)
             if not invariant:  # else what it is compiled from must be the same in every engine, see `capture`

@@ -6,6 +6,8 @@ not launch them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from drafters.base import Head
@@ -52,6 +54,30 @@ class SampledDrafts:
             num_accepted=self._accepted[:rows],
         )
         self._drafts[:rows, step].copy_(self._head.to_target_ids(chosen.ids))
+
+    @property
+    def in_half_precision(self) -> bool:
+        """Whether logits are kept in less than float32."""
+        return self._logits is not None and self._logits.dtype != torch.float32
+
+    def kept(self, place: int, count: int) -> dict[str, torch.Tensor]:
+        """Copies of what the first drafts of a sampled row were drawn from: [count, Vd], [count, 4]."""
+        assert self._logits is not None
+        stats = self._filtered.stats[place, :count]
+        return {"draft_logits": self._logits[place, :count].clone(), "draft_stats": stats.clone()}
+
+    def keep(self, place: int, tensors: Mapping[str, torch.Tensor], count: int, temperature: float) -> None:
+        """The same of drafts from elsewhere; "draft_probs" become logits of this temperature that no filter changes."""
+        if "draft_probs" in tensors:
+            q = tensors["draft_probs"][:count]
+            logits, peak = temperature * q.log(), q.amax(1)
+            lowest = logits.masked_fill(q == 0, torch.inf).amin(1)
+            first = (logits == lowest[:, None]).int().argmax(1)
+            stats = torch.stack([temperature * peak.log(), lowest, first.float(), 1 / peak], 1)
+        else:
+            logits, stats = tensors["draft_logits"][:count], tensors["draft_stats"][:count]
+        self._kept(logits)[place, :count] = logits
+        self._filtered.stats[place, :count] = stats
 
     def proposal(self, sources: torch.Tensor) -> Proposal | None:
         """What rows [J] were drafted from; sources: [J] int64 their rows here. None before the first draft."""

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from specdec.errors import SpecdecError
+from specdec.requests.moved import Arrival, Departure, MovedRequest
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import AcceptanceStats, RequestStats, RoundRecord, pool
 from specdec.requests.text import TextStream
@@ -66,6 +67,7 @@ class Update:
         completion: set when the request is finished.
         error: set when the request failed; it is ended.
         progress: how much of the request has been reported with this update.
+        departure: set when the request left for another engine.
     """
 
     request_id: int
@@ -74,11 +76,12 @@ class Update:
     completion: Completion | None = None
     error: SpecdecError | None = None
     progress: Progress = NOTHING_YET
+    departure: Departure | None = None
 
     @property
     def last(self) -> bool:
-        """Whether the request is ended."""
-        return self.completion is not None or self.error is not None
+        """Whether the request is ended here."""
+        return self.completion is not None or self.error is not None or self.departure is not None
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,8 @@ class Request:
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
     what has been reported. `long_rope`: whether it reads its first tokens with long factors, see
-    `specdec.target.long_rope`; decided when it gets a row.
+    `specdec.target.long_rope`; decided when it gets a row. One with `hand_off` leaves the engine with its first token,
+    and its pages are held for so many seconds; one with an `arrival` has come from another, and waits for a row.
     """
 
     id: int
@@ -130,6 +134,29 @@ class Request:
     rounds: list[RoundRecord] = field(default_factory=list)
     drafts: list[tuple[int, ...]] = field(default_factory=list)
     progress: Progress = NOTHING_YET
+    hand_off: float | None = None
+    arrival: Arrival | None = None
+
+    @property
+    def moved(self) -> MovedRequest:
+        """The request as another engine needs it."""
+        t = self.times
+        return MovedRequest(
+            prompt_token_ids=tuple(self.committed[: self.prompt_len].tolist()),
+            new_token_ids=tuple(self.new_tokens),
+            params=self.params,
+            key=self.key,
+            limit=self.limit,
+            num_drafts=self.num_drafts,
+            sample_index=self.sample_index,
+            eos_token_ids=self.eos_token_ids,
+            long_rope=self.long_rope,
+            queue_s=t.admitted - t.submitted,
+            prefill_s=t.first_token - t.admitted,
+            preemptions=self.preemptions,
+            prefix_hit_tokens=self.prefix_hit_tokens,
+            cached_tokens=self.cached_tokens,
+        )
 
     def rewind(self) -> None:
         """Back to what was reported, and waiting: what came after is generated anew."""
@@ -138,7 +165,7 @@ class Request:
         del self.drafts[self.progress.num_rounds :]
         self.stream.rewind(self.new_tokens, self.progress.num_characters)
         self.finish_reason = None
-        self.row = -1
+        self.row, self.arrival = -1, None
         self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
     def take(self, round_: RowRound, now: float) -> Update:
@@ -157,7 +184,7 @@ class Request:
         else:
             self.rounds.append(RoundRecord(len(round_.drafts), round_.num_accepted, emitted))
             self.drafts.append(round_.drafts)
-        tokens = round_.token_ids[:emitted]
+        tokens = self.new_tokens[self.progress.num_tokens :]  # this round's; the first ones too of one that moved in
         if self.finish_reason is None:
             text = self.stream.show()
             progress = Progress(len(self.new_tokens), len(self.rounds), self.stream.num_shown)

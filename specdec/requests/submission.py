@@ -13,6 +13,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from specdec.errors import InvalidInputError
 from specdec.options import Use
 from specdec.requests.generation_config import check_own_config, eos_ids, sampling_fields
+from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts, encode_prompts
 from specdec.requests.sampling import SamplingParams
 from specdec.values import short
@@ -23,12 +24,22 @@ _KINDS = "SamplingParams or a transformers.GenerationConfig, one for all prompts
 
 @dataclass(frozen=True)
 class Submission:
-    """One request, ready for `Engine.submit`: prompt ids, parameters, which sample of its prompt, its eos ids."""
+    """One request, ready for `Engine.submit`: prompt ids, parameters, which sample of its prompt, its eos ids, and for
+    how many seconds its pages are held where it leaves with its first token."""
 
     token_ids: list[int]
     params: SamplingParams
     sample_index: int
     eos_token_ids: tuple[int, ...]
+    hand_off: float | None = None
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """One request from another engine, ready for `Engine.resume`: arrival None to read its tokens again."""
+
+    moved: MovedRequest
+    arrival: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
 
 def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokenizer: Any, use: Use) -> list[Submission]:

@@ -12,16 +12,21 @@ from specdec.rounds.verification import TargetArrays, Verified
 
 
 def draft_input(
-    verified: Verified, schedule: Schedule, table: RowTable, block_table: np.ndarray, page_size: int
+    verified: Verified,
+    schedule: Schedule,
+    table: RowTable,
+    block_table: np.ndarray,
+    page_size: int,
+    reading: bool = True,
 ) -> DraftInput | None:
     """What the draft loop after a verification starts from; None when no row has anything for the head to read.
 
     The head reads the drafting rows, in the order of the schedule, then the prompts not read to their end.
-    block_table: [R, P] of the head's pages, by RowTable row.
+    block_table: [R, P] of the head's pages, by RowTable row. reading: False for the drafting rows alone.
     """
-    drafting = schedule.rows[: schedule.num_drafting]
+    drafting = schedule.rows[: schedule.num_drafting - schedule.num_arrived]
     alive = (table.previous[verified.rows] >= 0) & (table.drafts[verified.rows] > 0)
-    unfinished = alive & table.prefilling(verified.rows)
+    unfinished = alive & table.prefilling(verified.rows) & reading
     order = np.concatenate([table.previous[drafting], np.flatnonzero(unfinished)])
     if not len(order):
         return None

@@ -15,11 +15,13 @@ class Schedule:
         rows: [B] int64 RowTable rows.
         num_new: [B] committed tokens each row reads (1 for a verification, the chunk length for a prompt).
         num_drafts: [B] n_i; rows 0 … num_drafting-1 have n_i >= 1.
+        num_arrived: how many of those, the last ones, have drafts that came with them from another engine.
     """
 
     rows: np.ndarray
     num_new: np.ndarray
     num_drafts: np.ndarray
+    num_arrived: int = 0
 
     @property
     def num_drafting(self) -> int:

@@ -91,6 +91,7 @@ class TargetArrays:
         sources: [R] int64 rows of `Draft.token_ids` that hold the drafting rows' drafts; None where row i is row i.
         windowed: the rows' pages of the target's further cache groups.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
+        num_arrived: see `Schedule.num_arrived`.
         replay: [B] accepted drafts that are not in the rows' recurrent states; None where the target has none.
         long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
             where no row does, see `specdec.target.long_rope`.
@@ -115,6 +116,7 @@ class TargetArrays:
     replay: np.ndarray | None = None
     long_rope: LongRopeRule | None = None
     long: np.ndarray | None = None
+    num_arrived: int = 0
 
     @property
     def states(self) -> StateIndex | None:
@@ -240,6 +242,7 @@ def target_arrays(
         replay=replay_of(start, table.folded[rows]) if recurrent else None,
         long_rope=long_rope,
         long=None if long_rope is None else _first_tokens_long(table.long[rows], start, long_rope),
+        num_arrived=schedule.num_arrived,
     )
 
 

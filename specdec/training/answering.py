@@ -17,7 +17,7 @@ from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.prompts import encode_prompts
 from specdec.requests.sampling import SamplingParams
-from specdec.training.fingerprint import target_fingerprint
+from specdec.target.fingerprint import target_fingerprint
 from specdec.training.run_folder import FORMAT, locked
 
 _SHORTEST = 2

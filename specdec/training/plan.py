@@ -20,8 +20,8 @@ from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
+from specdec.target.fingerprint import target_fingerprint
 from specdec.training.answering import Questions
-from specdec.training.fingerprint import target_fingerprint
 from specdec.training.run_folder import Setting, claim, locked, release
 
 _EVALUATED_PROMPTS = 64

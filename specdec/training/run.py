@@ -29,9 +29,9 @@ from specdec.errors import HeadLoadError, InvalidInputError
 from specdec.loading.builtin import resolve
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
+from specdec.target.fingerprint import weights_fingerprint
 from specdec.target.probing import probe_target
 from specdec.target.selftest import self_test_head
-from specdec.training.fingerprint import weights_fingerprint
 from specdec.training.plan import TrainingPlan, common_settings
 from specdec.training.run_folder import Setting
 

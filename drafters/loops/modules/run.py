@@ -84,6 +84,20 @@ class ModuleLoop:
         """See `GraphLoop.static_form`. It keeps vectors of its own: an engine runs one form or the other."""
         return StaticModules(self._stack.passes(self.num_modules), runner, aux, limits, greedy, compiler)
 
+    @property
+    def carried_shape(self) -> tuple[int, ...]:
+        """See `CarriesVectors`."""
+        return (self.num_modules - 1, self._stack.hidden_size)
+
+    def carried_by(self, request_row: int) -> torch.Tensor:
+        """See `CarriesVectors`: [M-1, H]; what the last module gave is read by nobody."""
+        assert self._carried is not None, "no round has run yet"
+        return self._carried[:-1, request_row]
+
+    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+        """See `CarriesVectors`."""
+        self.carried(vectors)[:-1, request_row] = vectors
+
     def carried(self, like: torch.Tensor) -> torch.Tensor:
         """[M, requests, H] what each request's last draft prefill gave; made when the first aux states are here."""
         if self._carried is None:

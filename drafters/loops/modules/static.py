@@ -75,6 +75,19 @@ class StaticModules:
         self.hidden = aux.new_zeros(len(passes), rows, hidden_size)
         self.drafts = torch.zeros(rows, limits.drafts, dtype=torch.int64, device=aux.device)
 
+    @property
+    def carried_shape(self) -> tuple[int, ...]:
+        """See `drafters.loops.base.CarriesVectors`."""
+        return (self.carried.shape[0], self.carried.shape[2])
+
+    def carried_by(self, request_row: int) -> torch.Tensor:
+        """See `drafters.loops.base.CarriesVectors`: [M-1, H]."""
+        return self.carried[:, request_row]
+
+    def carry(self, request_row: int, vectors: torch.Tensor) -> None:
+        """See `drafters.loops.base.CarriesVectors`."""
+        self.carried[:, request_row] = vectors
+
     def steps(self, shape: StaticShape) -> FixedModuleSteps:
         """See `StaticLoop.steps`."""
         return FixedModuleSteps(shape, len(self._passes), self._aux.device)

@@ -47,7 +47,7 @@ def test_prompts_in_chunks_beside_verifications(
     assert found(completions) == found(expected)
     assert max(r.accepted for c in completions for r in c.stats.rounds) >= 1
     assert len(prefills) == len(ragged) > 9, "every round of any shape drafts before it is read"
-    assert any(len(indices) > drafts + 1 for _, _, indices in ragged), "prompts beside verifications"
+    assert any(len(indices) > drafts + 1 for _, _, indices, *_ in ragged), "prompts beside verifications"
     assert (len(decided) > 0) == sampled and (len(drawn) > before) == sampled
     assert sum(graph.replays for graph in graphs_on_cpu) > 20
     assert free_everywhere(graphed)

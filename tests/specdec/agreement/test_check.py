@@ -18,7 +18,7 @@ from drafters.eagle3.head import Eagle3Head
 from specdec import SamplingParams, SpeculativeModel
 from specdec.agreement.chains import chains
 from specdec.agreement.check import Agreement, check_agreement
-from specdec.agreement.readings import as_read, other_readings, reread
+from specdec.agreement.readings import as_read, other_readings
 from specdec.agreement.texts import PROMPTS, Passage, boundary_states
 from specdec.errors import InvalidInputError
 from specdec.target.probing import probe_target
@@ -93,7 +93,7 @@ def test_a_wrong_reading_is_found_and_named(
 def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel) -> None:
     head = model.head
     assert isinstance(head, Eagle3Head)
-    other = reread(head, head.spec)
+    other = head.reread(head.spec)
     torch.manual_seed(0)
     shuffled = {name: t[torch.randperm(len(t))] for name, t in head.lm_head.state_dict().items()}
     other.lm_head.load_state_dict(shuffled, assign=True)
@@ -108,7 +108,7 @@ def test_readings_share_the_heads_tensors_and_leave_it_alone(model: SpeculativeM
     assert isinstance(head, Eagle3Head)
     spec = head.spec
     for reading in other_readings(as_read(head), model.target.num_layers, rope_theta=5e5):
-        again = reread(head, reading.spec)
+        again = head.reread(reading.spec)
         assert again.fc.weight.data_ptr() == head.fc.weight.data_ptr()
         assert again.target_ids.tolist() == head.target_ids.tolist()
         assert again.spec != spec and again.aux_layers == reading.spec.aux_layers

@@ -156,8 +156,8 @@ def test_a_request_must_not_carry_anothers_vector(
 
     def forgetful() -> Any:
         updates = step()
-        if loop._carried is not None:
-            loop._carried.zero_()
+        for row in range(wrapped.config.max_num_seqs):
+            loop.carried_by(row).zero_()
         return updates
 
     monkeypatch.setattr(engine, "step", forgetful)

@@ -8,6 +8,7 @@ import json
 import torch
 from transformers import PreTrainedModel
 
+from attention.hf.weights import memory_of
 from specdec.requests.generation_config import eos_ids
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -20,15 +21,16 @@ _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype
 
 @torch.no_grad()
 def weights_fingerprint(module: torch.nn.Module) -> str:
-    """16 hex digits over names, shapes, dtypes and values of all parameters and stored buffers.
+    """16 hex digits over names, shapes, dtypes and values of all parameters and stored buffers; of quantised weights
+    that are made of several tensors, over each of them.
 
     Of each tensor, the sum of all elements' bits as integers (exact in any order, so the same on every device) and 64
     evenly spaced elements are hashed: one pass over the memory, no copy to the host.
     """
     digest = hashlib.sha256()
-    for name, tensor in sorted(module.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):
-            continue
+    stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
+    for name, tensor in sorted(parts, key=lambda part: part[0]):
         bits = _bits(tensor)
         total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK))
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()

@@ -1,0 +1,374 @@
+"""Where an engine's keys and values lie, as plain tables, and which bytes one engine reads from another.
+
+A **region** is the keys, the values or the latents (MLA) of one layer on one rank: pages of equal size at equal
+distances. With T tokens a page, H heads on this rank, D elements a head of e bytes, head h of page b begins at
+
+    base + b·block_stride + (h - head0)·T·D·e        HND: the heads of a page lie one after the other
+    base + b·block_stride, every H·D·e bytes D·e     NHD: those of a token do, so a head is in T pieces
+
+Ranks of a tensor-parallel engine hold ranges of the model's heads, [head0, head0 + heads); one that is replicated has
+the same range on several ranks, and a latent is head 0 on all of them. So who reads what follows from the ranges alone
+(`plan`): more ranks to fewer, fewer to more, replicated heads, and layers of a head with other numbers are one rule.
+Keys and values are planned apart: half a page's bytes, cut through the middle, would be all keys and no values.
+
+Why not NHD between ranks that hold different heads: n of H heads of a page are T pieces of n·D·e bytes, and one piece
+of T·n·D·e bytes there is T·n/H tokens of *all* heads: of the right length, and wrong. It is refused by name.
+
+Source: github.com/vllm-project/vllm#18833 (HND for transfers), #20189 (ranks of different sizes).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.errors import HandoffMismatchError
+
+VERSION = 1
+"""Of the tables. An engine that reads another version refuses by name."""
+
+
+@dataclass(frozen=True)
+class Region:
+    """Keys, values or latents of one layer on one rank.
+
+    Attributes:
+        name: the same in every engine of the model: "target/3/keys". group: whose page numbers are its blocks.
+        base: address of block 0. num_blocks; block_stride: bytes from one block to the next; block_bytes: of one block.
+        head0, heads: the model's heads that this rank holds. head_bytes: of one head in one block.
+        layout: "HND" or "NHD"; with one head they are the same bytes, called "HND".
+        dtype, page_size, head_dim: of what is stored.
+    """
+
+    name: str
+    group: str
+    base: int
+    num_blocks: int
+    block_stride: int
+    block_bytes: int
+    head0: int
+    heads: int
+    head_bytes: int
+    layout: str
+    dtype: str
+    page_size: int
+    head_dim: int
+
+    @property
+    def head_range(self) -> range:
+        """The heads that this rank holds."""
+        return range(self.head0, self.head0 + self.heads)
+
+    def offset_of(self, head: int) -> int:
+        """Bytes from a block's beginning to a head of it, in HND."""
+        return (head - self.head0) * self.head_bytes
+
+
+@dataclass(frozen=True)
+class RankTable:
+    """What one rank of an engine holds.
+
+    Attributes:
+        rank: its number, from 0. device: "cpu" or "cuda:0".
+        regions: in the order of groups, then layers, keys before values.
+        address: how a transport reaches the rank, in its own words.
+    """
+
+    rank: int
+    device: str
+    regions: tuple[Region, ...]
+    address: Mapping[str, Any]
+
+    @cached_property
+    def by_name(self) -> dict[str, int]:
+        """The place of each region in `regions`."""
+        return {region.name: place for place, region in enumerate(self.regions)}
+
+
+@dataclass(frozen=True)
+class EngineTable:
+    """What an engine tells those that read from it.
+
+    Attributes:
+        engine: a name that no other engine has, ever.
+        transport: the name of what its ranks' addresses are for.
+        fingerprint: by name, what must be equal in both engines: weights of the target and of the head, scales of an
+            fp8 cache, how drafts are made.
+        ranks: of the engine, by rank.
+    """
+
+    engine: str
+    transport: str
+    fingerprint: Mapping[str, Any]
+    ranks: tuple[RankTable, ...]
+    version: int = VERSION
+
+    def to_json(self) -> str:
+        """Plain JSON: no code runs when it is read."""
+        return json.dumps(asdict(replace(self, ranks=())) | {"ranks": [_rank_dict(rank) for rank in self.ranks]})
+
+    @classmethod
+    def from_json(cls, text: str) -> EngineTable:
+        """Raises HandoffMismatchError for another version, and for what is no such table."""
+        try:
+            given = json.loads(text)
+            if not isinstance(given, dict) or given.get("version") != VERSION:
+                found = given.get("version") if isinstance(given, dict) else type(given).__name__
+                raise HandoffMismatchError(
+                    f"a region table of version {found!r}; this installation reads version {VERSION}: use the same "
+                    "version of specdec on both sides"
+                )
+            ranks = tuple(_rank_of(rank) for rank in given.pop("ranks"))
+            return cls(**{**given, "ranks": ranks})
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            if isinstance(error, HandoffMismatchError):
+                raise
+            raise HandoffMismatchError(f"this is no region table: {type(error).__name__}: {error}") from error
+
+
+def _rank_dict(rank: RankTable) -> dict[str, Any]:
+    regions = [asdict(region) for region in rank.regions]
+    return {"rank": rank.rank, "device": rank.device, "regions": regions, "address": dict(rank.address)}
+
+
+def _rank_of(given: Mapping[str, Any]) -> RankTable:
+    regions = tuple(_checked(Region(**region)) for region in given["regions"])
+    return RankTable(int(given["rank"]), str(given["device"]), regions, dict(given["address"]))
+
+
+def _checked(region: Region) -> Region:
+    """Raises HandoffMismatchError for numbers that cannot be those of a region."""
+    counts = {name: value for name, value in vars(region).items() if Region.__annotations__[name] == "int"}
+    bad = {name: value for name, value in counts.items() if type(value) is not int or value < 0}
+    if not bad and region.heads * region.head_bytes == region.block_bytes <= region.block_stride:
+        return region
+    raise HandoffMismatchError(f"region {region.name!r} is impossible: {bad or counts}")
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A region of this process, and its bytes [num_blocks, block_bytes], a view."""
+
+    region: Region
+    bytes: torch.Tensor
+
+
+def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], head0: int = 0) -> tuple[Bound, ...]:
+    """The regions of a cache group on this rank: of every layer the keys, then the values; MLA's latents alone.
+
+    Args:
+        name: of the group, the same in every engine of the model; page numbers of the group are the regions' blocks.
+        head0: the first of the model's heads that this rank holds; latents are whole on every rank.
+    """
+    found: list[Bound] = []
+    for number, layer in enumerate(layers):
+        parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
+        for part, tensor in parts.items():
+            first = 0 if layer.value_in_key else head0
+            found.append(_bound(f"{name}/{number}/{part}", name, tensor, layer, first, group.page_size))
+    return tuple(found)
+
+
+def _bound(name: str, group: str, tensor: torch.Tensor, layer: LayerKV, head0: int, page_size: int) -> Bound:
+    heads, head_dim = tensor.shape[layer.slot_and_head[1]], tensor.shape[3]
+    if not tensor[0].is_contiguous():
+        raise HandoffMismatchError(f"region {name}: a page's bytes do not lie together")
+    raw = tensor.view(torch.uint8)
+    blocks = raw.as_strided((len(raw), raw[0].numel()), (raw.stride(0), 1), raw.storage_offset())
+    region = Region(
+        name=name,
+        group=group,
+        base=tensor.data_ptr(),
+        num_blocks=len(tensor),
+        block_stride=raw.stride(0),
+        block_bytes=blocks.shape[1],
+        head0=head0,
+        heads=heads,
+        head_bytes=blocks.shape[1] // heads,
+        layout="HND" if heads == 1 else layer.layout,
+        dtype=str(tensor.dtype).removeprefix("torch."),
+        page_size=page_size,
+        head_dim=head_dim,
+    )
+    return Bound(region, blocks)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """`length` bytes of every block, read from one place of a remote block to one of a local block.
+
+    Attributes:
+        rank: of the source. remote, local: places of the regions in their tables.
+        remote_offset, local_offset: from the beginning of a block.
+    """
+
+    rank: int
+    remote: int
+    remote_offset: int
+    local: int
+    local_offset: int
+    length: int
+
+
+def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
+    """What a rank reads: every region of its own, head by head from the rank of the source that holds it.
+
+    Where several ranks hold a head, local ranks take turns. The order of the segments is that of the local regions.
+
+    Raises:
+        HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
+            a head is on no rank, or NHD pages have other heads on the other side.
+    """
+    segments: list[Segment] = []
+    for place, region in enumerate(local.regions):
+        for start, stop, source in _sources(local.rank, region, sources):
+            there = source.regions[source.by_name[region.name]]
+            _check_layout(region, there)
+            if there.head_range == region.head_range:
+                at, own = 0, 0
+            else:
+                at, own = there.offset_of(start), region.offset_of(start)
+            length = (stop - start) * region.head_bytes
+            segments.append(Segment(source.rank, source.by_name[region.name], at, place, own, length))
+    extra = sorted({name for source in sources for name in source.by_name} - set(local.by_name))
+    if extra:
+        raise HandoffMismatchError(f"the source has regions that this engine has not: {', '.join(extra[:4])}")
+    return tuple(segments)
+
+
+def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tuple[int, int, RankTable]]:
+    """(first head, head after the last, who has them) for all heads of a local region, in as few pieces as there are
+    source ranks. Raises HandoffMismatchError: nobody has one."""
+    having = [source for source in sources if region.name in source.by_name]
+    if not having:
+        raise HandoffMismatchError(f"region {region.name}: the source has none of that name")
+    for source in having:
+        _check_stored(region, source.regions[source.by_name[region.name]])
+    found: list[tuple[int, int, RankTable]] = []
+    head, end = region.head0, region.head0 + region.heads
+    while head < end:
+        owners = [s for s in having if head in s.regions[s.by_name[region.name]].head_range]
+        if not owners:
+            raise HandoffMismatchError(f"region {region.name}: head {head} is on no rank of the source")
+        source = owners[rank % len(owners)]
+        stop = min(end, source.regions[source.by_name[region.name]].head_range.stop)
+        found.append((head, stop, source))
+        head = stop
+    return found
+
+
+def _check_stored(here: Region, there: Region) -> None:
+    """Raises HandoffMismatchError: the two sides store something else."""
+    for name in ("dtype", "page_size", "head_dim", "head_bytes", "group"):
+        ours, theirs = getattr(here, name), getattr(there, name)
+        if ours != theirs:
+            raise HandoffMismatchError(
+                f"region {here.name}: {name} is {theirs} in the engine that read the prompt and {ours} in this one; "
+                "load both models with the same options"
+            )
+
+
+def _check_layout(here: Region, there: Region) -> None:
+    if {here.layout, there.layout} == {"HND"} or (here.layout == there.layout and here.head_range == there.head_range):
+        return
+    if here.layout != there.layout:
+        raise HandoffMismatchError(
+            f"region {here.name}: {there.layout} pages there and {here.layout} pages here; load both models with "
+            'kv_cache_layout="HND"'
+        )
+    raise HandoffMismatchError(
+        f"region {here.name}: NHD pages of heads {_words(there)} there and {_words(here)} here, which lie in pieces of "
+        'a token; load both models with kv_cache_layout="HND"'
+    )
+
+
+def _words(region: Region) -> str:
+    return f"{region.head0} … {region.head0 + region.heads - 1}"
+
+
+def merged(segments: Sequence[Segment], local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
+    """Segments joined that follow each other in every block on both sides: keys and values of one tensor
+    [pages, 2, …] are one segment between ranks of the same heads, and two between others."""
+    ranks = {source.rank: source for source in sources}
+    found: list[Segment] = []
+    for segment in segments:
+        last = found[-1] if found else None
+        if last is not None and _follows(last, segment, local, ranks):
+            found[-1] = replace(last, length=last.length + segment.length)
+        else:
+            found.append(segment)
+    return tuple(found)
+
+
+def _follows(last: Segment, next_: Segment, local: RankTable, ranks: Mapping[int, RankTable]) -> bool:
+    if last.rank != next_.rank:
+        return False
+    sides = (
+        (local.regions[last.local], last.local_offset, local.regions[next_.local], next_.local_offset),
+        (
+            *(ranks[last.rank].regions[last.remote], last.remote_offset),
+            *(ranks[next_.rank].regions[next_.remote], next_.remote_offset),
+        ),
+    )
+    for before, offset, after, own in sides:
+        same = before.block_stride == after.block_stride and before.group == after.group
+        end = offset + last.length
+        if not same or before.base + end != after.base + own or end + next_.length > before.block_stride:
+            return False
+    return True
+
+
+class Descriptors:
+    """The one order of descriptors of a plan on one side: segment after segment, of each all blocks of its region.
+
+    What is registered, what a peer is added with and where a transfer's descriptors stand all come from here.
+    """
+
+    def __init__(self, segments: Sequence[Segment], table: RankTable, local: bool) -> None:
+        """segments: of one source rank. table: the local rank's, or that of the source."""
+        self._regions = [table.regions[s.local if local else s.remote] for s in segments]
+        offsets = [s.local_offset if local else s.remote_offset for s in segments]
+        self._starts = [region.base + offset for region, offset in zip(self._regions, offsets, strict=True)]
+        self._lengths = [s.length for s in segments]
+        self._device = int(table.device.partition(":")[2] or 0)
+        self._first = np.concatenate([[0], np.cumsum([region.num_blocks for region in self._regions])])
+
+    def rows(self) -> np.ndarray:
+        """[segments · blocks, 3] int64: address, length, device."""
+        found = np.empty((int(self._first[-1]), 3), np.int64)
+        for i, region in enumerate(self._regions):
+            own = found[self._first[i] : self._first[i + 1]]
+            own[:, 0] = self._starts[i] + region.block_stride * np.arange(region.num_blocks)
+            own[:, 1], own[:, 2] = self._lengths[i], self._device
+        return found
+
+    def index(self, blocks: Mapping[str, Sequence[int]]) -> np.ndarray:
+        """[n] int64 rows of a transfer of these blocks of each group, segment after segment.
+
+        Raises:
+            HandoffMismatchError: a block is outside of its region.
+        """
+        places = []
+        for first, region in zip(self._first[:-1].tolist(), self._regions, strict=True):
+            own = np.asarray(blocks[region.group], np.int64)
+            if len(own) and not 0 <= own.min() <= own.max() < region.num_blocks:
+                raise HandoffMismatchError(f"region {region.name} has blocks 0 … {region.num_blocks - 1}, not {own}")
+            places.append(first + own)
+        return np.concatenate(places) if places else np.zeros(0, np.int64)
+
+
+def check_fingerprints(here: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raises HandoffMismatchError: the two engines would not compute the same, and what differs."""
+    for name in dict.fromkeys([*here, *there]):
+        if here.get(name) != there.get(name):
+            raise HandoffMismatchError(
+                f"{name}: {there.get(name)} in the engine that read the prompt and {here.get(name)} in this one; a "
+                "request moves between engines of one model only"
+            )

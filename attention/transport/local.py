@@ -1,0 +1,133 @@
+"""Between engines of one process: the bytes are copied at once, from memory or GPU to memory or GPU."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attention.cache.handoff import Bound, Segment
+from attention.errors import TransferError, TransferTimeoutError
+from attention.transport.base import Blocks, ReadPlan
+
+_open: weakref.WeakValueDictionary[str, LocalTransport] = weakref.WeakValueDictionary()
+
+
+class LocalTransport:
+    """A `Transport` between engines of this process."""
+
+    name = "local"
+
+    def __init__(self) -> None:
+        self._bounds: tuple[Bound, ...] = ()
+        self._granted: dict[str, Blocks] = {}
+        self._finished: deque[str] = deque()
+        self._engine = ""
+        self._lock = threading.Lock()
+
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+        """See `Transport.start`."""
+        self._engine, self._bounds = engine, tuple(bounds)
+        _open[engine] = self
+        return {}
+
+    def grant(self, lease: str, blocks: Blocks) -> None:
+        """See `Transport.grant`."""
+        with self._lock:
+            self._granted[lease] = blocks
+
+    def revoke(self, lease: str) -> None:
+        """See `Transport.revoke`. Waits for a copy that is under way."""
+        with self._lock:
+            self._granted.pop(lease, None)
+
+    def read(self, plan: ReadPlan) -> LocalRead:
+        """See `Transport.read`."""
+        source = _open.get(plan.source.engine)
+        if source is None:
+            raise TransferError(
+                f"engine {plan.source.engine} is not open in this process; between processes both models need the "
+                'same transport: open_transfer("sockets") or open_transfer("nixl")'
+            )
+        return LocalRead(source, self._bounds, plan)
+
+    def copy(self, bounds: Sequence[Bound], plan: ReadPlan) -> None:
+        """Copy what a plan reads from here into the regions `bounds` of the reader."""
+        with self._lock:
+            if plan.lease not in self._granted:
+                raise TransferError(f"engine {self._engine} no longer holds the pages of lease {plan.lease}")
+            granted = self._granted[plan.lease]
+            if any(set(own) - set(granted.get(group, ())) for group, own in plan.remote_blocks.items()):
+                raise TransferError(f"blocks were asked for that are not of lease {plan.lease}")
+            for segment in plan.segments:
+                there, here = self._bounds[segment.remote], bounds[segment.local]
+                group = here.region.group
+                piece = taken(there.bytes, plan.remote_blocks[group], segment.remote_offset, segment.length)
+                put(here.bytes, plan.local_blocks[group], segment, piece)
+            synchronize([b.bytes for b in (*bounds[:1], *self._bounds[:1])])
+
+    def finish(self, plan: ReadPlan) -> None:
+        """See `Transport.finish`."""
+        source = _open.get(plan.source.engine)
+        if source is not None:
+            source.note(plan.lease)
+
+    def note(self, lease: str) -> None:
+        """A reader is done."""
+        self._finished.append(lease)
+
+    def finished(self) -> list[str]:
+        """See `Transport.finished`."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        _open.pop(self._engine, None)
+        with self._lock:
+            self._bounds, self._granted = (), {}
+
+
+class LocalRead:
+    """A copy; it is made when it is waited for."""
+
+    settled = True
+
+    def __init__(self, source: LocalTransport, bounds: Sequence[Bound], plan: ReadPlan) -> None:
+        self._source, self._bounds, self._plan = source, bounds, plan
+
+    def wait(self, deadline: float) -> None:
+        """See `Read.wait`."""
+        if time.monotonic() >= deadline:
+            raise TransferTimeoutError("the deadline of a read was over before it began")
+        self._source.copy(self._bounds, self._plan)
+
+
+def taken(blocks: torch.Tensor, numbers: Sequence[int], offset: int, length: int) -> torch.Tensor:
+    """[n, length] bytes of some blocks of a region, uint8."""
+    index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
+    return _wide(blocks[:, offset : offset + length]).index_select(0, index).view(torch.uint8)
+
+
+def put(blocks: torch.Tensor, numbers: Sequence[int], segment: Segment, piece: torch.Tensor) -> None:
+    """Write [n, length] bytes to their place in some blocks of a local region."""
+    index = torch.tensor(list(numbers), dtype=torch.int64, device=blocks.device)
+    start = segment.local_offset
+    place = _wide(blocks[:, start : start + segment.length])
+    place.index_copy_(0, index, piece.to(blocks.device).view(place.dtype))
+
+
+def _wide(blocks: torch.Tensor) -> torch.Tensor:
+    """A view of bytes by the eight where they lie so, which torch copies several times faster; else as they are."""
+    lies = (blocks.data_ptr(), blocks.storage_offset(), blocks.stride(0), blocks.shape[1])
+    return blocks.view(torch.int64) if not any(n % 8 for n in lies) else blocks
+
+
+def synchronize(tensors: Sequence[torch.Tensor]) -> None:
+    """Wait for what was launched on the tensors' GPUs: other streams read next what was written here."""
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)

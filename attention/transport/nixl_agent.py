@@ -1,0 +1,256 @@
+"""Over NIXL (extra `[transfer]`): a one-sided READ of the source's pages, by RDMA, NVLink, shared memory or TCP.
+
+What NIXL leaves to us, each seen in 1.5.1 (notes of this repository's first measurements):
+
+- A READ has no timeout: of a peer that hangs it says "PROC" for ever. So every read has a deadline here.
+- A released read may go on writing for as long as it likes. So one that is late is *not* released: it is asked again
+  and again, and its blocks are not used before it is done or failed for certain (`settled`).
+- A dead peer is an error in 0.1-0.3 s, with part of the data written: blocks are garbage unless the read is done.
+- A source that frees memory under a read of TCP crashes. So pages are held until the reader says that it is done, or
+  its lease is over by more than the reader's clock may differ.
+- The agent's own exchange (listener, serialised descriptors) has no authentication, and unpickles. Neither is used:
+  agents are added from the region table, which is JSON.
+"""
+
+from __future__ import annotations
+
+import base64
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from attention.cache.handoff import Bound, Descriptors, RankTable, Segment, merged
+from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
+from attention.transport.base import Blocks, ReadPlan
+from attention.transport.local import synchronize
+
+_PROMPTLY = 2e-4
+"""Seconds between two questions whether a read is done, at first; then a tenth of the time that it has taken."""
+
+_late_for_good: list[NixlRead] = []
+"""Reads whose engine was closed before they ended: they hold the memory that they may still write to."""
+
+
+@dataclass(frozen=True)
+class _Peer:
+    """A rank of a source that was added: its agent's name, and the prepared lists of both sides in one order."""
+
+    agent: str
+    segments: tuple[Segment, ...]
+    local: Descriptors
+    remote: Descriptors
+    local_list: Any
+    remote_list: Any
+
+
+def nixl_module() -> Any:
+    """NIXL's Python interface. Raises InvalidInputError where it is not installed."""
+    try:
+        import nixl._api as api
+    except ImportError as error:
+        raise InvalidInputError(
+            f"NIXL is not installed ({error}): pip install 'specdec-hf[transfer]', or use the transport \"sockets\""
+        ) from error
+    return api
+
+
+class NixlTransport:
+    """A `Transport` over one NIXL agent."""
+
+    name = "nixl"
+
+    def __init__(self, backends: Sequence[str] = ("UCX",)) -> None:
+        """Raises InvalidInputError where NIXL is not installed."""
+        self._api = nixl_module()
+        self._backends = list(backends)
+        self._agent: Any = None
+        self._memory = "DRAM"
+        self._registered: Any = None
+        self._bounds: tuple[Bound, ...] = ()
+        self._peers: dict[tuple[str, int], _Peer] = {}
+        self._late: list[NixlRead] = []
+        self._lock = threading.RLock()
+        self._errors = _errors(self._api)
+
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+        """See `Transport.start`. Raises TransferError: no agent can be made, or it cannot register the memory."""
+        self._bounds, self._memory = tuple(bounds), "DRAM" if device == "cpu" else "VRAM"
+        number = int(device.partition(":")[2] or 0)
+        errors: tuple[type[Exception], ...] = (*self._errors, RuntimeError)
+        try:
+            self._agent = self._api.nixl_agent(engine, self._api.nixl_agent_config(backends=self._backends))
+            whole = [(*_extent(bound), number, "") for bound in bounds]
+            self._registered = self._agent.register_memory(whole, self._memory) if whole else None
+            metadata = self._agent.get_agent_metadata()
+        except errors as error:
+            raise TransferError(f"NIXL cannot serve this engine over {self._backends}: {error}") from error
+        return {"agent": engine, "metadata": base64.b64encode(metadata).decode()}
+
+    def grant(self, lease: str, blocks: Blocks) -> None:
+        """See `Transport.grant`: memory is registered, so whoever has the table can read all of it."""
+
+    def revoke(self, lease: str) -> None:
+        """See `Transport.revoke`: NIXL cannot; the reader's deadline ends before the lease does."""
+
+    def read(self, plan: ReadPlan) -> NixlRead:
+        """See `Transport.read`."""
+        with self._lock:
+            self._late = [read for read in self._late if not read.settled]
+            handles: list[Any] = []
+            failed: Exception | None = None
+            errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError)
+            try:
+                for rank in plan.source.ranks:
+                    segments = merged(plan.of_rank(rank.rank), plan.local, plan.source.ranks)
+                    if segments:
+                        peer = self._peer(plan, rank, segments)
+                        ours, theirs = peer.local.index(plan.local_blocks), peer.remote.index(plan.remote_blocks)
+                        lists = (peer.local_list, ours, peer.remote_list, theirs)
+                        handles.append(self._agent.make_prepped_xfer("READ", *lists))
+                        self._agent.transfer(handles[-1])
+            except errors as error:
+                self._forget(plan.source.engine)
+                failed = error  # of several ranks others may be writing already: said once nothing does any more
+            return NixlRead(self, self._agent, handles, plan, self._bounds, self._lock, failed)
+
+    def _peer(self, plan: ReadPlan, rank: RankTable, segments: tuple[Segment, ...]) -> _Peer:
+        key = (plan.source.engine, rank.rank)
+        known = self._peers.get(key)
+        if known is not None and known.segments == segments:
+            return known
+        if known is not None:
+            self._forget(plan.source.engine)
+        agent = self._agent.add_remote_agent(base64.b64decode(rank.address["metadata"]))
+        agent = agent.decode() if isinstance(agent, bytes) else agent
+        local, remote = Descriptors(segments, plan.local, True), Descriptors(segments, rank, False)
+        theirs = "DRAM" if rank.device == "cpu" else "VRAM"
+        local_list = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local.rows(), self._memory)
+        remote_list = self._agent.prep_xfer_dlist(agent, remote.rows(), theirs)
+        self._peers[key] = _Peer(agent, segments, local, remote, local_list, remote_list)
+        return self._peers[key]
+
+    def late(self, read: NixlRead) -> None:
+        """Keep a read that did not come in time: dropping its handle would release it."""
+        with self._lock:
+            self._late.append(read)
+
+    def failed(self, engine: str) -> None:
+        """Let go of a source that is gone; the same engine never comes back."""
+        with self._lock:
+            self._forget(engine)
+
+    def _forget(self, engine: str) -> None:
+        for key in [key for key in self._peers if key[0] == engine]:
+            peer = self._peers.pop(key)
+            try:
+                self._agent.remove_remote_agent(peer.agent)
+            except self._errors:
+                continue  # it is gone already
+
+    def finish(self, plan: ReadPlan) -> None:
+        """See `Transport.finish`."""
+        with self._lock:
+            for rank in plan.source.ranks:
+                peer = self._peers.get((plan.source.engine, rank.rank))
+                try:
+                    if peer is not None:
+                        self._agent.send_notif(peer.agent, plan.lease.encode())
+                except self._errors:
+                    continue  # the source is gone, and with it its pages
+
+    def finished(self) -> list[str]:
+        """See `Transport.finished`."""
+        with self._lock:
+            if self._agent is None:
+                return []
+            notes = self._agent.get_new_notifs()
+        return [note.decode(errors="replace") for own in notes.values() for note in own]
+
+    def close(self) -> None:
+        """See `Transport.close`. A read that is late keeps the agent, and the memory it may write to, for good."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            if agent is None:
+                return
+            late = [read for read in self._late if not read.settled]
+            _late_for_good.extend(late)
+            self._peers.clear()
+            if self._registered is not None and not late:
+                agent.deregister_memory(self._registered)
+            self._registered, self._bounds = None, ()
+
+
+class NixlRead:
+    """One READ of each rank of the source."""
+
+    def __init__(
+        self,
+        transport: NixlTransport,
+        agent: Any,
+        handles: list[Any],
+        plan: ReadPlan,
+        bounds: Sequence[Bound],
+        lock: threading.RLock,
+        failed: Exception | None = None,
+    ) -> None:
+        self._transport, self._agent, self._handles, self._plan = transport, agent, handles, plan
+        self._bounds, self._lock = bounds, lock
+        self._error = failed
+        self._errors = _errors(nixl_module())
+
+    def wait(self, deadline: float) -> None:
+        """See `Read.wait`."""
+        started = time.monotonic()
+        while not self.settled:
+            now = time.monotonic()
+            if now >= deadline:
+                self._transport.late(self)
+                raise TransferTimeoutError(
+                    f"engine {self._plan.source.engine} sent {self._plan.num_bytes:,} bytes not before the deadline "
+                    f"({now - started:.1f} s after the read began): it hangs, or the network does"
+                )
+            time.sleep(min(max(_PROMPTLY, (now - started) / 10), deadline - now))
+        if self._error is not None:
+            raise TransferError(f"engine {self._plan.source.engine} is gone: {_words(self._error)}") from self._error
+        synchronize([bound.bytes for bound in self._bounds[:1]])
+
+    @property
+    def settled(self) -> bool:
+        """See `Read.settled`."""
+        with self._lock:
+            self._handles = [handle for handle in self._handles if not self._ended(handle)]
+            return not self._handles
+
+    def _ended(self, handle: Any) -> bool:
+        try:
+            state = self._agent.check_xfer_state(handle)
+        except self._errors as error:
+            self._error = error
+            self._transport.failed(self._plan.source.engine)
+            return True
+        if state == "ERR":
+            self._error = TransferError("NIXL says ERR")
+            self._transport.failed(self._plan.source.engine)
+        if state in ("DONE", "ERR"):
+            handle.release()
+            return True
+        return False
+
+
+def _extent(bound: Bound) -> tuple[int, int]:
+    """Address and bytes of a region, without what lies between its last block and the next."""
+    region = bound.region
+    return region.base, (region.num_blocks - 1) * region.block_stride + region.block_bytes
+
+
+def _errors(api: Any) -> tuple[type[Exception], ...]:
+    """NIXL's exceptions: its module of bindings has them, and no common root."""
+    bindings = sys.modules[api.nixl_agent.__module__].nixlBind
+    return tuple(v for v in vars(bindings).values() if isinstance(v, type) and issubclass(v, Exception))
+
+
+def _words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

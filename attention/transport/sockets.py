@@ -1,0 +1,233 @@
+"""Between processes, on one host or several, by plain TCP: no package is needed. The slow, simple way.
+
+The engine that holds pages answers on a thread of its own. A question is one line of JSON, {"lease", "segments":
+[[region, offset, length], …], "blocks": {group: [page, …]}}; the answer a line {"bytes": n} or {"error": text}, then
+the segments' bytes in order. {"done": lease} ends a lease. Questions are answered for blocks of their lease only;
+whoever knows a lease (128 random bits) may read them. Nothing is encrypted, so it listens on 127.0.0.1 unless told
+otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import socketserver
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from attention.cache.handoff import Bound, Segment
+from attention.errors import TransferError, TransferTimeoutError
+from attention.transport.base import Blocks, ReadPlan
+from attention.transport.local import put, synchronize, taken
+
+_LONGEST_LINE = 2**24
+_IDLE = 60.0
+"""Seconds after which a server lets go of a peer that says nothing."""
+
+
+class _Server(socketserver.ThreadingTCPServer):
+    allow_reuse_address = True
+    daemon_threads = True
+    transport: SocketTransport
+
+
+class _Handler(socketserver.StreamRequestHandler):
+    timeout = _IDLE
+    server: _Server
+
+    def handle(self) -> None:
+        try:
+            line = self.rfile.readline(_LONGEST_LINE)
+            if line:
+                for piece in self.server.transport.answer(json.loads(line)):
+                    self.wfile.write(piece)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError):
+            return  # a peer that is gone, or is none: its connection ends
+
+
+class SocketTransport:
+    """A `Transport` over TCP."""
+
+    name = "sockets"
+
+    def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
+        """host: the address to listen on, which peers must reach. port: 0 for any that is free."""
+        self._place = (host, port)
+        self._server: _Server | None = None
+        self._bounds: tuple[Bound, ...] = ()
+        self._granted: dict[str, dict[str, frozenset[int]]] = {}
+        self._finished: deque[str] = deque()
+        self._lock = threading.Lock()
+
+    def start(self, engine: str, bounds: Sequence[Bound], device: str) -> Mapping[str, Any]:
+        """See `Transport.start`. Raises TransferError: it cannot listen there."""
+        self._bounds = tuple(bounds)
+        try:
+            server = _Server(self._place, _Handler)
+        except OSError as error:
+            raise TransferError(f"cannot listen on {self._place[0]}:{self._place[1]}: {error}") from error
+        server.transport = self
+        threading.Thread(target=server.serve_forever, args=(0.1,), name="specdec transfer", daemon=True).start()
+        self._server = server
+        host, port = server.server_address[:2]
+        return {"host": host, "port": port}
+
+    def grant(self, lease: str, blocks: Blocks) -> None:
+        """See `Transport.grant`."""
+        with self._lock:
+            self._granted[lease] = {group: frozenset(own) for group, own in blocks.items()}
+
+    def revoke(self, lease: str) -> None:
+        """See `Transport.revoke`. Waits for the bytes of an answer to be gathered."""
+        with self._lock:
+            self._granted.pop(lease, None)
+
+    def answer(self, question: Mapping[str, Any]) -> list[bytes]:
+        """The answer to one question of a peer; pieces of bytes."""
+        if "done" in question:
+            with self._lock:
+                if str(question["done"]) in self._granted:
+                    self._finished.append(str(question["done"]))
+            return []
+        with self._lock:  # a lease that is revoked meanwhile waits: its pages stay until they are gathered
+            error = self._refused(question)
+            if error:
+                return [json.dumps({"error": error}).encode() + b"\n"]
+            pieces = [self._piece(question["blocks"], *segment) for segment in question["segments"]]
+        return [json.dumps({"bytes": sum(map(len, pieces))}).encode() + b"\n", *pieces]
+
+    def _refused(self, question: Mapping[str, Any]) -> str:
+        granted = self._granted.get(str(question["lease"]))
+        if granted is None:
+            return f"lease {question['lease']} is over: its pages are no longer held"
+        for group, own in question["blocks"].items():
+            if not granted.get(group, frozenset()).issuperset(own):
+                return f"blocks of group {group} were asked for that are not of lease {question['lease']}"
+        for place, offset, length in question["segments"]:
+            region = self._bounds[place].region if 0 <= place < len(self._bounds) else None
+            if region is None or offset < 0 or length < 1 or offset + length > region.block_bytes:
+                return f"a segment was asked for that is in no region: {place}, {offset}, {length}"
+        return ""
+
+    def _piece(self, blocks: Mapping[str, list[int]], place: int, offset: int, length: int) -> bytes:
+        bound = self._bounds[place]
+        piece = taken(bound.bytes, blocks[bound.region.group], offset, length)
+        return piece.cpu().numpy().tobytes()
+
+    def read(self, plan: ReadPlan) -> SocketRead:
+        """See `Transport.read`."""
+        return SocketRead(plan, self._bounds)
+
+    def finish(self, plan: ReadPlan) -> None:
+        """See `Transport.finish`."""
+        for rank in plan.source.ranks:
+            try:
+                with _connected(rank.address, time.monotonic() + 1.0) as peer:
+                    peer.sendall(json.dumps({"done": plan.lease}).encode() + b"\n")
+            except (OSError, TransferError, KeyError, ValueError):
+                continue  # the source is gone, and with it its pages
+
+    def finished(self) -> list[str]:
+        """See `Transport.finished`."""
+        return [self._finished.popleft() for _ in range(len(self._finished))]
+
+    def close(self) -> None:
+        """See `Transport.close`."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.shutdown()
+            server.server_close()
+        with self._lock:
+            self._bounds, self._granted = (), {}
+
+
+class SocketRead:
+    """Bytes are written to the local blocks by the caller of `wait`, and by nobody else."""
+
+    settled = True
+
+    def __init__(self, plan: ReadPlan, bounds: Sequence[Bound]) -> None:
+        self._plan, self._bounds = plan, bounds
+
+    def wait(self, deadline: float) -> None:
+        """See `Read.wait`."""
+        for rank in self._plan.source.ranks:
+            segments = self._plan.of_rank(rank.rank)
+            if not segments:
+                continue
+            place = f"{rank.address.get('host')}:{rank.address.get('port')}"
+            peer_name = f"{place} (engine {self._plan.source.engine})"
+            try:
+                with _connected(rank.address, deadline) as peer:
+                    self._read_rank(peer, segments, deadline)
+            except TimeoutError as error:
+                raise TransferTimeoutError(
+                    f"{peer_name} sent no more bytes before the deadline: it hangs, or the network does"
+                ) from error
+            except OSError as error:
+                raise TransferError(f"{peer_name} is gone: {error}") from error
+            except (ValueError, KeyError, TypeError) as error:
+                raise TransferError(f"{peer_name} answers what is no answer: {error}") from error
+        synchronize([bound.bytes for bound in self._bounds[:1]])
+
+    def _read_rank(self, peer: socket.socket, segments: Sequence[Segment], deadline: float) -> None:
+        question = {
+            "lease": self._plan.lease,
+            "segments": [[s.remote, s.remote_offset, s.length] for s in segments],
+            "blocks": {group: list(own) for group, own in self._plan.remote_blocks.items()},
+        }
+        peer.sendall(json.dumps(question).encode() + b"\n")
+        answer = json.loads(_line(peer, deadline))
+        if "error" in answer:
+            raise TransferError(f"engine {self._plan.source.engine}: {answer['error']}")
+        for segment in segments:
+            bound = self._bounds[segment.local]
+            numbers = self._plan.local_blocks[bound.region.group]
+            piece = torch.frombuffer(_exactly(peer, segment.length * len(numbers), deadline), dtype=torch.uint8)
+            put(bound.bytes, numbers, segment, piece.view(len(numbers), segment.length))
+
+
+def _connected(address: Mapping[str, Any], deadline: float) -> socket.socket:
+    """Raises TransferError: nobody listens there."""
+    place = str(address["host"]), int(address["port"])
+    try:
+        peer = socket.create_connection(place, timeout=max(deadline - time.monotonic(), 1e-3))
+    except TimeoutError:
+        raise
+    except OSError as error:
+        raise TransferError(f"nobody listens on {place[0]}:{place[1]}: {error}") from error
+    return peer
+
+
+def _exactly(peer: socket.socket, count: int, deadline: float) -> bytearray:
+    found, done = bytearray(count), 0
+    view = memoryview(found)
+    while done < count:
+        peer.settimeout(_left(deadline))
+        more = peer.recv_into(view[done:])
+        if not more:
+            raise ConnectionResetError(f"the connection ended after {done} of {count} bytes")
+        done += more
+    return found
+
+
+def _line(peer: socket.socket, deadline: float) -> bytes:
+    found = bytearray()
+    while not found.endswith(b"\n"):
+        found += _exactly(peer, 1, deadline)
+        if len(found) > _LONGEST_LINE:
+            raise ConnectionResetError("the answer has no end")
+    return bytes(found)
+
+
+def _left(deadline: float) -> float:
+    """Raises TimeoutError when nothing is left."""
+    left = deadline - time.monotonic()
+    if left <= 0:
+        raise TimeoutError
+    return left

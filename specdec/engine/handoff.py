@@ -1,0 +1,230 @@
+"""Requests that move between engines: the pages that this one holds for others, and those that others' requests fill.
+
+A request leaves with its first token. Its pages stay owned until its next engine says that it has read them, or its
+lease is over: whichever comes first, and never while a read in time may go on. A request that comes has pages here
+before it is read, and no row: it waits for one with all it needs. Where a read came too late, its pages are in
+quarantine until the transport says that nothing writes to them any more.
+
+After an interrupt or a failed round all tables are made anew; these pages stay what they are (`Moving.keep`).
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from attention.cache.pages import BlockTables
+from specdec.engine.aside import keep_aside, pages_needed, put_aside, release_aside
+from specdec.engine.crossing import Crossing
+from specdec.execution.base import Executor
+from specdec.requests.moved import Departure, MovedRequest, Pages
+from specdec.requests.request import Request, Update
+from specdec.rounds.schedule import Schedule
+
+LEASE_SECONDS = 60.0
+"""How long pages are held for a request that left, unless it is said otherwise."""
+GRACE_SECONDS = 5.0
+"""How much longer than the lease says: the clocks of two hosts may differ by that."""
+
+_PAUSE_SECONDS = 1e-3
+ROUNDS_IN_VAIN = 2
+"""Rounds that may still write to pages that are free: a row that has ended is in the launched round in vain, and in the
+draft steps after it. Later rounds write to such pages after that; what another engine or thread writes may come before.
+So pages for a request that comes are filled when these rounds are over."""
+
+
+@dataclass(frozen=True)
+class _Held:
+    pages: Pages
+    until: float
+
+
+@dataclass(frozen=True)
+class _Late:
+    pages: Pages
+    settled: Callable[[], bool]
+
+
+class Moving:
+    """Pages aside of one engine.
+
+    Attributes:
+        grace: see `GRACE_SECONDS`.
+        finished: gives leases of which the transport says that they were read. revoke: tells it that one is over.
+    """
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+        self._filling: dict[int, Pages] = {}
+        self._late: list[_Late] = []
+        self._not_yet: dict[int, int] = {}
+        self._next = 0
+        self.grace = GRACE_SECONDS
+        self.finished: Callable[[], Sequence[str]] = lambda: ()
+        self.revoke: Callable[[str], None] = lambda lease: None
+
+    @property
+    def num_held(self) -> int:
+        """Requests that left, whose pages are still held."""
+        return len(self._held)
+
+    @property
+    def num_quarantined(self) -> int:
+        """Reads that came too late and may still write to their pages."""
+        return len(self._late)
+
+    @property
+    def active(self) -> bool:
+        """Whether there is anything to `collect`."""
+        return bool(self._held or self._late or self._not_yet)
+
+    def pause(self, waiting: bool) -> None:
+        """Where requests wait for pages that only a peer or the end of a lease gives back: not at full speed."""
+        if waiting and (self.active or self._filling):
+            time.sleep(_PAUSE_SECONDS)
+
+    def late_pages(self) -> set[int]:
+        """Pages of the target's first group that are in quarantine."""
+        return {page for late in self._late for page in late.pages[0]}
+
+    def hold(self, pages: Pages, lease_seconds: float) -> str:
+        """Hold the pages of a request that leaves; its lease."""
+        lease = secrets.token_hex(16)
+        self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + self.grace)
+        return lease
+
+    def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
+        """These requests were read, or nobody will: their pages are free. Unknown leases are over already."""
+        for lease in leases:
+            held = self._held.pop(lease, None)
+            if held is not None:
+                self.revoke(lease)
+                release_aside(pools, held.pages)
+
+    def collect(self, pools: Sequence[BlockTables]) -> None:
+        """Release what was read, what is overdue, and what has left quarantine."""
+        if self._held:
+            now = time.monotonic()
+            over = [lease for lease, held in self._held.items() if held.until <= now]
+            self.release(pools, [*self.finished(), *over])
+        if self._late:
+            done = [late for late in self._late if late.settled()]
+            self._late = [late for late in self._late if late not in done]
+            for late in done:
+                release_aside(pools, late.pages)
+
+    def begin_round(self, pools: Sequence[BlockTables]) -> None:
+        """A round begins; who asks `may_fill` between two rounds asks after it."""
+        self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
+        self.collect(pools)
+
+    def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
+        """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now.
+
+        rounds: how many must be over before they are filled, see `may_fill`.
+        """
+        pages = put_aside(pools, pages_needed(pools, moved.computed, without_head))
+        self._next += 1
+        self._filling[self._next] = pages
+        if rounds:
+            self._not_yet[self._next] = rounds
+        return self._next
+
+    def may_fill(self, number: int) -> bool:
+        """Whether no launched round can write to reserved pages any more."""
+        return number not in self._not_yet
+
+    def pages_of(self, number: int) -> Pages:
+        """The pages that were reserved."""
+        return self._filling[number]
+
+    def take(self, number: int) -> Pages:
+        """The pages that were reserved, filled now: they are a waiting request's from here on."""
+        return self._filling.pop(number)
+
+    def drop(self, pools: Sequence[BlockTables], number: int, settled: Callable[[], bool]) -> None:
+        """The request does not come. Its pages are free as soon as `settled` says that nothing writes to them.
+
+        Nothing is done where it has come already.
+        """
+        pages = self._filling.pop(number, None)
+        self._not_yet.pop(number, None)
+        if pages is None:
+            return
+        if settled():
+            release_aside(pools, pages)
+        else:
+            self._late.append(_Late(pages, settled))
+
+    def keep(self, pools: Sequence[BlockTables]) -> None:
+        """In pools that replace others: all that is aside stays aside."""
+        every = [*(held.pages for held in self._held.values()), *self._filling.values()]
+        for pages in (*every, *(late.pages for late in self._late)):
+            keep_aside(pools, pages)
+
+
+class Departures:
+    """The requests of one engine that leave it with their first token."""
+
+    def __init__(self, moving: Moving) -> None:
+        self._moving = moving
+        self._expected: set[int] = set()
+        self._leaving: dict[int, Departure] = {}
+
+    @property
+    def expected(self) -> bool:
+        """Whether any request of the engine is to leave."""
+        return bool(self._expected)
+
+    def expect(self, request_id: int) -> None:
+        """A request that is to leave was queued."""
+        self._expected.add(request_id)
+
+    def expect_no_more(self, request_id: int) -> None:
+        """A request is ended. Idempotent."""
+        self._expected.discard(request_id)
+
+    def forget(self) -> None:
+        """Rows are made anew: who was on the way out comes to it again."""
+        self._leaving = {}
+
+    def leave(
+        self,
+        owners: Sequence[Request | None],
+        scheduler: Crossing,
+        executor: Executor,
+        drafts_for: Callable[[Schedule], list[dict[str, torch.Tensor]]],
+    ) -> None:
+        """Requests with a first token go out of the batch, with their drafts for the next engine's first verification.
+
+        Args:
+            owners: of the rows that a round decided. drafts_for: see `Launcher.drafts_for`.
+        """
+        leaving = [r for r in owners if r is not None and r.hand_off is not None and r.row >= 0]
+        if not leaving:
+            return
+        schedule, drafting = scheduler.leaving_drafts(leaving)
+        made = drafts_for(schedule) if drafting else []
+        drafts = {request.id: tensors for request, tensors in zip(drafting, made, strict=True)}
+        for request in leaving:
+            assert request.hand_off is not None
+            own = drafts.get(request.id, {})
+            tensors = executor.moves.pack(request.row, bool(own)) | own  # after the draft prefill, which carries on
+            pages = scheduler.leave(request)
+            lease = self._moving.hold(pages, request.hand_off)
+            self._leaving[request.id] = Departure(request.moved, lease, pages, tensors)
+
+    def reported(self, request: Request, update: Update, scheduler: Crossing) -> Update:
+        """What is reported of a request: of one that leaves its departure, unless its first token ends it."""
+        departure = self._leaving.pop(request.id, None)
+        if departure is None:
+            return update
+        if update.last:
+            self._moving.release(scheduler.pools(), [departure.lease])
+            return update
+        tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
+        return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))

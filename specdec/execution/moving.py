@@ -1,0 +1,215 @@
+"""What of a request's round is on the device besides pages: read when it leaves an engine, put back where it goes on.
+
+The drafts for its next verification, with the distribution that they were drawn from; the vectors that a draft loop
+carries from round to round; and the states of recurrent layers. Where rounds run operator by operator a distribution is
+probabilities ("draft_probs"); from graphs it is the head's logits and what the filters left of them ("draft_logits",
+"draft_stats"): those are what the acceptance reads, and half of the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from attention.recurrence.runner import StateRunner
+from drafters.loops.base import CarriesVectors, Draft, DraftLoop, StaticLoop
+from specdec.acceptance.judge import DraftVocab
+from specdec.execution.round import Round
+from specdec.execution.sampled import SampledDrafts
+from specdec.ops.filters import Filtered
+from specdec.requests.moved import Arrival
+from specdec.requests.sampling import SamplingParams
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A request that joins a round: its RowTable row, what it has brought, and how many of its drafts are verified."""
+
+    row: int
+    arrival: Arrival
+    num_drafts: int
+    params: SamplingParams
+
+
+class Moves(Protocol):
+    """An executor's part in requests that leave, and in those that come."""
+
+    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
+        """What the request in a RowTable row carries from round to round, copied on the device; drafts: whether its
+        drafts were made."""
+
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
+
+    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
+        """Where so many rows' drafts are put that come from elsewhere, beside those of this engine's own rows; None:
+        after them, in order."""
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """Take over, into their rows, what requests have brought; the drafts of the whole round.
+
+        Args:
+            round_: sent, its last drafting rows being those of `arrived` that have drafts. draft: of the others.
+        """
+
+    def refuses(self, tensors: Tensors) -> str:
+        """Why such tensors cannot be taken over; "" when they can."""
+
+
+class _Carried:
+    """States, and vectors of a draft loop: the same in every executor."""
+
+    def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
+        self._states, self._loop, self._device = states, loop, device
+
+    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
+        """See `Moves.pack`."""
+        found: dict[str, torch.Tensor] = {}
+        if drafts and isinstance(self._loop, CarriesVectors):
+            found["carried"] = self._loop.carried_by(row).clone()
+        if self._states is not None:
+            found |= {f"state.{i}": tensor.clone() for i, tensor in enumerate(self._states.of_row(row))}
+        return found
+
+    def refuses(self, tensors: Tensors) -> str:
+        """See `Moves.refuses`."""
+        expected: dict[str, tuple[int, ...]] = {}
+        if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
+            expected["carried"] = self._loop.carried_shape
+        if self._states is not None:
+            expected |= {f"state.{i}": tuple(own.shape) for i, own in enumerate(self._states.of_row(0))}
+        given = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("draft")}
+        return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
+
+    def unpack(self, row: int, tensors: Tensors) -> None:
+        """Put back what `pack` gave in another engine of the model, for a row of this one."""
+        if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
+            self._loop.carry(row, tensors["carried"].to(self._device))
+        if self._states is not None:
+            for i, own in enumerate(self._states.of_row(row)):
+                own.copy_(tensors[f"state.{i}"])
+
+
+class EagerMoves(_Carried):
+    """`Moves` of rounds that run operator by operator."""
+
+    def __init__(
+        self,
+        states: StateRunner | None,
+        loop: DraftLoop[Any, Any] | None,
+        vocab: DraftVocab | None,
+        draws: bool,
+        device: torch.device,
+    ) -> None:
+        """vocab: of the head; draws: whether drafts of sampled rows are drawn from its distribution."""
+        super().__init__(states, loop, device)
+        self._vocab, self._draws = vocab, draws
+
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        """See `Moves.drafts_of`."""
+        found = {"drafts": draft.token_ids[place, :count].clone()}
+        if sampled and draft.probs is not None:
+            found["draft_probs"] = draft.probs[place, :count].clone()
+        return found
+
+    def places(self, taken: np.ndarray, count: int) -> None:
+        """See `Moves.places`."""
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """See `Moves.receive`."""
+        for one in arrived:
+            self.unpack(one.row, one.arrival.tensors)
+        drafting = [one for one in arrived if one.num_drafts]
+        if not drafting or self._vocab is None:
+            return draft
+        drawn = self._draws and round_.sent is not None and round_.sent.verification.sampling is not None
+        return joined(draft, drafting, round_.target.max_drafts, self._vocab, drawn)
+
+
+class GraphMoves(_Carried):
+    """`Moves` of rounds that run from CUDA graphs: drafts lie in buffers that the graphs read."""
+
+    def __init__(
+        self, states: StateRunner | None, loop: StaticLoop | None, drawn: SampledDrafts | None, device: torch.device
+    ) -> None:
+        """drawn: of drafts that are drawn from the head's distribution."""
+        super().__init__(states, loop, device)
+        self._static, self._drawn = loop, drawn
+
+    def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
+        """See `Moves.drafts_of`."""
+        found = {"drafts": draft.token_ids[place, :count].clone()}
+        return found | self._drawn.kept(place, count) if sampled and self._drawn is not None else found
+
+    def places(self, taken: np.ndarray, count: int) -> np.ndarray | None:
+        """See `Moves.places`: rows of the buffer of drafts that no row of the next round was drafted in."""
+        assert self._static is not None
+        return np.setdiff1d(np.arange(len(self._static.drafts)), taken)[:count]
+
+    def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
+        """See `Moves.receive`."""
+        for one in arrived:
+            self.unpack(one.row, one.arrival.tensors)
+        drafting = [one for one in arrived if one.num_drafts]
+        if not drafting or self._static is None:
+            return draft
+        sources = round_.target.sources
+        assert sources is not None
+        for place, one in zip(sources[-len(drafting) :].tolist(), drafting, strict=True):
+            tensors = {name: tensor.to(self._device) for name, tensor in one.arrival.tensors.items()}
+            self._static.drafts[place, : one.num_drafts] = tensors["drafts"][: one.num_drafts]
+            if self._drawn is not None and not one.params.greedy:
+                self._drawn.keep(place, tensors, one.num_drafts, one.params.temperature)
+        return Draft(self._static.drafts, None)
+
+    def refuses(self, tensors: Tensors) -> str:
+        """See `Moves.refuses`."""
+        half = self._drawn is not None and self._drawn.in_half_precision
+        if half and "draft_probs" in tensors:
+            return (
+                "drafts drawn without CUDA graphs cannot be verified from graphs in half precision, which would round "
+                "their distribution; load both models with cuda_graphs=True, or both with False"
+            )
+        return super().refuses(tensors)
+
+
+def joined(draft: Draft | None, arrived: Sequence[Arrived], width: int, vocab: DraftVocab, drawn: bool) -> Draft:
+    """The drafts of a round, in order: of the draft loop's rows, then of those that have brought theirs.
+
+    Args:
+        draft: what the loop made; None or without rows where no row drafted here.
+        width: n, the most drafts of a row. drawn: whether the round has distributions of its drafts.
+
+    Returns:
+        token_ids [R, n], and probs [R, n, Vd] where `drawn`; a draft that was not drawn there has all of the mass.
+    """
+    device, own = vocab.target_ids.device, 0 if draft is None else len(draft.token_ids)
+    ids = torch.zeros(own + len(arrived), width, dtype=torch.int64, device=device)
+    probs = ids.new_zeros(*ids.shape, len(vocab.target_ids), dtype=torch.float32) if drawn else None
+    if draft is not None and own:
+        ids[:own, : draft.token_ids.shape[1]] = draft.token_ids
+        if probs is not None and draft.probs is not None:
+            probs[:own, : draft.probs.shape[1]] = draft.probs
+    for place, one in enumerate(arrived, own):
+        tensors = {name: tensor[: one.num_drafts].to(device) for name, tensor in one.arrival.tensors.items()}
+        ids[place, : one.num_drafts] = tensors["drafts"]
+        if probs is not None:
+            probs[place, : one.num_drafts] = _mass(tensors, one.params, vocab)
+    return Draft(ids, probs)
+
+
+def _mass(tensors: Tensors, params: SamplingParams, vocab: DraftVocab) -> torch.Tensor:
+    """[n, Vd] float32, what a request's drafts were drawn from."""
+    if params.greedy or not {"draft_probs", "draft_logits"} & set(tensors):
+        return (tensors["drafts"][:, None] == vocab.target_ids).float()
+    if "draft_probs" in tensors:
+        return tensors["draft_probs"]
+    stats = tensors["draft_stats"]
+    temperature, min_p = (stats.new_full((len(stats),), x) for x in (params.temperature, params.min_p))
+    return Filtered(stats).probs(tensors["draft_logits"], temperature, min_p)
