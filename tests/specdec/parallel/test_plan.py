@@ -111,7 +111,8 @@ def test_targets_are_refused_before_any_process_is_started(tmp_path: Path, monke
     with pytest.raises(InvalidInputError, match=r"the target is the adapter .*merge_and_unload"):
         SpeculativeModel.from_pretrained(tmp_path, tensor_parallel_size=2, device="cpu")
     quantised = tmp_path / "quantised"
-    LlamaConfig(**TINY, quantization_config={"quant_method": "fp8"}).save_pretrained(quantised)
+    stored: dict[str, Any] = {**TINY, "quantization_config": {"quant_method": "fp8"}}
+    LlamaConfig(**stored).save_pretrained(quantised)
     save_file({"model.norm.weight": torch.ones(32)}, quantised / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
         SpeculativeModel.from_pretrained(quantised, tensor_parallel_size=2, device="cpu")
