@@ -37,7 +37,10 @@ _LONGEST_SLEEP = 0.5
 
 _SHORT_SLEEP = 1e-3
 
-_CLOSED = "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …)"
+_CLOSED = (
+    "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
+    "load one that was divided among ranks by its name"
+)
 _CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()

@@ -16,6 +16,7 @@ from specdec.loading.checkpoint import find_checkpoint
 from specdec.loading.pairs import pair_of
 from specdec.loading.parallel import check_parallel
 from specdec.loading.progress import log
+from specdec.loading.targets import check_shares
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
 from specdec.parallel import messages
@@ -40,6 +41,8 @@ def load_on_all_ranks(load: Load[T], target: Any, draft: Any, options: LoadOptio
     pair = pair_of(target, draft, options.revision)
     target, draft = pair.target, pair.draft
     checkpoint = find_checkpoint(target, options.revision, options.trust_remote_code)
+    with pair.explained():
+        check_shares(checkpoint, options.tensor_parallel_size)
     tokenizer = open_tokenizer(options.tokenizer, checkpoint)
     text_ids = [] if draft is None else _text_ids(tokenizer)
     message = messages.Load(

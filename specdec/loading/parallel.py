@@ -16,6 +16,7 @@ from transformers.utils import is_accelerate_available
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.loading.auto_classes import AutoClass, model_class
+from specdec.loading.checkpoint import Adapter
 from specdec.loading.groups import Division
 from specdec.options import LoadOptions
 from specdec.parallel.plan import Plan, plan_of
@@ -48,10 +49,7 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
         raise InvalidInputError(f"{given}: served on Linux and other systems with processes of their kind, not here")
     _check_packages(given)
     if options.adapter is not None:
-        raise InvalidInputError(
-            f"{given}: adapter={short(options.adapter)} cannot be applied to shares of weights; merge it and save the "
-            "merged model (peft's merge_and_unload), and give its folder"
-        )
+        raise InvalidInputError(_no_adapter(size, f"adapter={short(options.adapter)}"))
     if options.backend == "batch_invariant" and size > 2:
         raise InvalidInputError(
             f"{given}, backend='batch_invariant': sums of more than two ranks may round by their order, which depends "
@@ -119,15 +117,32 @@ def check_divisible(probed: TargetProbe, ranks: Ranks | None) -> None:
         )
 
 
-def check_not_quantised(method: str | None, ranks: Ranks | None) -> None:
+def check_no_adapter(adapter: Adapter | None, size: int) -> None:
+    """Refuse a target that is an adapter itself. adapter: the one of its checkpoint.
+
+    Raises:
+        InvalidInputError: it is one.
+    """
+    if adapter is not None:
+        raise InvalidInputError(_no_adapter(size, f"the target is the adapter {adapter}, which"))
+
+
+def _no_adapter(size: int, what: str) -> str:
+    return (
+        f"tensor_parallel_size={size}: {what} cannot be applied to shares of weights; merge it and save the merged "
+        "model (peft's merge_and_unload), and give its folder"
+    )
+
+
+def check_not_quantised(method: str | None, size: int) -> None:
     """Refuse shares of quantised weights. method: by which they are; None where they are not.
 
     Raises:
         UnsupportedModelError: they are.
     """
-    if ranks is not None and method is not None:
+    if method is not None:
         raise UnsupportedModelError(
-            f"tensor_parallel_size={ranks.size}: the checkpoint's weights are quantised ({method}), and shares of "
+            f"tensor_parallel_size={size}: the checkpoint's weights are quantised ({method}), and shares of "
             "those are not served; give a checkpoint in bfloat16, float16 or float32"
         )
 
@@ -178,6 +193,7 @@ def least_of_all(cache: Division, ranks: Ranks) -> Division:
 __all__ = [
     "as_rank",
     "check_divisible",
+    "check_no_adapter",
     "check_not_quantised",
     "check_parallel",
     "least_of_all",

@@ -23,7 +23,7 @@ from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.loading.memory import check_weights_fit
 from specdec.loading.objects import check_loaded_target, check_target_type
-from specdec.loading.parallel import as_rank, check_not_quantised, plan_for, take_share, told
+from specdec.loading.parallel import as_rank, check_no_adapter, check_not_quantised, plan_for, take_share, told
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     Quantisation,
@@ -77,7 +77,6 @@ def _load(
         found = auto_class(config, checkpoint.name)
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
-        check_not_quantised("quanto" if is_quanto_folder(checkpoint) else method, ranks)
         place = placed_at(method, device)
         if on_config is not None:
             on_config(config, dtype, device)
@@ -99,6 +98,27 @@ def _load(
     if quantisation is not None:
         log.info("the weights are quantised by %s", quantisation, extra={"aside": True})
     return placed, quantisation
+
+
+def check_shares(checkpoint: Checkpoint, size: int) -> None:
+    """Refuse, by its configuration alone, a target that cannot be divided: before any process is started for it.
+
+    Args:
+        checkpoint: where the target is read from. size: how many ranks there will be.
+
+    Raises:
+        InvalidInputError: it is an adapter, or its heads cannot be divided among so many.
+        UnsupportedModelError: it is quantised, or there is no plan for it.
+        ModelLoadError: its configuration is missing or damaged.
+    """
+    checkpoint = with_adapter(checkpoint, None, "auto")
+    check_no_adapter(checkpoint.adapter, size)
+    check_target_folder(checkpoint)
+    with loading_named(checkpoint, "the target model"):
+        config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
+        method = check_quantisation(stored_quantisation(config), f"cannot load the target model {checkpoint.name!r}")
+        check_not_quantised("quanto" if is_quanto_folder(checkpoint) else method, size)
+        plan_for(config, auto_class(config, checkpoint.name), size)
 
 
 def _at(model: Any, device: torch.device) -> PreTrainedModel:

@@ -30,6 +30,9 @@ def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> C
     on_cuda = device.type == "cuda"
     if on_cuda:
         torch.cuda.set_device(device)
+    # As destroy_process_group leaves it. torch numbers the groups that a process has begun, failed and interrupted ones
+    # too, and ranks whose numbers differ would wait for each other.
+    dist.distributed_c10d._world.group_count = 0
     store = dist.FileStore(rendezvous, size)
     store.set_timeout(_MEETING)
     dist.init_process_group(

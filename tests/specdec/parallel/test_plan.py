@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from types import SimpleNamespace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fakes import TINY, tiny_llama
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
     GPT2Config,
@@ -19,11 +22,15 @@ from transformers import (
     PreTrainedConfig,
 )
 
+from specdec import SpeculativeModel
 from specdec.errors import InvalidInputError, ModelLoadError, SpecdecError, UnsupportedModelError
 from specdec.loading import parallel
 from specdec.loading.auto_classes import auto_class
+from specdec.loading.builtin import resolve
 from specdec.loading.parallel import check_not_quantised, check_parallel, plan_for
 from specdec.options import LoadOptions
+from specdec.parallel import workers
+from specdec.parallel.group import join_group, leave_group
 from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.operators import gather_ranks, sum_ranks
 from specdec.parallel.plan import Plan
@@ -85,11 +92,43 @@ def test_what_cannot_be_divided() -> None:
         plan(LlamaConfig, 6, hidden_size=48, num_attention_heads=12, num_key_value_heads=4)
     with pytest.raises(UnsupportedModelError, match="no tensor-parallel plan"):
         plan(GPT2Config, n_embd=32, n_layer=2, n_head=4)
-    ranks: Any = SimpleNamespace(size=2)
+    with pytest.raises(UnsupportedModelError, match=r"tensor_parallel_size=2: .* quantised \(fp8\)"):
+        check_not_quantised("fp8", 2)
+    check_not_quantised(None, 2)
+
+
+def test_targets_are_refused_before_any_process_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their configurations say enough; a thousand processes on a CPU would take the machine with them."""
+
+    def started(rank: int) -> None:
+        raise AssertionError(f"a process for rank {rank}")
+
+    monkeypatch.setattr(workers, "start", started)
+    with pytest.raises(InvalidInputError, match="4 attention heads, which 1000 ranks cannot divide"):
+        SpeculativeModel.from_pretrained("gsm-llama", tensor_parallel_size=1000, device="cpu")
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(resolve("gsm-llama"))}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(adapter))
+    with pytest.raises(InvalidInputError, match=r"the target is the adapter .*merge_and_unload"):
+        SpeculativeModel.from_pretrained(tmp_path, tensor_parallel_size=2, device="cpu")
+    quantised = tmp_path / "quantised"
+    stored: dict[str, Any] = {**TINY, "quantization_config": {"quant_method": "fp8"}}
+    LlamaConfig(**stored).save_pretrained(quantised)
+    save_file({"model.norm.weight": torch.ones(32)}, quantised / "model.safetensors")
     with pytest.raises(UnsupportedModelError, match=r"quantised \(fp8\)"):
-        check_not_quantised("fp8", ranks)
-    check_not_quantised("fp8", None)
-    check_not_quantised(None, ranks)
+        SpeculativeModel.from_pretrained(quantised, tensor_parallel_size=2, device="cpu")
+
+
+def test_ranks_meet_after_a_group_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch numbers the groups that it begins, and the other rank's process begins its first."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    with pytest.raises(RuntimeError, match="no-such-interface"):
+        join_group(0, 1, torch.device("cpu"), f"{tmp_path}/first")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    join_group(0, 1, torch.device("cpu"), f"{tmp_path}/second")
+    try:
+        assert dist.group.WORLD is not None and dist.group.WORLD.group_name == "0"
+    finally:
+        leave_group()
 
 
 def test_a_fused_gate_is_divided_in_both_halves_and_fused_attention_stays_whole() -> None:
