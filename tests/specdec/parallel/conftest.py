@@ -69,9 +69,6 @@ def tiny(name: str) -> Any:
         "gpt-oss": lambda: GptOssConfig(
             **{**sizes, "intermediate_size": 16}, num_experts_per_tok=2, num_local_experts=4, sliding_window=12
         ),
-        "three-heads": lambda: LlamaConfig(
-            **{**sizes, "hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3}
-        ),
         "odd-vocabulary": lambda: LlamaConfig(**{**sizes, "vocab_size": VOCAB + 1, "intermediate_size": 47}),
     }[name]()
     with torch.random.fork_rng(devices=[]):
