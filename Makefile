@@ -7,18 +7,21 @@ DEV := $(VENV)/.installed-dev
 JOBS ?= $(shell nproc)
 
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
-test test-quick: export PYTHONDONTWRITEBYTECODE =
+test test-all test-quick: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-quick sweep lint clean
+.PHONY: demo test test-all test-quick sweep lint clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
 test: $(DEV)
+	$(BIN)/python -m pytest -q -n auto -m "not long"
+
+test-all: $(DEV)
 	$(BIN)/python -m pytest -q -n auto
 
 test-quick: $(DEV)
-	$(BIN)/python -m pytest -q -n auto -m "not slow"
+	$(BIN)/python -m pytest -q -n auto -m "not slow and not long"
 
 sweep: $(DEV)
 	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --out benchmarks/results/sweep.json

@@ -197,7 +197,7 @@ def test_deepseek_r1_dry(rehearse: Any) -> None:
     assert found["long-rows.json"]["prompt_tokens"] + found["long-rows.json"]["new_tokens"] == 256
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_8b_dry(rehearse: Any) -> None:
     found = rehearse("llama-3.1-8b-eagle3.sh")
     assert found["lossless.json"]["verdict"] == "PASS"
@@ -206,7 +206,7 @@ def test_llama_8b_dry(rehearse: Any) -> None:
     assert arm["name"] == "K=7" and arm["metrics"]["tau"]["estimate"] > 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_deepseek_v2_lite_dry(rehearse: Any) -> None:
     found = rehearse("deepseek-v2-lite-chat.sh")
     assert found["own-tokens.json"]["verdict"] == found["lossless.json"]["verdict"] == "PASS"
@@ -220,7 +220,7 @@ def test_mamba_codestral_dry(rehearse: Any) -> None:
     assert found["humaneval.json"]["identical"]["identical"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_llama_3b_dry(rehearse: Any) -> None:
     found = rehearse("llama-3.2-3b-256-128.sh")
     assert [(each["rows"], each["k"]) for each in found["256-32.json"]["measured"]] == [(1, 0), (1, 3), (2, 0), (2, 3)]

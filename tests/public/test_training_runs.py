@@ -347,7 +347,7 @@ def killed_at_rename(number: int) -> Iterator[None]:
         yield
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_run_killed_while_writing_anything_ends_with_the_same_head(bench: Bench, expected: bytes) -> None:
     """Killed just before each rename in turn; what looks like a head is one, and the run goes on to the same bits."""
     killed = 0

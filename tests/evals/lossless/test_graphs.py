@@ -172,7 +172,7 @@ def test_sampled_rounds_from_graphs_have_the_targets_distribution(hot: Open, dra
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("draft_sampling", "defect"),
-    [(defect_of(name), name) for name in DEFECTS],
+    [pytest.param(defect_of(name), name, marks=[pytest.mark.long] * (SEEN_IN[name] > 200)) for name in DEFECTS],
 )
 def test_planted_defects_are_seen(hot: Open, draft_sampling: str, defect: str) -> None:
     with planted(defect):

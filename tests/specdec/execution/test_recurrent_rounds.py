@@ -81,7 +81,7 @@ class Compiled:
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_next", *(pytest.param(n, marks=pytest.mark.slow) for n in TYPES if n != "qwen3_next")],
+    ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in TYPES if n != "qwen3_next")],
 )
 def test_one_graph_serves_all_shapes_of_a_compiled_model(name: str) -> None:
     """Recurrences are operators that the compiler does not look into; each layer's has a number of its own."""

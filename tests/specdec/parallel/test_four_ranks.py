@@ -12,7 +12,7 @@ from fakes import LetterTokenizer
 from specdec import SamplingParams, SpeculativeModel
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_four_ranks_and_two_kv_heads(every_self_test: None, folders: Callable[[str], Path]) -> None:
     options: dict[str, Any] = {"device": "cpu", "tokenizer": LetterTokenizer(), "kv_cache_tokens": 200, "page_size": 4}
     prompts, params = ["abcd efgh", "Hello 123"], SamplingParams(max_new_tokens=16)

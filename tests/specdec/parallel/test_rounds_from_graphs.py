@@ -70,7 +70,7 @@ def test_they_are_the_rounds_of_one_rank(
     assert any(round_ is not None for round_ in ahead)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["one-kv-head", "deepseek-v3"])
 def test_compiled_shares_say_the_same(
     graphs: Callable[[bool], None], folders: Callable[[str], Path], name: str
