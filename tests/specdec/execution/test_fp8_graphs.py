@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import table_head
+from torch._inductor import config as inductor
 
 from specdec.compiler.fp8_passes import Fp8Rewriting
 from specdec.compiler.fp8_siblings import SiblingFp8Linear
@@ -70,10 +71,10 @@ def test_compiled_rounds(
         after.append(operators(graph))
 
     monkeypatch.setattr(Fp8Rewriting, "__call__", counted)
-    monkeypatch.setattr(torch._inductor.config, "force_disable_caches", True)  # code of an earlier run is not rewritten
     folder = write(tmp_path / "target", LLAMA)
     target, oracle = load_target(folder, torch.bfloat16, torch.device("cpu")), reference(folder, LLAMA)
-    model = with_graphs(None, target, num_speculative_tokens=0, max_num_seqs=2)
+    with inductor.patch(force_disable_caches=True):  # code of an earlier run is not rewritten
+        model = with_graphs(None, target, num_speculative_tokens=0, max_num_seqs=2)
     answers = model.generate(PROMPTS[:2], SamplingParams(max_new_tokens=NEW))
     (found,) = after
     own = {"fp8_matmul": 2 * 4, "fp8_quantise": 2, "rms_norm_fp8": 1, "add_rms_norm_fp8": 3, "silu_product_fp8": 2}

@@ -82,7 +82,7 @@ def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -
     assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
 
 
-def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int]) -> None:
+def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int], interruptible: None) -> None:
     for delay in (0.05, 0.11, 0.2):
         timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
         stream = model.stream([PROMPT] * 3, SamplingParams(max_new_tokens=80))

@@ -189,7 +189,7 @@ def test_operators_of_a_rank_alone_say_so_and_have_shapes_for_the_compiler() -> 
         assert sum_ranks(x).shape == (5, 4) and gather_ranks(x, 3).shape == (5, 12)
 
 
-def test_an_interrupt_comes_after_what_all_ranks_do() -> None:
+def test_an_interrupt_comes_after_what_all_ranks_do(interruptible: None) -> None:
     import signal
 
     done = []
