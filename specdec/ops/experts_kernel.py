@@ -10,14 +10,38 @@ import torch
 import triton
 import triton.language as tl
 
-_TILE_PAIRS = 16
-_TILE_ROWS = 64
+TILE_PAIRS = 16
+TILE_ROWS = 64
 _TILE_WIDTH = 64
-_WARPS = 4
-_STAGES = 5
+WARPS = 4
+STAGES = 5
 """Of ten choices for DeepSeek-V2-Lite's experts on an H200 the best over 1 … 128 tokens of 6 experts."""
 LAUNCH_PAIRS = 1024
 """Most pairs in one launch: each program looks through all of them."""
+
+
+@triton.jit
+def pairs_of_expert(index_ptr, num_pairs, PAIRS: tl.constexpr, BY_PAIR: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The pairs [P], a program's expert, which of them chose it [P], and the program that does its work.
+
+    BY_PAIR: a program for every pair: the first pair that chose an expert does the work of all that did.
+    """
+    pair = tl.arange(0, PAIRS)  # [P]
+    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [P]
+    expert = tl.program_id(0)
+    worker = expert
+    if BY_PAIR:
+        expert = tl.load(index_ptr + worker).to(tl.int32)
+        worker = tl.min(tl.where(expert_of == expert, pair, PAIRS), 0)
+    return pair, expert, expert_of == expert, worker
+
+
+@triton.jit
+def tile_of_pairs(pair, chosen, rank, start, count, TILE_PAIRS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of an expert's pairs, `rank` [P] their numbers, those from `start` on [M], and which of these places hold one."""
+    place = start + tl.arange(0, TILE_PAIRS)  # [M]
+    found = chosen[None, :] & (rank[None, :] == place[:, None])  # [M, P]
+    return tl.sum(tl.where(found, pair[None, :], 0), 1), place < count
 
 
 @triton.jit
@@ -40,17 +64,9 @@ def _expert_matmul_kernel(  # type: ignore[no-untyped-def]
     TILE_ROWS: tl.constexpr,
     TILE_WIDTH: tl.constexpr,
 ):
-    pair = tl.arange(0, PAIRS)  # [P]
-    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [P]
-    mine = tl.program_id(0)
-    if BY_PAIR:  # the first pair that chose an expert does the work of all that did
-        expert = tl.load(index_ptr + mine).to(tl.int32)
-        first = tl.min(tl.where(expert_of == expert, pair, PAIRS), 0)
-        if first != mine:
-            return
-    else:
-        expert = mine
-    chosen = expert_of == expert  # [P]
+    pair, expert, chosen, worker = pairs_of_expert(index_ptr, num_pairs, PAIRS, BY_PAIR)
+    if worker != tl.program_id(0):
+        return
     count = tl.sum(chosen.to(tl.int32), 0)
     if count == 0:
         return
@@ -60,10 +76,7 @@ def _expert_matmul_kernel(  # type: ignore[no-untyped-def]
     matrix = stack_ptr + expert.to(tl.int64) * expert_stride
     weights = matrix + row[:, None] * row_stride + column[None, :] * column_stride  # [N, K]
     for start in range(0, count, TILE_PAIRS):
-        place = start + tl.arange(0, TILE_PAIRS)  # [M]
-        found = chosen[None, :] & (rank[None, :] == place[:, None])  # [M, P]
-        taken = tl.sum(tl.where(found, pair[None, :], 0), 1)  # [M] pairs of this expert
-        real = place < count  # [M]
+        taken, real = tile_of_pairs(pair, chosen, rank, start, count, TILE_PAIRS)  # [M], [M]
         x_row = x_ptr + (taken // x_pairs).to(tl.int64)[:, None] * x_stride + column[None, :]
         acc = tl.zeros((TILE_PAIRS, TILE_ROWS), tl.float32)  # [M, N]
         for k in range(0, width, TILE_WIDTH):
@@ -83,7 +96,7 @@ def launch_expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tens
     experts, rows, width = stack.shape
     num_pairs = index.numel()
     by_pair = num_pairs < experts
-    grid = (num_pairs if by_pair else experts, triton.cdiv(rows, _TILE_ROWS))
+    grid = (num_pairs if by_pair else experts, triton.cdiv(rows, TILE_ROWS))
     _expert_matmul_kernel[grid](
         x,
         stack,
@@ -97,9 +110,9 @@ def launch_expert_matmul(x: torch.Tensor, stack: torch.Tensor, index: torch.Tens
         *stack.stride(),
         PAIRS=max(triton.next_power_of_2(num_pairs), 16),
         BY_PAIR=by_pair,
-        TILE_PAIRS=_TILE_PAIRS,
-        TILE_ROWS=_TILE_ROWS,
+        TILE_PAIRS=TILE_PAIRS,
+        TILE_ROWS=TILE_ROWS,
         TILE_WIDTH=_TILE_WIDTH,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )

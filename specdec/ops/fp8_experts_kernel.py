@@ -10,13 +10,17 @@ import torch
 import triton
 import triton.language as tl
 
+from specdec.ops.experts_kernel import (
+    LAUNCH_PAIRS,
+    STAGES,
+    TILE_PAIRS,
+    TILE_ROWS,
+    WARPS,
+    pairs_of_expert,
+    tile_of_pairs,
+)
+
 _GROUP = tl.constexpr(128)
-_TILE_PAIRS = 16
-_TILE_ROWS = 64
-_WARPS = 4
-_STAGES = 5
-LAUNCH_PAIRS = 1024
-"""Most pairs in one launch: each program looks through all of them."""
 
 
 @triton.jit
@@ -38,17 +42,9 @@ def _fp8_expert_matmul_kernel(  # type: ignore[no-untyped-def]
     TILE_PAIRS: tl.constexpr,
     TILE_ROWS: tl.constexpr,
 ):
-    pair = tl.arange(0, PAIRS)  # [P]
-    expert_of = tl.load(index_ptr + pair, mask=pair < num_pairs, other=-1).to(tl.int32)  # [P]
-    mine = tl.program_id(0)
-    if BY_PAIR:  # the first pair that chose an expert does the work of all that did
-        expert = tl.load(index_ptr + mine).to(tl.int32)
-        first = tl.min(tl.where(expert_of == expert, pair, PAIRS), 0)
-        if first != mine:
-            return
-    else:
-        expert = mine
-    chosen = expert_of == expert  # [P]
+    pair, expert, chosen, worker = pairs_of_expert(index_ptr, num_pairs, PAIRS, BY_PAIR)
+    if worker != tl.program_id(0):
+        return
     count = tl.sum(chosen.to(tl.int32), 0)
     if count == 0:
         return
@@ -60,10 +56,7 @@ def _fp8_expert_matmul_kernel(  # type: ignore[no-untyped-def]
     weights = matrix + row[:, None].to(tl.int64) * width + column[None, :]  # [N, K]
     stack_scale = stack_scale_ptr + (expert.to(tl.int64) * row_blocks + first_row // _GROUP) * groups
     for start in range(0, count, TILE_PAIRS):
-        place = start + tl.arange(0, TILE_PAIRS)  # [M]
-        found = chosen[None, :] & (rank[None, :] == place[:, None])  # [M, P]
-        taken = tl.sum(tl.where(found, pair[None, :], 0), 1)  # [M] pairs of this expert
-        real = place < count  # [M]
+        taken, real = tile_of_pairs(pair, chosen, rank, start, count, TILE_PAIRS)  # [M], [M]
         source = (taken // x_pairs).to(tl.int64)  # [M] rows of x
         x_row = x_ptr + source[:, None] * width + column[None, :]
         acc = tl.zeros((TILE_PAIRS, TILE_ROWS), tl.float32)  # [M, N]
@@ -106,7 +99,7 @@ def _launch(
     experts, rows, width = stack.shape
     num_pairs = index.numel()
     by_pair = num_pairs < experts
-    grid = (num_pairs if by_pair else experts, triton.cdiv(rows, _TILE_ROWS))
+    grid = (num_pairs if by_pair else experts, triton.cdiv(rows, TILE_ROWS))
     _fp8_expert_matmul_kernel[grid](
         x,
         x_scale,
@@ -121,8 +114,8 @@ def _launch(
         *stack_scale.shape[1:],
         PAIRS=max(triton.next_power_of_2(num_pairs), 16),
         BY_PAIR=by_pair,
-        TILE_PAIRS=_TILE_PAIRS,
-        TILE_ROWS=_TILE_ROWS,
-        num_warps=_WARPS,
-        num_stages=_STAGES,
+        TILE_PAIRS=TILE_PAIRS,
+        TILE_ROWS=TILE_ROWS,
+        num_warps=WARPS,
+        num_stages=STAGES,
     )

@@ -1,7 +1,7 @@
 """Norms and gated activations that end in 8 bits, as Triton kernels. Imported on CUDA only.
 
-As `specdec.ops.norm_kernel` and `specdec.ops.silu_kernel`, whose results are rounded to half precision before they are
-quantised, so that nothing depends on whether the two were fused.
+What is quantised is computed by the code of `specdec.ops.norm_kernel` and `specdec.ops.silu_kernel` and rounded to
+half precision before, so that nothing depends on whether the two were fused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from specdec.ops.fp8_kernel import quantised
+from specdec.ops.norm_kernel import normed_token
+from specdec.ops.silu_kernel import silu_product, token_rows
 
 _GROUP = tl.constexpr(128)
 _BLOCK, _WARPS = 1024, 4
@@ -33,19 +35,9 @@ def _norm_fp8_kernel(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
-    wait_for_predecessor(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
-    if ADDS:
-        residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
-    values = x.to(tl.float32)
-    rms = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)  # scalar
-    normed = ((values * rms).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)  # [BLOCK]
+    token, normed = normed_token(
+        x_ptr, residual_ptr, weight_ptr, sum_ptr, x_stride, residual_stride, eps, WIDTH, BLOCK, ADDS, DEPENDENT
+    )
     groups = tl.reshape(normed.to(tl.float32), (BLOCK // _GROUP, _GROUP))  # [G, 128]
     rounded, scale = quantised(groups, out_ptr.dtype.element_ty)
     group = tl.arange(0, BLOCK // _GROUP)  # [G]
@@ -59,8 +51,8 @@ def launch_norm_fp8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See `specdec.ops.fp8_fused`; without a residual the first result is x."""
     width = x.shape[-1]
-    rows = _rows(x)
-    added = rows if residual is None else _rows(residual)
+    rows = token_rows(x)
+    added = rows if residual is None else token_rows(residual)
     out = x.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
     scales = x.new_empty(len(rows), triton.cdiv(width, 128), dtype=torch.float32)
     total = x if residual is None else x.new_empty(x.shape)
@@ -101,9 +93,8 @@ def _silu_product_fp8_kernel(  # type: ignore[no-untyped-def]
     column = group[:, None] * _GROUP + tl.arange(0, _GROUP)[None, :]  # [G, 128]
     inside = column < WIDTH
     gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0)  # [G, 128]
-    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0).to(tl.float32)  # [G, 128]
-    wide = gate.to(tl.float32)
-    product = (wide / (1 + tl.exp(-wide)) * up).to(gate.dtype)
+    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0)  # [G, 128]
+    product = silu_product(gate, up).to(gate.dtype)
     rounded, scale = quantised(product.to(tl.float32), out_ptr.dtype.element_ty)
     tl.store(out_ptr + token * WIDTH + column, rounded, mask=inside)
     tl.store(scale_ptr + token * tl.cdiv(WIDTH, _GROUP) + group, scale, mask=group * _GROUP < WIDTH)
@@ -111,7 +102,7 @@ def _silu_product_fp8_kernel(  # type: ignore[no-untyped-def]
 
 def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.ops.fp8_fused`."""
-    rows, others = _rows(gate), _rows(up)
+    rows, others = token_rows(gate), token_rows(up)
     tokens, width = rows.shape
     groups = triton.cdiv(width, 128)
     out = gate.new_empty(rows.shape, dtype=torch.float8_e4m3fn)
@@ -129,9 +120,3 @@ def launch_silu_product_fp8(gate: torch.Tensor, up: torch.Tensor) -> tuple[torch
         **dependent_launch(gate.device),
     )
     return out, scales
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [1, T, F] or [T, F] -> [T, F], values of a row side by side."""
-    rows = x[0] if x.ndim == 3 else x
-    return rows if rows.stride(-1) == 1 else rows.contiguous()

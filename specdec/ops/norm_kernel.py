@@ -7,6 +7,37 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from specdec.ops.silu_kernel import token_rows
+
+
+@triton.jit
+def normed_token(  # type: ignore[no-untyped-def]
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    sum_ptr,
+    x_stride,
+    residual_stride,
+    eps,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    """A program's token, and its normed values [BLOCK] in x's dtype; the residual sum is stored. See `_norm_kernel`."""
+    column = tl.arange(0, BLOCK)  # [BLOCK]
+    inside = column < WIDTH
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
+    wait_for_predecessor(DEPENDENT)
+    token = tl.program_id(0).to(tl.int64)
+    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    if ADDS:
+        residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
+        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
+        tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
+    values = x.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)  # scalar
+    return token, ((values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)).to(x.dtype)
 
 
 @triton.jit
@@ -24,20 +55,11 @@ def _norm_kernel(  # type: ignore[no-untyped-def]
     ADDS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    column = tl.arange(0, BLOCK)  # [BLOCK]
-    inside = column < WIDTH
-    weight = tl.load(weight_ptr + column, mask=inside, other=0.0)  # [BLOCK]; no kernel writes it: no need to wait
-    wait_for_predecessor(DEPENDENT)
-    token = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + token * x_stride + column, mask=inside, other=0.0)  # [BLOCK]
-    if ADDS:
-        residual = tl.load(residual_ptr + token * residual_stride + column, mask=inside, other=0.0)
-        x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + token * WIDTH + column, x, mask=inside)
-    values = x.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(values * values, 0) / WIDTH + eps)  # scalar
-    normed = (values * scale).to(x.dtype).to(tl.float32) * weight.to(tl.float32)
-    tl.store(out_ptr + token * WIDTH + column, normed.to(x.dtype), mask=inside)
+    token, normed = normed_token(
+        x_ptr, residual_ptr, weight_ptr, sum_ptr, x_stride, residual_stride, eps, WIDTH, BLOCK, ADDS, DEPENDENT
+    )
+    column = tl.arange(0, BLOCK)
+    tl.store(out_ptr + token * WIDTH + column, normed, mask=column < WIDTH)
 
 
 def launch_norm(
@@ -45,8 +67,8 @@ def launch_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See `specdec.ops.norm`; without a residual the first result is x."""
     width = x.shape[-1]
-    rows = _rows(x)
-    added = rows if residual is None else _rows(residual)
+    rows = token_rows(x)
+    added = rows if residual is None else token_rows(residual)
     out = x.new_empty(x.shape)
     total = x if residual is None else x.new_empty(x.shape)
     _norm_kernel[(len(rows),)](
@@ -65,8 +87,3 @@ def launch_norm(
         **dependent_launch(x.device),
     )
     return total, out
-
-
-def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [1, T, H] -> [T, H], values of a row side by side."""
-    return x[0] if x.stride(-1) == 1 else x[0].contiguous()

@@ -16,6 +16,13 @@ _BLOCK, _WARPS = 1024, 4
 
 
 @triton.jit
+def silu_product(gate, up):  # type: ignore[no-untyped-def]
+    """silu(gate) · up in float32, of values of any shape and dtype."""
+    gate = gate.to(tl.float32)
+    return gate / (1 + tl.exp(-gate)) * up.to(tl.float32)
+
+
+@triton.jit
 def _silu_product_kernel(  # type: ignore[no-untyped-def]
     gate_ptr,  # [T, F]
     up_ptr,  # [T, F]
@@ -29,15 +36,14 @@ def _silu_product_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     token, column = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)  # scalar, [BLOCK]
     inside = column < WIDTH
-    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0).to(tl.float32)  # [BLOCK]
-    product = gate / (1 + tl.exp(-gate)) * up
-    tl.store(out_ptr + token * WIDTH + column, product.to(out_ptr.dtype.element_ty), mask=inside)
+    gate = tl.load(gate_ptr + token * gate_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    up = tl.load(up_ptr + token * up_stride + column, mask=inside, other=0.0)  # [BLOCK]
+    tl.store(out_ptr + token * WIDTH + column, silu_product(gate, up).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def launch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """See `specdec.ops.silu`."""
-    rows, others = _rows(gate), _rows(up)
+    rows, others = token_rows(gate), token_rows(up)
     tokens, width = rows.shape
     out = gate.new_empty(gate.shape)
     _silu_product_kernel[(tokens, triton.cdiv(width, _BLOCK))](
@@ -54,7 +60,7 @@ def launch_silu_product(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def token_rows(x: torch.Tensor) -> torch.Tensor:
     """x [1, T, F] or [T, F] -> [T, F], values of a row side by side."""
     rows = x[0] if x.ndim == 3 else x
     return rows if rows.stride(-1) == 1 else rows.contiguous()
