@@ -202,7 +202,12 @@ class NixlRead:
         self._errors = _errors(nixl_module())
 
     def wait(self, deadline: float) -> None:
-        """See `Read.wait`."""
+        """See `Read.wait`.
+
+        Raises:
+            TransferError: the peer is gone.
+            TransferTimeoutError: its bytes have not come before the deadline.
+        """
         started = time.monotonic()
         while not self.settled:
             now = time.monotonic()

@@ -155,7 +155,12 @@ class SocketRead:
         self._plan, self._bounds = plan, bounds
 
     def wait(self, deadline: float) -> None:
-        """See `Read.wait`."""
+        """See `Read.wait`.
+
+        Raises:
+            TransferError: the peer is gone, refuses, or answers what is no answer.
+            TransferTimeoutError: it sends no more bytes before the deadline.
+        """
         for rank in self._plan.source.ranks:
             segments = self._plan.of_rank(rank.rank)
             if not segments:
