@@ -48,6 +48,8 @@ class PairTiling:
     again: bool = False
     early: bool = True
     prepare_warps: int = 1
+    group: bool = False
+    prepare_registers: int | None = None
 
 
 @triton.jit
@@ -80,16 +82,20 @@ def _product(x, y):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _upper_inverse(A):  # type: ignore[no-untyped-def]
-    """As `attention.kernels.delta_short.unit_upper_inverse`."""
+def _upper_inverse(A, count):  # type: ignore[no-untyped-def]
+    """As `attention.kernels.delta_short.unit_upper_inverse`, of an A with `count` rows and columns that are not 0."""
     i, j = tl.arange(0, 16)[:, None], tl.arange(0, 16)[None, :]  # [16, 1], [1, 16]
     one = (i == j).to(tl.float32)  # [16, 16]
     in_block = i // 4 == j // 4
     N = tl.where(in_block, A, 0.0)
     D = _product(one - N, one + _product(N, N))
-    M = _product(D, tl.where(in_block, 0.0, A))
-    right = _product(one + _product(M, M), D)
-    return _product(one - M, right)
+    if count > 4:
+        M = _product(D, tl.where(in_block, 0.0, A))
+        right = D
+        if count > 8:  # else M² = 0
+            right = _product(one + _product(M, M), D)
+        D = _product(one - M, right)
+    return D
 
 
 @triton.jit
@@ -125,15 +131,16 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     RING_HEADS: tl.constexpr,
     DIM_K: tl.constexpr,
     WIDTH_K: tl.constexpr,
+    GROUP: tl.constexpr,  # value heads of a program, of one key head
+    AS_GIVEN: tl.constexpr,  # keys and queries are multiplied in their own dtype
     REPLAY: tl.constexpr,
     NORMALIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     CHUNK: tl.constexpr = 16
-    EXACT: tl.constexpr = PRECISION == "tf32"  # keys and queries are TF32 numbers
     wait_for_predecessor(DEPENDENT)
-    head, row = tl.program_id(0), tl.program_id(1)
+    first_head, row = tl.program_id(0) * GROUP, tl.program_id(1)
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
     count, committed = replay + tokens, replay + num_new
@@ -142,7 +149,7 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
     column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
     in_k = column < DIM_K
-    key_head, ring_head = head // (HEADS // KEY_HEADS), head // (HEADS // RING_HEADS)
+    key_head, ring_head = first_head // (HEADS // KEY_HEADS), first_head // (HEADS // RING_HEADS)
     own_i, own_j = (i >= replay) & (i < count), (j >= replay) & (j < count)
     place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
     k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + column)  # [C, K]
@@ -150,40 +157,51 @@ def _prepare_kernel(  # type: ignore[no-untyped-def]
     ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + column)  # [C, K]
     raw_k = _either(k_at, ring_k_at, i < replay, (i < count) & in_k, REPLAY)  # [C, K]
     raw_q = tl.load(q_at, mask=own_i & in_k, other=0.0)  # [C, K]
-    g_at = g_ptr + (first * g_token + head * g_head) + (i - replay) * g_token  # [C, 1]
-    ring_g_at = ring_g_ptr + slot * ring_g_slot + (place_i * HEADS + head)  # [C, 1]
-    g = _either(g_at, ring_g_at, i < replay, i < count, REPLAY)  # [C, 1]
-    beta_at = beta_ptr + (first * beta_token + head * beta_head) + (j - replay) * beta_token  # [1, C]
-    ring_beta_at = ring_beta_ptr + slot * ring_beta_slot + (place_j * HEADS + head)  # [1, C]
-    beta = _joined(beta_at, own_j, ring_beta_at, j < replay, REPLAY).to(tl.float32)  # [1, C]
-
     k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
     of_k = _inverse_length(tl.sum(k * k, 1), NORMALIZE)  # [C]
     of_q = _inverse_length(tl.sum(q * q, 1), NORMALIZE) * scale  # [C]
-    A = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-    P = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    through = tl.where(i <= j, g, 0.0)  # [C, C]
-    between = _times((j > i).to(tl.float32), through, tl.zeros((CHUNK, CHUNK), tl.float32), False)  # of tokens i to j
-    decay = tl.exp(tl.minimum(between, 0.0)) * of_k[:, None]  # [C, C]
-    solved = _upper_inverse(tl.where(i < j, A * decay * (of_k[None, :] * beta), 0.0))  # [C, C]
-    P = tl.where(i <= j, P * decay * of_q[None, :], 0.0)
-    since = tl.exp(tl.sum(through, 0))[None, :]  # [1, C] of the stored state, at each token
-    left = tl.exp(tl.sum(tl.where((i > j) & (i < committed), g, 0.0), 0))[None, :]  # [1, C] at the last committed token
-    kept = tl.exp(tl.sum(tl.where(i < committed, tl.broadcast_to(g, (CHUNK, CHUNK)), 0.0), 0))[None, :]  # [1, C] equal
-    beta_i = tl.sum(tl.where(i == j, beta, 0.0), 1)[:, None]  # [C, 1]
-
-    facts = facts_ptr + (row * HEADS + head).to(tl.int64) * _FACTS
-    tl.store(facts + (i * CHUNK + j), beta_i * solved)
-    tl.store(facts + (256 + i * CHUNK + j), P)
-    tl.store(facts + (512 + j), since * of_k[None, :])
-    tl.store(facts + (528 + j), since * of_q[None, :])
-    tl.store(facts + (544 + j), tl.where(j < committed, left * of_k[None, :], 0.0))
-    tl.store(facts + (560 + j), kept)
+    if AS_GIVEN:  # their products are float32 numbers
+        scores = tl.dot(raw_k, tl.trans(raw_k))  # [C, C]
+        queries = tl.dot(raw_k, tl.trans(raw_q))
+    else:
+        scores = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        queries = tl.dot(k, tl.trans(q), input_precision=PRECISION)
     draft_i, draft_j = (i >= committed) & (i < count), (j >= committed) & (j < count)
-    owned = tl.where(head % (HEADS // RING_HEADS) == 0, DIM_K, 0)  # by one program of a key head
+    owned = tl.where(first_head % (HEADS // RING_HEADS) == 0, DIM_K, 0)  # by one program of a key head
     tl.store(ring_k_at, raw_k, mask=draft_i & (column < owned))
-    tl.store(ring_g_at, g, mask=draft_i)
-    tl.store(ring_beta_at, beta, mask=draft_j)
+    for head in range(first_head, first_head + GROUP):
+        g_at = g_ptr + (first * g_token + head * g_head) + (i - replay) * g_token  # [C, 1]
+        ring_g_at = ring_g_ptr + slot * ring_g_slot + (place_i * HEADS + head)  # [C, 1]
+        g = _either(g_at, ring_g_at, i < replay, i < count, REPLAY)  # [C, 1]
+        beta_at = beta_ptr + (first * beta_token + head * beta_head) + (j - replay) * beta_token  # [1, C]
+        ring_beta_at = ring_beta_ptr + slot * ring_beta_slot + (place_j * HEADS + head)  # [1, C]
+        beta = _joined(beta_at, own_j, ring_beta_at, j < replay, REPLAY).to(tl.float32)  # [1, C]
+
+        through = tl.where(i <= j, g, 0.0)  # [C, C]
+        upper, after = upper_bits(through), (j > i).to(tl.float32)
+        between = tl.dot(after, through - upper, input_precision="tf32")
+        between = tl.dot(after, upper, between, input_precision="tf32")  # [C, C] of tokens i to j
+        decay = tl.exp(tl.minimum(between, 0.0)) * of_k[:, None]  # [C, C]
+        solved = _upper_inverse(tl.where(i < j, scores * decay * (of_k[None, :] * beta), 0.0), count)  # [C, C]
+        P = tl.where(i <= j, queries * decay * of_q[None, :], 0.0)
+        since = tl.exp(tl.sum(through, 0))[None, :]  # [1, C] of the stored state, at each token
+        left = tl.exp(tl.sum(tl.where((i > j) & (i < committed), g, 0.0), 0))[
+            None, :
+        ]  # [1, C] at the last committed token
+        kept = tl.exp(tl.sum(tl.where(i < committed, tl.broadcast_to(g, (CHUNK, CHUNK)), 0.0), 0))[
+            None, :
+        ]  # [1, C] equal
+        beta_i = tl.sum(tl.where(i == j, beta, 0.0), 1)[:, None]  # [C, 1]
+
+        facts = facts_ptr + (row * HEADS + head).to(tl.int64) * _FACTS
+        tl.store(facts + (i * CHUNK + j), beta_i * solved)
+        tl.store(facts + (256 + i * CHUNK + j), P)
+        tl.store(facts + (512 + j), since * of_k[None, :])
+        tl.store(facts + (528 + j), since * of_q[None, :])
+        tl.store(facts + (544 + j), tl.where(j < committed, left * of_k[None, :], 0.0))
+        tl.store(facts + (560 + j), kept)
+        tl.store(ring_g_at, g, mask=draft_i)
+        tl.store(ring_beta_at, beta, mask=draft_j)
 
 
 @triton.jit(do_not_specialize=["total_tokens"])
@@ -360,7 +378,10 @@ def launch_delta_pair(
     sizes |= {"DIM_K": dim_k, "WIDTH_K": width_k}
     # a ring of 2K + 1 places: one kernel for all rounds of an engine
     how = {"REPLAY": ring.k.shape[1] > 1, "PRECISION": precision_of(k.dtype), "num_stages": 1} | dependent
-    _prepare_kernel[(heads, count)](
+    group = heads // max(key_heads, ring.k.shape[2]) if tiling.group else 1
+    # Triton's interpreter multiplies bfloat16 as if it were integers
+    as_given = k.dtype == torch.float16 or (k.dtype == torch.bfloat16 and k.is_cuda)
+    _prepare_kernel[(heads // group, count)](
         q,
         k,
         g,
@@ -378,8 +399,11 @@ def launch_delta_pair(
         ring.k.stride(0),
         ring.g.stride(0),
         ring.beta.stride(0),
+        GROUP=group,
+        AS_GIVEN=as_given and q.dtype == k.dtype,
         NORMALIZE=l2_normalize,
         num_warps=tiling.prepare_warps,
+        maxnreg=tiling.prepare_registers,
         **sizes,
         **how,
     )
