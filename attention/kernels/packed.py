@@ -58,8 +58,9 @@ def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes:
     7.1 and 10.4, 8 rows 12.0 and 16.9; with 6 tokens 32 rows 26.4 and 31.1, 128 rows 88 and 104.
 
     More units, tiles of 16 queries: at most 96 KiB of keys and values on their way in a program, so that two run on a
-    multiprocessor, and up to four shares each, so that none is left with a long one. With 128 KiB one ran alone. µs on an H200, fa2, this tiling and the one before it (128 keys, shares for two programs each; from four
-    units a multiprocessor on 32 keys):
+    multiprocessor, and up to four shares each, so that none is left with a long one. With 128 KiB one ran alone. µs on
+    an H200, one token a row where nothing else is said: fa2, this tiling and the one before it (128 keys, shares for
+    two programs each; from four units a multiprocessor on 32 keys):
 
     ============================== ===== ===== ======
     dim, heads a KV head, rows      fa2   this  before
