@@ -58,6 +58,7 @@ class ShortTiling:
     piece: int
     stages: int
     warps: int
+    registers: int | None = None
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
@@ -121,6 +122,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
+    NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     REPLAY: tl.constexpr,  # whether a row may replay
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -137,7 +139,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
     count, committed = replay + tokens, replay + num_new
-    if (tokens == 0) | (count > CHUNK):
+    if (tokens == 0) | (count > (8 if NARROW else CHUNK)):
         wait_for_predecessor(DEPENDENT)
         return
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
@@ -145,27 +147,32 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     in_v, known = dv < DIM_V, tl.where(start > replay, DIM_K, 0)
     state_at = state_ptr + slot * state_slot + ((head * DIM_V + dv) * DIM_K + lane)  # [B, L]
     key_head, ring_head = head // (HEADS // KEY_HEADS), head // (HEADS // RING_HEADS)
-    own_i, own_j = (i >= replay) & (i < count), (j >= replay) & (j < count)
-    place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
-    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + lane)  # [C, L]
-    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + lane)  # [C, L]
+    t_i, t_j = (i % 8, j % 8) if NARROW else (i, j)  # tokens; of a narrow tile first their keys, then their queries
+    key_i, key_j = (i < 8, j < 8) if NARROW else (i < 16, j < 16)
+    own_i, own_j = (t_i >= replay) & (t_i < count), (t_j >= replay) & (t_j < count)
+    place_i, place_j = (start - replay + t_i) % RING_SIZE, (start - replay + t_j) % RING_SIZE
+    q_at = q_ptr + (first * q_token + key_head * q_head) + ((t_i - replay) * q_token + lane)  # [C, L]
+    k_at = k_ptr + (first * k_token + key_head * k_head) + ((t_i - replay) * k_token + lane)  # [C, L]
+    k_at = tl.where(key_i, k_at, q_at) if NARROW else k_at
+    of_ring, there = key_i & (t_i < replay), (key_i & (t_i < count)) | own_i  # [C, 1]
     ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + lane)  # [C, L]
-    v_at = v_ptr + (first * v_token + head * v_head) + ((j - replay) * v_token + dv)  # [B, C]
+    v_at = v_ptr + (first * v_token + head * v_head) + ((t_j - replay) * v_token + dv)  # [B, C]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
-    raw_v = own_or_kept(v_at, ring_v_at, j < replay, (j < count) & in_v, REPLAY)  # [B, C]
+    raw_v = own_or_kept(v_at, ring_v_at, t_j < replay, key_j & (t_j < count) & in_v, REPLAY)  # [B, C]
     read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
     for piece in tl.range(0, PIECES, num_stages=STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
         S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-        k = own_or_kept(k_at + begin, ring_k_at + begin, i < replay, (i < count) & in_k, REPLAY)  # [C, L]
-        q = tl.load(q_at + begin, mask=own_i & in_k, other=0.0)  # [C, L]
-        keys, queries = tl.trans(k.to(tl.float32)), tl.trans(q.to(tl.float32))  # [L, C]
-        read = times_exactly(S, keys, read, EXACT)
-        if EXACT:
-            o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
-        else:
-            o = times_exactly(S, queries, o, False)
+        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+        read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
+        if not NARROW:
+            queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
+            if EXACT:
+                o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
+            else:
+                o = times_exactly(S, queries, o, False)
+    o = read if NARROW else o
     wait_for_predecessor(DEPENDENT)
     facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
     solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
@@ -185,14 +192,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
         before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-        k = own_or_kept(k_at + begin, ring_k_at + begin, i < replay, (i < count) & in_k, REPLAY)  # [C, L]
+        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
         # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
         update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
         after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
         tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
-    out_at = out_ptr + (first * HEADS + head) * DIM_V + ((j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
-    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=own_j & in_v)
-    tl.store(ring_v_at, raw_v, mask=(j >= committed) & (j < count) & in_v)
+    out_at = out_ptr + (first * HEADS + head) * DIM_V + ((t_j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
+    asks_j = (~key_j if NARROW else j < 16) & own_j  # a query's column
+    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=asks_j & in_v)
+    tl.store(ring_v_at, raw_v, mask=key_j & (t_j >= committed) & (t_j < count) & in_v)
 
 
 def launch_delta_short(
@@ -218,7 +226,8 @@ def launch_delta_short(
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))
     width_k = max(16, triton.next_power_of_2(dim_k))
-    facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)
+    narrow = q.dtype == k.dtype and rows.max_replay + rows.max_query_len <= 8
+    facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows, narrow)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
         q,
         k,
@@ -250,9 +259,11 @@ def launch_delta_short(
         BLOCK_DV=tiles.block_dv,
         PIECE=min(tiles.piece, width_k),
         STAGES=tiles.stages,
+        NARROW=narrow,
         REPLAY=ring.k.shape[1] > 1,
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,
+        maxnreg=tiles.registers,
         num_stages=1,
         **dependent_launch(v.device),
     )
