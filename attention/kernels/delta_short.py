@@ -59,6 +59,8 @@ class ShortTiling:
     stages: int
     warps: int
     registers: int | None = None
+    first: bool = False
+    second: int = 0
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
@@ -122,6 +124,8 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
     NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     REPLAY: tl.constexpr,  # whether a row may replay
     PRECISION: tl.constexpr,
@@ -159,6 +163,13 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     v_at = v_ptr + (first * v_token + head * v_head) + ((t_j - replay) * v_token + dv)  # [B, C]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
     raw_v = own_or_kept(v_at, ring_v_at, t_j < replay, key_j & (t_j < count) & in_v, REPLAY)  # [B, C]
+    if FIRST:
+        wait_for_predecessor(DEPENDENT)
+        facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
+        solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
+        P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
+        of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
+        of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
     read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
     for piece in tl.range(0, PIECES, num_stages=STAGES):
         begin = piece * PIECE
@@ -173,12 +184,13 @@ def _short_kernel(  # type: ignore[no-untyped-def]
             else:
                 o = times_exactly(S, queries, o, False)
     o = read if NARROW else o
-    wait_for_predecessor(DEPENDENT)
-    facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
-    solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
-    P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
-    of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
-    of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
+    if not FIRST:
+        wait_for_predecessor(DEPENDENT)
+        facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
+        solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
+        P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
+        of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
+        of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
     u = times_exactly(
         raw_v.to(tl.float32) - read * of_read, solved, tl.zeros((BLOCK_DV, CHUNK), tl.float32), False
     )  # [B, C]
@@ -188,15 +200,26 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         o = times_exactly(u, P, o * of_o, False)
     u *= of_u
     stored = tl.where((num_new > 0) & (num_new <= tokens), DIM_K, 0)
-    for piece in tl.range(0, PIECES, num_stages=STAGES):
-        begin = piece * PIECE
-        in_k = begin + lane < DIM_K
-        before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
-        # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
-        update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
-        after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
-        tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
+    if SECOND == 0:
+        for piece in tl.range(0, PIECES, num_stages=STAGES):
+            begin = piece * PIECE
+            in_k = begin + lane < DIM_K
+            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
+            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
+            tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
+    else:
+        for piece in tl.static_range(PIECES):
+            begin = piece * PIECE
+            in_k = begin + lane < DIM_K
+            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
+            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
+            tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
     out_at = out_ptr + (first * HEADS + head) * DIM_V + ((t_j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
     asks_j = (~key_j if NARROW else j < 16) & own_j  # a query's column
     tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=asks_j & in_v)
@@ -259,6 +282,8 @@ def launch_delta_short(
         BLOCK_DV=tiles.block_dv,
         PIECE=min(tiles.piece, width_k),
         STAGES=tiles.stages,
+        FIRST=tiles.first,
+        SECOND=tiles.second,
         NARROW=narrow,
         REPLAY=ring.k.shape[1] > 1,
         PRECISION=precision_of(k.dtype),
