@@ -25,6 +25,9 @@ from specdec.loading.strictness import check_complete
 _MAP = "quanto_qmap.json"
 _SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")
 """Last parts of the names of scales and shifts."""
+_NESTED = ("qint2", "qint4")
+"""Tensors made of packed tensors, which are subclasses too. torch 2.13: "Cannot set version_counter for inference tensor"
+where such a weight is transposed or detached in inference mode and was made outside of it."""
 _ALIGNED = 64
 """Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
 divides; one in a file that is mapped into memory is at any (torch 2.13: the process is killed by SIGSEGV)."""
@@ -48,8 +51,8 @@ def load_quanto(
         The model, and what a `quantization_config` would have said.
 
     Raises:
-        ModelLoadError: a package is missing; the map is damaged, names no layer of the model, tensors do not fit it, or
-            scales are too small or too large for the dtype.
+        ModelLoadError: a package is missing; the map is damaged, names no layer of the model or weights of fewer than 8
+            bits, tensors do not fit it, or scales are too small or too large for the dtype.
     """
     what = f"cannot load the target model {checkpoint.name!r}"
     check_packages("quanto", what)
@@ -57,6 +60,12 @@ def load_quanto(
     from optimum.quanto import requantize
 
     layers = _read_map(Path(checkpoint.path) / _MAP, what)
+    if nested := sorted({how["weights"] for how in layers.values()} & set(_NESTED)):
+        raise ModelLoadError(
+            f"{what}: its weights are in {', '.join(nested)}, whose packed tensors optimum-quanto cannot multiply in "
+            "torch's inference mode, in which this library runs a model; take one quantised to qint8 or qfloat8, or in "
+            "4 bits by another method (compressed-tensors, bitsandbytes)"
+        )
     folder = open_folder(checkpoint.path)
     tensors = folder.load(folder.tensors)
     kind = _stored_dtype(config, tensors) if isinstance(dtype, str) else dtype

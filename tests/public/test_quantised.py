@@ -122,6 +122,18 @@ def test_scales_of_quanto_that_a_dtype_cannot_hold_are_refused(folders: dict[str
         load_target(str(tmp_path), "auto", torch.device("cpu"))
 
 
+def test_quanto_in_4_bits_is_refused(tmp_path: Path) -> None:
+    need("quanto")
+    quanto(tmp_path, weights="qint4")
+    model = own_model(tmp_path)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version_counter"):  # once it runs, serve it
+        model(input_ids=torch.tensor([PROMPTS[0]]))
+    with pytest.raises(UnsupportedModelError, match="version_counter"):
+        wrap(model)
+    with pytest.raises(ModelLoadError, match=r"weights are in qint4.*inference mode.*qint8 or qfloat8"):
+        wrap(tmp_path)
+
+
 @pytest.mark.parametrize("stored", [torch.bfloat16, None])
 def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path: Path) -> None:
     """dtype="auto", as on a GPU: of the model that was quantised, by its configuration, or by its scales."""
