@@ -128,7 +128,7 @@ def bitsandbytes(folder: Path, **options: Any) -> None:
 
 
 def quanto(folder: Path, dtype: torch.dtype = torch.float32, weights: str = "qint8") -> None:
-    """A checkpoint of optimum-quanto, in its own format; dtype: of the model that is quantised, and so of the scales."""
+    """A checkpoint of optimum-quanto, in its own format; dtype: of what is quantised, and so of the scales."""
     from optimum.quanto import QuantizedModelForCausalLM
 
     model = plain_llama().to(dtype)

@@ -1,8 +1,8 @@
 """Tokens of a mixture of experts that are the oracle's best by another choice of its router, nearly as good.
 
-In half precision and 8 bits a router's scores move by a few hundredths; where the last expert chosen and the first one not
-chosen are closer than that, a model may take the other one, and its logits are then those of other experts. Such a
-token is no error, but that has to be shown: here the oracle computes the token again with that choice alone changed.
+In half precision and 8 bits a router's scores move by a few hundredths; where the last expert chosen and the first one
+that is not are closer than that, a model may take the other one, and its logits are then those of other experts. Such
+a token is no error, but that has to be shown: here the oracle computes it again with that choice alone changed.
 """
 
 from __future__ import annotations

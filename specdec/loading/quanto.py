@@ -26,8 +26,8 @@ _MAP = "quanto_qmap.json"
 _SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")
 """Last parts of the names of scales and shifts."""
 _NESTED = ("qint2", "qint4")
-"""Tensors made of packed tensors, which are subclasses too. torch 2.13: "Cannot set version_counter for inference tensor"
-where such a weight is transposed or detached in inference mode and was made outside of it."""
+"""Tensors made of packed tensors, which are subclasses too. torch 2.13 raises "Cannot set version_counter for inference
+tensor" where such a weight is transposed or detached in inference mode and was made outside of it."""
 _ALIGNED = 64
 """Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
 divides; one in a file that is mapped into memory is at any (torch 2.13: the process is killed by SIGSEGV)."""

@@ -174,7 +174,7 @@ def test_a_target_from_a_folder(tmp_path: Path, sizes: dict[str, Any], graphs: b
     """Compiled, fused and captured, or not: each token is the oracle's best, or nearly.
 
     In bfloat16 and 8 bits a token may be another than in float64, so the oracle reads the answer, and its gap to the
-    best token is looked at; a large one may come of a near tie of the router, which the oracle shows by the other choice.
+    best token is looked at; a large one may come of a near tie of the router: the oracle then takes the other choice.
     """
     folder = write(tmp_path / "target", sizes | ({"head_dim": 64} if sizes is not DEEPSEEK else {}))
     oracle = reference(folder, sizes | ({"head_dim": 64} if sizes is not DEEPSEEK else {}))

@@ -90,8 +90,8 @@ def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> N
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == EXACT[-1] else n for n in EXACT])
 def test_half_precision(name: str, folders: dict[str, Path]) -> None:
-    """What is not quantised is in the dtype asked for, and logits come in it, near those of the same numbers in float32;
-    each token is that model's best, or nearly."""
+    """What is not quantised is in the dtype asked for, and logits come in it, near those of the same model in float32,
+    whose best each token is, or nearly."""
     folder = checkpoint(folders, name)
     model = own_model(folder)
     right = logits(model)
