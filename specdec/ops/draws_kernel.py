@@ -239,6 +239,9 @@ def _draft_pick_kernel(  # type: ignore[no-untyped-def]
     min_p_ptr,  # [R] float32
     uniform_ptr,  # [R, columns] float32
     num_accepted_ptr,  # [R] int64 or None
+    drafts_ptr,  # [R] int64 or None
+    target_ids_ptr,  # [V] int64 or None
+    kept_accepted_ptr,  # [R] int64 or None
     stats_ptr,  # [R, 4] float32
     sums_ptr,  # [R, parts] int64
     step,
@@ -249,6 +252,7 @@ def _draft_pick_kernel(  # type: ignore[no-untyped-def]
     ids_stride,
     uniform_stride,
     accepted_stride,
+    drafts_stride,
     stats_stride,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
@@ -265,8 +269,14 @@ def _draft_pick_kernel(  # type: ignore[no-untyped-def]
     weights = _draft_weights(
         logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
     )
-    token = tl.minimum(part * PART + _pick_in_part(weights, place), vocab - 1)
-    tl.store(ids_ptr + row * ids_stride, token.to(tl.int64))
+    token = tl.minimum(part * PART + _pick_in_part(weights, place), vocab - 1).to(tl.int64)
+    tl.store(ids_ptr + row * ids_stride, token)
+    if drafts_ptr is not None:
+        if target_ids_ptr is not None:
+            token = tl.load(target_ids_ptr + token)
+        tl.store(drafts_ptr + row * drafts_stride, token)
+    if kept_accepted_ptr is not None:
+        tl.store(kept_accepted_ptr + row, tl.load(num_accepted_ptr + row * accepted_stride))
 
 
 def launch_drafts(
@@ -277,8 +287,13 @@ def launch_drafts(
     step: int,
     stats: torch.Tensor,
     num_accepted: torch.Tensor | None,
+    places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4]."""
+    """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
+
+    places: the fields of a `DraftPlaces`.
+    """
+    copy, drafts, target_ids, kept_accepted = places
     (rows, vocab), options = logits.shape, dependent_launch(logits.device)
     place = {
         "step": step,
@@ -286,17 +301,19 @@ def launch_drafts(
         "ids_stride": ids.stride(0),
         "uniform_stride": uniform.stride(0),
         "accepted_stride": 0 if num_accepted is None else num_accepted.stride(0),
+        "drafts_stride": 0 if drafts is None else drafts.stride(0),
     }
     sizes = {"vocab": vocab, "row_stride": logits.stride(0), "stats_stride": stats.stride(0)}
-    launch_filters(logits, ids, parameters, stats, None)
+    launch_filters(logits, ids, parameters, stats, None, copy)
     parts = triton.cdiv(vocab, _PART)
     sums, floors = ids.new_empty(rows, parts), (parameters[0], parameters[3])
     _draft_sums_kernel[(rows, parts)](
         logits, *floors, stats, sums, **sizes, PART=_PART, num_warps=_WARPS, **options
     )  # fmt: skip
     _draft_pick_kernel[(rows,)](
-        logits, ids, *floors, uniform, num_accepted, stats, sums, **place, **sizes, parts=parts,
-        PART=_PART, PARTS=triton.next_power_of_2(parts), num_warps=_PICK_WARPS, **options,
+        logits, ids, *floors, uniform, num_accepted, drafts, target_ids, kept_accepted, stats, sums,
+        **place, **sizes, parts=parts, PART=_PART, PARTS=triton.next_power_of_2(parts),
+        num_warps=_PICK_WARPS, **options,
     )  # fmt: skip
 
 
