@@ -32,6 +32,7 @@ def reference_filters(
     stats: torch.Tensor,
     index: torch.Tensor | None,
     copy: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> None:
     """`launch_filters` in torch."""
     rows = len(stats)

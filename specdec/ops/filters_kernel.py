@@ -228,10 +228,12 @@ def launch_filters(
     stats: torch.Tensor,
     index: torch.Tensor | None,
     copy: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> None:
     """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4].
 
-    copy: [R, V] of any row stride, gets the logits of the rows with temperature > 0, a NaN as -infinity.
+    copy: [R, V] of any row stride, gets the logits of the rows with temperature > 0, a NaN as -infinity. zeros: [R]
+        int32, set to 0 for these rows, for the kernel after it.
     """
     rows, vocab = len(stats), logits.shape[1]
     per, options = rows // len(parameters[0]), dependent_launch(logits.device)
@@ -263,7 +265,7 @@ def launch_filters(
     )  # fmt: skip
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](
-        *inputs, sums, state, counts, listed, stats, **sizes, stats_stride=stats.stride(0),
+        *inputs, sums, state, counts, listed, stats, zeros, **sizes, stats_stride=stats.stride(0),
         SHIFT=_SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
         num_warps=min(max(tile // 512, 4), 16), **options,
     )  # fmt: skip

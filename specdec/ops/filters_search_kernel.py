@@ -137,6 +137,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [R, parts] int32
     listed_ptr,  # [R, parts, CAPACITY] int16
     stats_ptr,  # [R, 4] float32
+    zeros_ptr,  # [R] int32 or None
     vocab,
     parts,
     row_stride,
@@ -160,6 +161,8 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     source = source_of(index_ptr, row)
     logits_ptr += source * row_stride
     stats_ptr += row * stats_stride
+    if zeros_ptr is not None:
+        tl.store(zeros_ptr + row, 0)
     peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
     scale = LOG2E / temperature
     part = tl.arange(0, PARTS)
