@@ -105,7 +105,7 @@ class Case:
     def state(self):
         on = self.sampling.temperature > 0
         p = self.of_p.stats.view(self.rows, self.n + 1, 4)[on]
-        return [x.clone() for x in (self.ids, self.drafts[on], self.kept[on], self.of_q.stats[on], p, self.packed)]
+        return [x.clone() for x in (self.ids, self.drafts[on], self.kept[on], self.of_q.stats[on], p, self.packed[on])]
 
 def same_bits():
     wrong = 0
