@@ -65,14 +65,15 @@ def _experts_a_token(module: Any) -> int:
 def exchanges_ms(engine: Any, tokens: int, rows: int) -> dict[str, Any]:
     """Milliseconds of a round's exchanges alone, on all ranks: `LeadingEngine.run("benchmarks.rank_work:…")`.
 
-    A sum behind each divided part of each layer, one after the other in a CUDA graph, by what the engine uses and by
-    the process group alone (NCCL); one gather of logits; and the broadcasts of drafts and results.
+    Two sums a layer, behind attention and behind the feed-forward part (compiled code makes one of those of experts and
+    shared experts, see `specdec.compiler.rank_passes`), one after the other in a CUDA graph, by what the engine uses
+    and by the process group alone (NCCL); one gather of logits; and the broadcasts of drafts and results.
 
     Args:
         tokens: of the verification. rows: whose logits are gathered, and whose ids are sent.
     """
     target, collectives = engine.target.hf_model, engine.ranks.collectives
-    sums = sum(len(m._forward_hooks) for m in target.modules() if any(map(_sums, m._forward_hooks.values())))
+    sums = 2 * target.config.get_text_config().num_hidden_layers
     x = torch.randn(tokens, target.config.get_text_config().hidden_size, device=target.device, dtype=target.dtype)
     logits = torch.randn(tokens, target.get_output_embeddings().count, device=target.device, dtype=target.dtype)
     ids = torch.zeros(rows, 8, dtype=torch.int64, device=target.device)
@@ -83,10 +84,6 @@ def exchanges_ms(engine: Any, tokens: int, rows: int) -> dict[str, Any]:
     sent = 2 if engine.config.num_speculative_tokens else 1
     found["broadcasts_ms"] = _timed(lambda: [collectives.from_first(ids) for _ in range(sent)])
     return found
-
-
-def _sums(hook: Any) -> bool:
-    return getattr(hook, "__name__", "") == "_summed"
 
 
 def _timed(launch: Callable[[], object]) -> float:

@@ -63,12 +63,14 @@ def test_a_replay_is_of_the_whole_target(workers: dict[int, Worker]) -> None:
 @pytest.mark.slow
 def test_loglikelihoods_of_lm_eval_run_on_all_ranks(workers: dict[int, Worker]) -> None:
     pytest.importorskip("lm_eval")
+    from lm_eval.api.instance import Instance
+
     from evals.accuracy.lm_eval_model import EngineLM
 
-    asked = [(None, [5, 9, 40, 3], [7, 11]), (None, list(range(60, 100)), [8])]
+    texts = [("Anna has 12 apples and", " buys 8 more."), ("Tom reads 7 pages a day. How many pages", " does he")]
+    asked = [Instance("loglikelihood", {}, each, i) for i, each in enumerate(texts)]
     scores = [
-        EngineLM(workers[size].models["main"], Configuration("K=3", K, "main"))._loglikelihood_tokens(asked)
-        for size in (1, 2)
+        EngineLM(workers[size].models["main"], Configuration("K=3", K, "main")).loglikelihood(asked) for size in (1, 2)
     ]
     for (right, greedy), (found, as_greedy) in zip(*scores, strict=True):
         assert found == pytest.approx(right, abs=1e-4) and as_greedy == greedy and right < -0.01
