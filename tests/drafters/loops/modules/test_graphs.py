@@ -86,13 +86,19 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-SLOW_PAIRS = [("mimo", 3, 5, 4), ("mimo", 2, 1, 1), ("mimo", 3, 2, 1), ("ernie", 4, 3, 1), ("ernie", 4, 5, 4)]
+def long(*values: Any) -> Any:
+    """A parameter that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.long)
+
+
+SLOW_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 2, 1), ("ernie", 4, 5, 4)]
 """One draft; fewer than modules; more than modules, so that the last one reads its own output."""
+LONG_PAIRS = [("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
 
 
 @pytest.mark.parametrize(
     ("name", "modules", "drafts", "page_size"),
-    [("mimo", 2, 3, 4), *(slow(*pair) for pair in SLOW_PAIRS)],
+    [("mimo", 2, 3, 4), *(slow(*pair) for pair in SLOW_PAIRS), *(long(*pair) for pair in LONG_PAIRS)],
 )
 def test_tokens_and_drafts_are_those_of_eager_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -118,7 +124,7 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "modules"), [("mimo", 3), pytest.param("deepseek_v3", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "modules"), [("mimo", 3), long("deepseek_v3", 2)])
 def test_pages_of_other_requests(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -138,14 +144,14 @@ def test_pages_of_other_requests(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts"), [(2, 3), (3, 5)])
+@pytest.mark.parametrize(("modules", "drafts"), [(2, 3), long(3, 5)])
 def test_a_latent_mixture(graphs_on_cpu: list[Replayed], make: Make, modules: int, drafts: int) -> None:  # noqa: F811
     """MLA and experts in target and modules, prompts beside verifications."""
     check(make, "deepseek_v3", modules, PROMPTS, GREEDY, num_speculative_tokens=drafts, **SIZES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mimo", pytest.param("deepseek_v3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["mimo", long("deepseek_v3")])
 def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, name: str) -> None:  # noqa: F811
     graphed = check(make, name, 2, PROMPTS[:4], GREEDY, num_speculative_tokens=3, kv_cache_layout="HND", **SIZES)
     assert {layer.layout for runner in graphed.runners for layer in runner.layers} == {"HND"}
@@ -153,7 +159,7 @@ def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts", "temperature"), [(2, 4, 0.0), (4, 4, 0.0), (3, 4, 0.9)])
+@pytest.mark.parametrize(("modules", "drafts", "temperature"), [(2, 4, 0.0), long(4, 4, 0.0), (3, 4, 0.9)])
 def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
