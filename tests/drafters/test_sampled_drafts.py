@@ -73,7 +73,7 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
     [
         ("eagle3", TIGHT),
         *(pytest.param(name, TIGHT, marks=pytest.mark.slow) for name in HEADS[1:]),
-        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.slow) for name in ("eagle3", "mimo")),
+        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.long) for name in ("eagle3", "mimo")),
     ],
 )
 def test_drawn_drafts_are_the_oracles(
@@ -96,7 +96,7 @@ def test_drawn_drafts_are_the_oracles(
     ("name", "modules", "drafts"),
     [
         ("mimo", 2, 3),
-        pytest.param("mimo", 3, 5, marks=pytest.mark.slow),
+        pytest.param("mimo", 3, 5, marks=pytest.mark.long),
         pytest.param("deepseek_v3", 2, 4, marks=pytest.mark.slow),
     ],
 )

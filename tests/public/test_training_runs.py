@@ -369,7 +369,7 @@ def test_a_run_killed_while_writing_anything_ends_with_the_same_head(bench: Benc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["half", "[]", ""])
+@pytest.mark.parametrize("content", ["half", *(pytest.param(c, marks=pytest.mark.long) for c in ("[]", ""))])
 def test_a_damaged_file_is_named_or_made_up_for(bench: Bench, content: str, expected: bytes) -> None:
     """Every file of a finished run in turn: the same head again, or an error; never a traceback, never another head."""
     assert bench.train(checkpoint_every=2).code == 0
@@ -449,7 +449,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [200, 20_000, 60_000])
+@pytest.mark.parametrize("size", [20_000, *(pytest.param(size, marks=pytest.mark.long) for size in (200, 60_000))])
 def test_a_full_disk_is_named_and_costs_nothing(bench: Bench, size: int, expected: bytes) -> None:
     """While a record, answers or a head are written."""
     with largest_file(size):

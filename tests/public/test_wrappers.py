@@ -37,6 +37,8 @@ from tests.wrappers import (
 )
 
 QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
+ALIKE = ("aya_vision", "glm4v_moe", "idefics2", "llava_next", "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava")
+"""Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16
 PARAMS = SamplingParams(max_new_tokens=NEW)
 
@@ -54,7 +56,12 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return random_prompts(lengths, vocab_size=60)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TYPES])
+def types() -> list[Any]:
+    marks = {**dict.fromkeys(TYPES, pytest.mark.slow), **dict.fromkeys(ALIKE, pytest.mark.long)}
+    return [name if name in QUICK else pytest.param(name, marks=marks[name]) for name in TYPES]
+
+
+@pytest.mark.parametrize("name", types())
 def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     """Without drafts, and with some right and some wrong ones; three prompts at once, read in chunks, and one alone."""
     wrapper = write(name, tmp_path)

@@ -119,7 +119,8 @@ def test_inverse_of_one_chunk(kind: str) -> None:
     close(out, (torch.eye(16) + A).double().inverse(), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_many_rounds(dtype: torch.dtype) -> None:
     """200 rounds of gates near 0, keys that repeat, accepted drafts replayed and others rejected: the state stays
     within float32 of the rule's in float64, and every output with it."""

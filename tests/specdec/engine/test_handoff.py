@@ -132,8 +132,12 @@ def test_streams_report_the_first_token_too() -> None:
     assert "".join(u.text for u in updates) == expected.text and len(updates) > 3
 
 
+FURTHER = (("qwen3_next", pytest.mark.slow), ("mamba2", pytest.mark.slow))
+FURTHER += (("falcon_h1", pytest.mark.long), ("jamba", pytest.mark.long))
+
+
 @pytest.mark.parametrize(
-    "name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "qwen3_next", "mamba2", "jamba"))]
+    "name", ["lfm2", *(pytest.param(n, marks=m) for n, m in FURTHER)]
 )
 def test_states_of_recurrent_layers_move(name: str) -> None:
     def load() -> Any:

@@ -289,7 +289,7 @@ def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "temperature"),
-    [(3, 0.0), (3, 0.9), pytest.param(0, 0.9, marks=pytest.mark.slow), pytest.param(5, 0.9, marks=pytest.mark.slow)],
+    [(3, 0.0), (5, 0.9), *(pytest.param(k, 0.9, marks=pytest.mark.long) for k in (0, 3))],
 )
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
@@ -520,8 +520,10 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [1, 3])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("num_drafts", "ahead"),
+    [(3, True), (1, False), *(pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, True), (3, False)))],
+)
 def test_with_drafts_a_round_is_launched_before_the_commit(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int, ahead: bool
 ) -> None:

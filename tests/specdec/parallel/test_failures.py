@@ -152,7 +152,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
     model.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         (pid,) = pids_of(own)
@@ -206,7 +206,7 @@ def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_tes
     own.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
     own = load(folders("one-kv-head"))
     pids, inner = pids_of(own), own.hf_model

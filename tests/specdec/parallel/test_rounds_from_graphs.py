@@ -37,7 +37,7 @@ def tokens(model: Any, params: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["auto", None])
+@pytest.mark.parametrize("draft", ["auto", pytest.param(None, marks=pytest.mark.long)])
 def test_they_are_the_rounds_of_one_rank(
     graphs: Callable[[bool], None], draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

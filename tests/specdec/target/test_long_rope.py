@@ -99,7 +99,11 @@ def said(wrapped: Any, prompts: Any) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "drafts"), [("llama", 0), ("llama", 3), ("phi3", 0), ("phi3", 3), ("minicpm3", 3), ("phimoe", 3)]
+    ("kind", "drafts"),
+    [
+        *(("llama", 3), ("phi3", 0), ("minicpm3", 3)),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("llama", 0), ("phi3", 3), ("phimoe", 3))),
+    ],
 )
 @pytest.mark.usefixtures("every_self_test")
 def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) -> None:
@@ -118,7 +122,7 @@ def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) 
             assert sum(sum(r.accepted for r in c.stats.rounds) for c in wrapped.generate(prompts)) > 0
 
 
-@pytest.mark.parametrize(("kind", "drafts"), [("llama", 3), ("phi3", 3), ("phi3", 0)])
+@pytest.mark.parametrize(("kind", "drafts"), [("llama", 3), ("phi3", 0), pytest.param("phi3", 3, marks=pytest.mark.long)])
 def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cpu: None) -> None:  # noqa: F811
     prompts, answers = answers_of(kind)
     head = scripted(kind) if drafts else None
