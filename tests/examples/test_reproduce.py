@@ -190,6 +190,7 @@ def test_code_of_a_model_runs_only_where_it_is_allowed(record: Any) -> None:
     assert (commands, done.returncode) == ([], 2) and "CONFIRM_UNSAFE_CODE" in done.stderr
 
 
+@pytest.mark.slow
 def test_deepseek_r1_dry(rehearse: Any) -> None:
     found = rehearse("deepseek-r1-mtp-tp4.sh")
     assert found["lossless.json"]["verdict"] == "PASS"
@@ -213,7 +214,7 @@ def test_deepseek_v2_lite_dry(rehearse: Any) -> None:
     assert found["gsm8k-accuracy.json"]["identical"]["identical"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mamba_codestral_dry(rehearse: Any) -> None:
     found = rehearse("mamba-codestral-7b-humaneval.sh")
     assert found["lossless.json"]["verdict"] == "PASS"

@@ -60,7 +60,7 @@ def warm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [table_head, eagle3_head, lambda model: None], ids=["table", "eagle3", "no head"])
+@pytest.mark.parametrize("make", [pytest.param(table_head, marks=pytest.mark.long), eagle3_head, lambda model: None], ids=["table", "eagle3", "no head"])
 def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any]) -> None:
     target = tiny_llama()
     head = make(target)

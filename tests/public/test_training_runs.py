@@ -170,7 +170,11 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("held_out", 4), ("max_new_tokens", 9), ("max_length", 50), ("learning_rate", 0.1), ("taps", "0,1,2")],
+    [
+        *(("max_length", 50), ("taps", "0,1,2")),
+        *(pytest.param(*o, marks=pytest.mark.long) for o in (("held_out", 4), ("max_new_tokens", 9))),
+        pytest.param("learning_rate", 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_other_settings_in_a_used_folder_are_refused(bench: Bench, option: str, value: object, expected: bytes) -> None:
     assert bench.train().code == 0

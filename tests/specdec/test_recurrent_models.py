@@ -299,7 +299,7 @@ def test_new_weights_in_place_are_used() -> None:
 
 
 @pytest.mark.skipif("lfm3" not in TYPES, reason="no lfm3 in this transformers")
-@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("kind", ["sliding_attention", pytest.param("full_attention", marks=pytest.mark.long)])
 def test_windows_beside_recurrent_layers_say_the_same_with_their_pages_freed_and_kept(kind: str) -> None:
     torch.manual_seed(0)
     layers = ["conv", "sliding_attention", "conv", kind]
@@ -334,7 +334,7 @@ def test_mamba2s_least_step_holds_for_every_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.long)])
 def test_long_prompts_say_the_same_in_chunks_of_every_size(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, max_position_embeddings=4096)).eval()

@@ -242,7 +242,7 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
-@pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
+@pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), pytest.param("gsm-deepseek", "mtp", marks=pytest.mark.long)])
 def test_prompts_of_five_shots_share_them(target: str, draft: str, unchecked: None) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA. Nothing that is found is given up because of the head."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}

@@ -122,7 +122,7 @@ def test_sampled_rows(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     assert differing(params=params) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_target_is_one_compiled_graph(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
