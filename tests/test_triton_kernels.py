@@ -76,6 +76,7 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "query_len"),
@@ -124,6 +125,7 @@ def test_packed_attention(
         assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("parts", "size", "heads", "dim", "page_size", "query_len", "layout"),
     [
@@ -225,6 +227,7 @@ def test_packed_kernel_follows_its_part() -> None:
     assert kernel.generation == 2 and kernel.keeps(host)
 
 
+@pytest.mark.slow
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
     from attention.backends.cascade_cost import CascadeCost

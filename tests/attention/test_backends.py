@@ -250,6 +250,7 @@ def test_half_precision(name: str, dtype: torch.dtype, batch: str, variant: str)
         check(name, "cpu", variant, batch, dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: the kernels run compiled below")
 @pytest.mark.parametrize(
     ("variant", "batch"),
@@ -281,6 +282,7 @@ def test_our_kernel_in_the_interpreter(variant: str, batch: str) -> None:
     check("batch_invariant", "cpu", variant, batch, torch.float16)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here: the kernels run compiled below")
 @pytest.mark.parametrize(
     "variant",

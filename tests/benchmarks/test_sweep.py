@@ -31,7 +31,16 @@ EXACT = (
     "qwen3_next",
     "mamba2",
 )
-FURTHER = ("mistral", "qwen3: sliding", "qwen3_moe", "gemma3_text", "deepseek_v2: no q_lora", "glm4_moe", "gpt2", "phi3")
+FURTHER = (
+    "mistral",
+    "qwen3: sliding",
+    "qwen3_moe",
+    "gemma3_text",
+    "deepseek_v2: no q_lora",
+    "glm4_moe",
+    "gpt2",
+    "phi3",
+)
 """Types that the others stand for in `make test`."""
 REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}
 
@@ -143,6 +152,7 @@ def test_a_wrapper_is_read_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {"(wrapper)" in case.name for case in named_cases(("wrappers",))} == {True}
 
 
+@pytest.mark.slow
 def test_every_type_of_the_mapping_is_a_case() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

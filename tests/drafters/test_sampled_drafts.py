@@ -68,6 +68,7 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
         return wrapped, [r for p, c, own in every for r in oracle_rounds(target, head, p, c, drawn_as(own))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -92,6 +93,7 @@ def test_drawn_drafts_are_the_oracles(
     assert bool(beside_prompts) == bool(execution)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "drafts"),
     [

@@ -50,6 +50,7 @@ def lived(completions: list[Any]) -> list[Any]:
     return [(c.token_ids, c.text, c.drafts, c.stats.rounds, c.finish_reason) for c in completions]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAIRS)
 def test_tokens_and_drafts_are_those_of_requests_that_never_moved(name: str) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA; D has other pages, rows and another backend's sizes."""
@@ -113,6 +114,7 @@ def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
         yield p, d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DEFECTS])
 def test_a_planted_defect_is_seen(name: str, pair: tuple[SpeculativeModel, SpeculativeModel]) -> None:
     """What moves is needed: the comparison fails without any part of it (tokens alone would hide the head's)."""

@@ -123,6 +123,7 @@ def test_a_stop_string_ends_where_the_definition_says_whatever_k_is(wrapped: tup
     assert ends > 3, "some requests did end at their stop string"
 
 
+@pytest.mark.slow
 def test_a_stream_is_the_text_of_its_completion(wrapped: tuple[str, Any]) -> None:
     name, model = wrapped
     for seed in range(6):
@@ -140,6 +141,7 @@ def test_a_stream_is_the_text_of_its_completion(wrapped: tuple[str, Any]) -> Non
                 assert shown == model.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 def test_special_tokens_may_be_part_of_a_stop_string() -> None:
     """Written out at their place; the text has none of the stop string's characters."""
     tokenizer = Spread(byte_level())

@@ -82,6 +82,7 @@ def test_the_small_copy_is_exact(name: str) -> None:
     assert str(wrap(tiny_hybrid(name), max_model_len=128).twin) == "exact"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None:
     params = [SamplingParams(16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(len(PROMPTS))]

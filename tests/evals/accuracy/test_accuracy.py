@@ -188,8 +188,17 @@ def test_stock_hf_model_gives_the_same_score(tmp_path: Path, monkeypatch: pytest
     """
     pytest.importorskip("accelerate")
     folder = str(builtin_path("gsm-llama"))
-    asked = ["eval", "lm-eval", "--model", "specdec", "--model_args", f"pretrained={folder}", "--device", "cpu", "--limit", "12"]
-    asked += ["--tasks", "specdec_arithmetic", "--apply_chat_template", "--batch_size", "4", "--log_samples"]
+    asked = ["eval", "lm-eval", "--model", "specdec", "--model_args", f"pretrained={folder}", "--device", "cpu"]
+    asked += [
+        "--limit",
+        "12",
+        "--tasks",
+        "specdec_arithmetic",
+        "--apply_chat_template",
+        "--batch_size",
+        "4",
+        "--log_samples",
+    ]
     monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
     monkeypatch.setattr(sys, "argv", ["specdec"])
     cli([*asked, "--output_path", str(tmp_path / "results.json")], standalone_mode=False)

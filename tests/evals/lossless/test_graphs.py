@@ -166,7 +166,7 @@ def test_the_evaluation_passes_in_graphs(graphs_for_all: None) -> None:
 def test_sampled_rounds_from_graphs_have_the_targets_distribution(
     hot: Open, draft_sampling: str, samples: int | None
 ) -> None:
-    """On as many samples as the defects of this tier of tests are seen in, or every defect that such rounds can have."""
+    """On as many samples as the defects of `make test` are seen in, or every defect that such rounds can have."""
     every = max(n for name, n in SEEN_IN.items() if defect_of(name) == draft_sampling)
     found = hot.fit(draft_sampling, samples or every)
     assert found.verdict is Verdict.PASS, found

@@ -296,6 +296,7 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
     assert 0.2 < stats.cached_tokens / stats.prefix_query_tokens < stats.prefix_hit_rate
 
 
+@pytest.mark.slow
 def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     withdrawn = count_calls(monkeypatch, SharedPages, "withdraw")
     Traffic(3).run(200)

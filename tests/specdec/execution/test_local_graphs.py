@@ -73,6 +73,7 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     return [i for i, (one, other) in enumerate(zip(eager, graphed, strict=True)) if one != other]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "options"),
     [

@@ -84,6 +84,7 @@ class Compiled:
         return module.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in TYPES if n != "qwen3_next")],

@@ -117,6 +117,7 @@ def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str)
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.long)])
 def test_joining_as_alone(execution: dict[str, Any], drawn: str) -> None:
     assert joining(loaded(execution, drawn, **BATCHES["chunks"])) == rounds_alone(drawn)
@@ -136,6 +137,7 @@ def differ(found: Found) -> list[bool]:
 SAMPLED = [not own.greedy for own in PARAMS]
 
 
+@pytest.mark.slow
 def test_uniforms_of_a_row_are_seen(execution: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: uniforms follow the row of the batch instead of the request. Greedy rows stay."""
 

@@ -67,6 +67,7 @@ def test_deepseek_with_its_module(two_ranks: Any) -> None:
     compare("gsm-deepseek", "mtp", TEXTS, num_speculative_tokens=4, max_model_len=96, max_num_seqs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [

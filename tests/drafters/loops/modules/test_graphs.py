@@ -96,6 +96,7 @@ SLOW_PAIRS = [("mimo", 2, 1, 1), ("mimo", 3, 2, 1), ("ernie", 4, 5, 4)]
 LONG_PAIRS = [("mimo", 3, 5, 4), ("ernie", 4, 3, 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "drafts", "page_size"),
     [("mimo", 2, 3, 4), *(slow(*pair) for pair in SLOW_PAIRS), *(long(*pair) for pair in LONG_PAIRS)],
@@ -188,6 +189,7 @@ def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     assert sum(graph.replays for graph in graphs_on_cpu) > 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 4), slow(3, 5)])
 def test_prompts_of_one_token(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -353,6 +355,7 @@ def drafts_with(build: Make, modules: int = 3) -> list[tuple[Any, Any]]:
     return compared(wrapped, PROMPTS, wrapped.generate(PROMPTS, GREEDY))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [name if name == "what is carried is not updated" else slow(name) for name in PLANTED if name not in ALIKE]
@@ -393,6 +396,7 @@ def test_a_stale_plan_of_a_later_pass_shows(
     assert any(ours != oracle for ours, oracle in drafts_with(make, 2))
 
 
+@pytest.mark.slow
 def test_tokens_are_the_targets_own(graphs_on_cpu: list[Replayed], make: Make) -> None:  # noqa: F811
     wrapped = with_graphs(make, "mimo", 2, num_speculative_tokens=3)
     completions = wrapped.generate(PROMPTS[:4], GREEDY)
