@@ -111,7 +111,7 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*runs on a CPU")
 def test_weights_in_fp8_on_the_cpu(tmp_path: Path) -> None:
     """The floor counts a byte a weight of the layers, and two of the lm_head's; the head is as it was."""

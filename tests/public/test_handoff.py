@@ -51,7 +51,7 @@ def lived(completions: list[Any]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", ["gsm-llama", pytest.param("gsm-deepseek", marks=pytest.mark.long)])
 def test_tokens_and_drafts_are_those_of_requests_that_never_moved(name: str) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA; D has other pages, rows and another backend's sizes."""
     with load(name) as stays, load(name) as p, load(name, kv_cache_tokens=512, max_num_seqs=2) as d:

@@ -108,7 +108,7 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("defect", [False, True])
+@pytest.mark.parametrize("defect", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rounds_of_any_shape_run_what_was_compiled_for_the_graphs(
     defect: bool,
     recorded_on_cpu: list[Replayed],  # noqa: F811

@@ -57,7 +57,7 @@ def test_experts_and_latent_attention_from_graphs(graphs_on_cpu: list[Replayed],
     graphed(write(tmp_path / "target", DEEPSEEK), DEEPSEEK, 2 + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_rounds(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     tmp_path: Path,

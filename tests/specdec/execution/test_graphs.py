@@ -485,7 +485,7 @@ def test_an_mla_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], draft
     assert sum(g.replays for g in graphs_on_cpu) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Target and module traced without a break; what they compute is that of the eager path."""
     compiler = torch.compile

@@ -86,7 +86,7 @@ def test_compiled_shares_say_the_same(
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_drafts_of_a_rank_are_overwritten_in_the_verification(graphs: Callable[[bool], None]) -> None:
     graphs(False)
     with SpeculativeModel.from_pretrained(
