@@ -159,7 +159,7 @@ def same_uniform_twice(drafts: torch.Tensor, n: torch.Tensor, inputs: SampledInp
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "rule",
-    [resample_from_p, *(pytest.param(r, marks=pytest.mark.slow) for r in (accept_over_half, same_uniform_twice))],
+    [resample_from_p, same_uniform_twice, pytest.param(accept_over_half, marks=pytest.mark.long)],
 )
 def test_a_wrong_rule_is_caught(rule: Rule, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(specdec.acceptance.judge, "accept_sampled", rule)

@@ -187,7 +187,7 @@ PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.slow)],
+    ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.long)],
 )
 def test_planted_virtual_rows_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811
