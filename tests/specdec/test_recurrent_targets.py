@@ -77,6 +77,7 @@ def test_every_setting_says_what_transformers_says(name: str, setting: str) -> N
         assert wrapped.engine_stats.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", types(KINDS))
 def test_the_small_copy_is_exact(name: str) -> None:
     assert str(wrap(tiny_hybrid(name), max_model_len=128).twin) == "exact"

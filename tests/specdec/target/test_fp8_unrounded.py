@@ -50,6 +50,7 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
         self_test(deep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [SMALL, QWEN], ids=["linear", "experts"])
 @pytest.mark.parametrize("defect", ["slot", "position"])
