@@ -41,6 +41,7 @@ def head(tmp_path: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_head_and_its_target(head: Path) -> None:
     text = run(inspect, str(head), "--target", "gsm-llama", *SMALL).output
     assert "the head is READ WRONGLY" in text
@@ -99,6 +100,7 @@ def test_arguments_that_contradict_each_other(arguments: list[str], message: str
         run(inspect, *arguments)
 
 
+@pytest.mark.slow
 def test_a_module_agrees_with_the_target_whose_checkpoint_holds_it() -> None:
     found = json.loads(run(inspect, "gsm-deepseek", "--json", *SMALL).stdout)
     assert found["head"] == "MtpHead" and found["agreement"]["verdict"] == "fine"

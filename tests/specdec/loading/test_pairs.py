@@ -34,6 +34,7 @@ def head_for(tmp_path: Path) -> tuple[Path, Path]:
     return tmp_path / "target", LAYOUTS["speculators_llama"]().write(tmp_path / "head", **named(name))
 
 
+@pytest.mark.slow
 def test_a_head_alone_brings_its_target(tmp_path: Path) -> None:
     folder, head = head_for(tmp_path)
     assert target_of(head) == str(folder)
@@ -90,6 +91,7 @@ def in_cache(hub: Path, name: str, folder: Path) -> None:
     (repo / "refs" / "main").write_text("a" * 40)
 
 
+@pytest.mark.slow
 def test_a_head_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, head = head_for(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))

@@ -38,6 +38,7 @@ def target(folder: Path, sizes: dict[str, Any], dtype: torch.dtype) -> Target:
     return Target(probed, GroupRunner(TorchBackend(CPU), group, dtype, CPU), (), 0)
 
 
+@pytest.mark.slow
 def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -49,6 +50,7 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
         self_test(deep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [SMALL, QWEN], ids=["linear", "experts"])
 @pytest.mark.parametrize("defect", ["slot", "position"])
@@ -111,6 +113,7 @@ def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: py
     layers.release()
 
 
+@pytest.mark.slow
 def test_compiled_code_rounds_always_and_so_does_what_comes_after() -> None:
     """Code that is compiled inside, or run inside, is the code of the rounds; an error leaves nothing behind."""
     from tests.specdec.compiler.test_passes import rewritten
