@@ -49,7 +49,7 @@ model_options = added(
         click.option(
             "--model",
             default=None,
-            help="Built-in name, folder or hub name; default gsm-llama with its head. A head that names its target, too.",
+            help="Built-in name, folder or hub name, also of a head that names its target; default gsm-llama.",
         ),
         load_options("eval", without=OWN_NAMES),
     )

@@ -55,7 +55,8 @@ class Pair:
 def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     """The target and head that a user named; of a head given alone as the target, the target that it names.
 
-    draft="auto" beside a head means that head, as it means the built-in one beside a built-in target. Such names are in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
+    draft="auto" beside a head means that head, as it means the built-in one beside a built-in target. Such names are
+    in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
 
     Raises:
         InvalidInputError: a revision beside a head given alone, which has none for its target.
