@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -103,6 +103,25 @@ def export_eagle3(
     stored = dtype or head.norm.weight.dtype
     tensors = _tensors(head, stored, with_target_tensors)
     return _write(_made(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
+
+
+def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
+
+    Args:
+        embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
+    """
+    own = head.embed_tokens.weight if head.spec.own_embed else None
+    return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))
+
+
+def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3Head:
+    """The same head without an embedding of its own: it reads the target's, [V, H]."""
+    spec = replace(head.spec, own_embed=False)
+    lm_head = head.lm_head.weight if head.target_lm_head is None else head.target_lm_head
+    made = Eagle3Head(spec, embedding, lm_head, offsets_of(head.target_ids))
+    made.load_state_dict({name: t for name, t in head.state_dict().items() if not name.startswith("embed_tokens.")})
+    return made.eval().requires_grad_(False)
 
 
 def _check_layout(layout: str) -> None:

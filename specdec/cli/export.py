@@ -12,7 +12,10 @@ from specdec.cli.options import examples, pick_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    import torch
+
     from drafters.eagle3.export import ExportLayout
+    from drafters.eagle3.head import Eagle3Head
     from specdec.options import LoadOptions
 
 _LAYOUTS = ("speculators", "specforge")
@@ -89,6 +92,9 @@ def _exported(
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
     facts = target_of_files(path, overrides) if outline is None else outline.facts
     loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
+    stored = stored_dtype(path)
+    if layout == "specforge":
+        loaded = _sharing(loaded, named, None if outline is None else outline.facts.embedding, stored)
     shares = not (loaded.spec.own_embed and loaded.spec.own_lm_head)
     if outline is None and layout == "speculators" and with_target_tensors and shares:
         raise InvalidInputError(
@@ -108,10 +114,30 @@ def _exported(
         out,
         layout,
         verifier=None if name is None else Verifier(name, kinds),
-        dtype=getattr(torch, dtype) if dtype else stored_dtype(path),
+        dtype=getattr(torch, dtype) if dtype else stored,
         num_speculative_tokens=num_speculative_tokens,
         with_target_tensors=with_target_tensors,
     )
+
+
+def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None, stored: torch.dtype) -> Eagle3Head:
+    """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
+
+    Raises:
+        InvalidInputError: it has an embedding, and the target is not there to say whether that is its own.
+    """
+    from drafters.eagle3.export import shares_embedding, with_shared_embedding
+
+    own = head.spec.own_embed and head.spec.hidden_size == head.spec.target_hidden_size
+    if own and embedding is None:
+        where = "its files name no target" if named is None else f"its target {named} is not on this machine"
+        raise InvalidInputError(
+            f"the head's files hold an embedding, and {where}: give --target. The specforge layout has no place for it, "
+            "but where it is a copy of the target's, as in the speculators layout, it is left out"
+        )
+    if embedding is None or not own or not shares_embedding(head, embedding, stored):
+        return head  # one of its own is refused by name
+    return with_shared_embedding(head, embedding)
 
 
 def _eagle_head(head: str, target: str | None) -> str:
