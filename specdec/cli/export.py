@@ -132,8 +132,8 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
     if own and embedding is None:
         where = "its files name no target" if named is None else f"its target {named} is not on this machine"
         raise InvalidInputError(
-            f"the head's files hold an embedding, and {where}: give --target. The specforge layout has no place for it, "
-            "but where it is a copy of the target's, as in the speculators layout, it is left out"
+            f"the head's files hold an embedding, and {where}: give --target. The specforge layout has no place for "
+            "it, but where it is a copy of the target's, as in the speculators layout, it is left out"
         )
     if embedding is None or not own or not shares_embedding(head, embedding, stored):
         return head  # one of its own is refused by name

@@ -8,7 +8,6 @@ and the model's own forward and generate run through the same operators, on a CP
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -18,10 +17,11 @@ import torch
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
-from specdec.errors import SpecdecWarning, UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.fp8_experts import fp8_experts
 from specdec.target.unrounded import are_rounded
+from specdec.user_warnings import warn_user
 
 _LEAST_CAPABILITY = (8, 9)
 
@@ -213,11 +213,9 @@ def _check_experts(name: str, module: Any) -> None:
 def _check_device(what: str, device: torch.device) -> None:
     """Refuse a GPU without 8-bit floats; on a CPU, say what it costs."""
     if device.type == "cpu":
-        warnings.warn(
+        warn_user(
             f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
-            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised",
-            SpecdecWarning,
-            stacklevel=2,
+            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised"
         )
     elif torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UnsupportedModelError(

@@ -6,7 +6,6 @@ to be read is checked on a text.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from transformers import PreTrainedModel
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from drafters.base import HasInputConvention, Head
-from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
+from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
 from specdec.target.fp8_selftest import fp8_self_test
@@ -37,6 +36,7 @@ from specdec.target.rollback import read_rollback, rollback_of
 from specdec.target.target import Target
 from specdec.target.twin import TwinReport, in_words
 from specdec.target.unrounded import unrounded_activations
+from specdec.user_warnings import warn_user
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
@@ -92,12 +92,10 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     untested = [f"rows beyond {in_words(beyond)}"] if beyond else []
     untested += [f"errors below {_TOLERANCE[probed.model.dtype]:g}"] if half else []
     if untested:
-        warnings.warn(
+        warn_user(
             f"{type(probed.model).__name__}: {' and '.join(untested)} were not tested: there is no small copy of it to "
             f"test them by: {report.unbuilt}. Its own rows of up to {longest} tokens came out right. Compare a long "
-            "answer with the model's own generate, or give a smaller max_model_len",
-            SpecdecWarning,
-            stacklevel=2,
+            "answer with the model's own generate, or give a smaller max_model_len"
         )
     return error
 
