@@ -12,7 +12,8 @@ from types import FrameType
 from specdec.errors import SpecdecWarning
 
 _ROOT = Path(__file__).resolve().parents[1]
-_OURS = tuple(f"{_ROOT / package}{os.sep}" for package in ("attention", "drafters", "specdec", "evals"))
+_OURS = ("attention", "drafters", "specdec")
+"""Packages whose lines are not the user's; so is the one that warns, which may add commands to these."""
 _BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib.py")
 """Files of decorators that stand between two functions of ours."""
 
@@ -20,11 +21,13 @@ _BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib
 def warn_user(message: str) -> None:
     """Warn with a SpecdecWarning at the first line outside of this library; in its commands, at that of the script."""
     frame, level = sys._getframe(1), 2
-    while _is_ours(frame) and frame.f_back is not None:
+    packages = {*_OURS, str(frame.f_globals["__name__"]).partition(".")[0]}
+    folders = tuple(f"{_ROOT / package}{os.sep}" for package in packages)
+    while frame.f_back is not None and _is_in(frame, folders):
         frame, level = frame.f_back, level + 1
     warnings.warn(message, SpecdecWarning, stacklevel=level)
 
 
-def _is_ours(frame: FrameType) -> bool:
+def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
     file = frame.f_code.co_filename
-    return file.startswith(_OURS) or file.endswith(_BETWEEN)
+    return file.startswith(folders) or file.endswith(_BETWEEN)

@@ -90,7 +90,7 @@ def export_eagle3(
     _check_layout(layout)
     if num_speculative_tokens < 1:
         raise InvalidInputError(f"num_speculative_tokens={num_speculative_tokens}: give at least 1")
-    problems = _problems(head.spec, layout)
+    problems = problems_of(head.spec, layout)
     if problems:
         raise InvalidInputError(f"this head cannot be written in the {layout} layout: " + "; ".join(problems))
     if layout == "specforge":
@@ -129,8 +129,8 @@ def _check_layout(layout: str) -> None:
         raise InvalidInputError(f"layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
 
 
-def _problems(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
-    """What of a head the layout, or the engine that reads it, cannot express; empty when it can."""
+def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
+    """What of a head the layout, or the engine that reads it, cannot express, by field; empty when it can."""
     known = _ALWAYS | _MORE[layout]
     problems = [
         f"{f.name} = {getattr(spec, f.name)!r} (it has no place in it)"

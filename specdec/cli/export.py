@@ -124,19 +124,19 @@ def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None
     """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
 
     Raises:
-        InvalidInputError: it has an embedding, and the target is not there to say whether that is its own.
+        InvalidInputError: it has an embedding and no place for it, and the target is not there to say whose it is.
     """
-    from drafters.eagle3.export import shares_embedding, with_shared_embedding
+    from drafters.eagle3.export import problems_of, shares_embedding, with_shared_embedding
 
-    own = head.spec.own_embed and head.spec.hidden_size == head.spec.target_hidden_size
-    if own and embedding is None:
+    problems = problems_of(head.spec, "specforge")
+    if embedding is None and any(said.startswith("own_embed") for said in problems):
         where = "its files name no target" if named is None else f"its target {named} is not on this machine"
         raise InvalidInputError(
-            f"the head's files hold an embedding, and {where}: give --target. The specforge layout has no place for "
-            "it, but where it is a copy of the target's, as in the speculators layout, it is left out"
+            f"this head cannot be written in the specforge layout: {'; '.join(problems)}. A copy of the target's "
+            f"embedding, as the speculators layout holds it, is left out, but {where}: give --target"
         )
-    if embedding is None or not own or not shares_embedding(head, embedding, stored):
-        return head  # one of its own is refused by name
+    if embedding is None or not shares_embedding(head, embedding, stored):
+        return head  # an embedding of its own is refused by name
     return with_shared_embedding(head, embedding)
 
 

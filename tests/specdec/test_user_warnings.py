@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from fakes import LetterTokenizer, tiny_llama
 
+from evals.data.prompts import warn_without_template
 from specdec import SpecdecWarning, SpeculativeModel
 from tests.fp8 import LLAMA, write
 
@@ -41,6 +42,13 @@ def test_warnings_point_at_the_users_line(make: Any, words: str, tmp_path: Path)
     (found,) = [one for one in said if one.category is SpecdecWarning]
     assert words in str(found.message) and found.filename == __file__
     assert Path(__file__).read_text().splitlines()[found.lineno - 1].endswith("# this line")
+
+
+def test_a_package_that_adds_commands_is_not_the_user() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_without_template()
+    assert [one.filename for one in said] == [__file__]
 
 
 def test_all_warnings_go_that_way() -> None:

@@ -148,7 +148,9 @@ def test_an_embedding_of_its_own_is_not_left_out(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["speculators_config"]["verifier"]["name_or_path"] = "someone/target"
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(InvalidInputError, match=r"hold an embedding, and its target someone/target is not .*--target"):
+    with pytest.raises(
+        InvalidInputError, match=r"own_embed .*is left out, but its target someone/target is not .*--target"
+    ):
         run(export, str(folder), "--layout", "specforge", "--out", str(out))
     assert not out.exists()
 
@@ -214,7 +216,7 @@ def test_the_built_in_head_is_exported_and_read_back(layout: str, tmp_path: Path
 
 def test_a_head_of_speculators_becomes_one_of_specforge_where_that_can_say_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InvalidInputError, match=r"norm_before_residual = True.*own_embed"):
+    with pytest.raises(InvalidInputError, match=r"norm_before_residual = True.*own_embed.*give --target"):
         run(export, str(PLAIN), "--layout", "specforge", "--out", str(out))
     assert not out.exists()
     run(export, str(FILES / "written" / "converted"), "--layout", "specforge", "--out", str(out), "--target", _target())
