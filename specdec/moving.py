@@ -20,7 +20,7 @@ from attention.transport.nixl_agent import NixlTransport
 from attention.transport.sockets import SocketTransport
 from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
-from specdec.engine.sharing import Stream, StreamUpdate
+from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
 from specdec.generation import Generation
 from specdec.parallel.ranks import Ranks
