@@ -134,6 +134,7 @@ ROOMS = [
     "specdec/execution",
     "specdec/engine",
     "specdec/loading",
+    "specdec/transfer",
     "specdec/generation.py",
     "specdec/moving.py",
     "specdec/model.py",
