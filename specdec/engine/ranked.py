@@ -90,7 +90,7 @@ class LeadingEngine(Engine):
         self.ranks = ranks
         self._link = link
         super().__init__(*parts, self._tell)
-        self.moving.confirm = partial(_confirm, ranks)
+        self.moving.confirm = partial(confirm, ranks)
 
     def submit(
         self,
@@ -241,7 +241,7 @@ class LeadingEngine(Engine):
         self._start([])
 
 
-def _confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
+def confirm(ranks: Ranks, granted: Mapping[str, Pages]) -> None:
     """Wait until every rank has written the pages of requests that leave, and lets them be read.
 
     Raises:
@@ -305,7 +305,7 @@ class FollowingEngine(Engine):
         self.ranks = ranks
         self._ear = ear
         super().__init__(*parts, self._compare)
-        self.moving.confirm = partial(_confirm, ranks)
+        self.moving.confirm = partial(confirm, ranks)
 
     def follow(self, message: Any) -> None:
         """Do what rank 0 does.
