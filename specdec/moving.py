@@ -229,6 +229,7 @@ class Moving(Generation):
         with self._shared.between_rounds():
             if self._link is not None and not instead:
                 return self._link
+            self.engine.usage()  # what was read meanwhile is held no longer
             held = self.engine.moving.num_held
             if held:
                 raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")

@@ -166,8 +166,8 @@ class Link:
 def comparable(own: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Two fingerprints without what engines of different numbers of ranks cannot compare."""
     here, there = dict(own), dict(other)
-    shares = here.get(_SHARES), there.get(_SHARES)
-    if all(isinstance(each, list) for each in shares) and len({len(each) for each in shares}) > 1:
+    counts = {len(shares) for each in (here, there) if isinstance(shares := each.get(_SHARES), list)}
+    if len(counts) == 2:
         del here[_SHARES], there[_SHARES]
     return here, there
 
