@@ -141,19 +141,28 @@ def test_all_sizes(two_ranks: Any, name: str) -> None:
             two.resume(other.prefill(TEXTS[0], GREEDY))
 
 
-@pytest.mark.slow
-def test_repeated_heads_are_read_from_one_owner(two_ranks: Any, folders: Callable[[str], Path]) -> None:
-    """One KV head, on both ranks; without a draft head. The fingerprint counts it once."""
-    folder, params = folders("one-kv-head"), [replace(own, max_new_tokens=12) for own in PARAMS]
-    with load(folder, 1) as one, load(folder, 2) as two, load(folder, 2) as more:
+@pytest.mark.parametrize(
+    ("name", "heads"),
+    [
+        pytest.param("one-kv-head", [(0, 1), (0, 1)], marks=pytest.mark.slow),
+        pytest.param("gpt-oss", [(0, 1), (1, 1)], marks=pytest.mark.long),
+    ],
+)
+def test_repeated_heads_are_read_from_one_owner_and_windows_are_moved(
+    two_ranks: Any, folders: Callable[[str], Path], name: str, heads: list[tuple[int, int]]
+) -> None:
+    """One KV head, on both ranks, which the fingerprint counts once; layers with windows, in pages of their own. No
+    draft head."""
+    params = [replace(own, max_new_tokens=12) for own in PARAMS]
+    with load(folders(name), 1) as one, load(folders(name), 2) as two, load(folders(name), 2) as more:
         expected = lived(one.generate(LETTERS, params))
         for p, d in ((one, two), (two, one), (two, more)):
             assert moved(p, d, LETTERS, params) == expected
-        assert held(two.open_transfer("sockets"), "target/0/keys") == [(0, 1), (0, 1)]
-    with load(folders("two-kv-heads"), 2) as other, load(folder, 1) as one:
-        (handoff,) = other.prefill(LETTERS[0], GREEDY)
-        with pytest.raises(HandoffMismatchError, match="target weights"):
-            one.resume(handoff)
+        assert held(two.open_transfer("sockets"), "target/0/keys") == heads
+        with load(folders("two-kv-heads"), 2, hybrid_kv_cache=False) as other:
+            (handoff,) = other.prefill(LETTERS[0], GREEDY)
+            with pytest.raises(HandoffMismatchError, match=r"target weights|cache groups"):
+                one.resume(handoff)
 
 
 @pytest.mark.slow
