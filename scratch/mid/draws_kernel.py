@@ -1,0 +1,348 @@
+"""Acceptance, resampling and drafts of sampled rows as Triton kernels. Imported on CUDA only.
+
+A draw takes two launches: the first sums the weights of every part of a row, the second finds the part, and in it the
+token, at which the cumulative sum passes u·total. Weights are integers, so sums are exact whatever their order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from specdec.ops.filters_kernel import launch_filters
+from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
+
+_PART = 2048
+_WARPS = 4
+_PICK_WARPS = 8
+_UNIT = tl.constexpr(2.0**52)  # of probabilities as integers: V of them stay below 2**63
+
+
+@triton.jit
+def _weights(p):  # type: ignore[no-untyped-def]
+    return (p * _UNIT).to(tl.int64)
+
+
+@triton.jit
+def _target(total, uniform):  # type: ignore[no-untyped-def]
+    """The place in a cumulative sum of integers at which to draw, below total."""
+    return (uniform.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+
+
+@triton.jit
+def _head(proposal, row):  # type: ignore[no-untyped-def]
+    """The head's logits and stats of a row's drafts, the map, whether q is the head's, and the strides of a draft."""
+    logits_ptr, stats_ptr, inverse_ptr, sources_ptr, stride, step_stride, stats_stride, stats_step_stride = proposal
+    source = tl.load(sources_ptr + row)
+    from_ = tl.maximum(source, 0)
+    logits_ptr += from_ * stride
+    stats_ptr += from_ * stats_stride
+    return logits_ptr, stats_ptr, inverse_ptr, source >= 0, step_stride, stats_step_stride
+
+
+@triton.jit
+def _next_weights(column, at, rejected, target, head, shape):  # type: ignore[no-untyped-def]
+    """Weights of p and of max(p - q, 0) of tokens [N], int64, of the next token after `at` accepted drafts."""
+    logits_ptr, index_ptr, stats_ptr, drafts_ptr, row_stride = target
+    scale, floor, vocab = shape
+    inside = column < vocab
+    logits_ptr += tl.load(index_ptr + at) * row_stride
+    x = load_logits(logits_ptr + column, inside)
+    p = tl.where(inside, probability(x, column, load_stats(stats_ptr + at * 4), scale, floor), 0.0)
+    draft = tl.load(drafts_ptr + at, mask=rejected, other=-1)
+    q = tl.where(column == draft, 1.0, 0.0)
+    if head is not None:
+        head_logits_ptr, head_stats_ptr, inverse_ptr, drawn, step_stride, stats_step_stride = head
+        if drawn & rejected:
+            own = tl.load(inverse_ptr + column, mask=inside, other=-1)
+            y = load_logits(head_logits_ptr + at * step_stride + own, own >= 0)
+            stats = load_stats(head_stats_ptr + at * stats_step_stride)
+            q = tl.where(own >= 0, probability(y, own, stats, scale, floor), 0.0)
+    return _weights(p), _weights(tl.maximum(p - q, 0.0))
+
+
+@triton.jit
+def _accept_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    index_ptr,  # [J, N + 1] int64
+    stats_ptr,  # [J * (N + 1), 4] float32
+    temperature_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
+    num_drafts_ptr,  # [J] int64
+    accept_uniform_ptr,  # [J, N] float32
+    proposal,  # None, or pointers to the head's logits, their stats, the map and the sources, and strides
+    packed_ptr,  # [J, 2 * N + 2] int64
+    sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
+    vocab,
+    row_stride,
+    accept_stride,
+    N: tl.constexpr,
+    DRAFTS: tl.constexpr,
+    PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0:
+        return
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
+    packed_ptr += row * (2 * N + 2)
+    index_ptr += row * (N + 1)
+    stats_ptr += row * (N + 1) * 4
+    num_drafts = tl.load(num_drafts_ptr + row)
+    place = tl.arange(0, DRAFTS)
+    exists = (place < N) & (place < num_drafts)
+    drafts = tl.load(packed_ptr + N + 2 + place, mask=exists, other=0)  # [DRAFTS]
+    x = load_logits(logits_ptr + tl.load(index_ptr + place, mask=exists, other=0) * row_stride + drafts, exists)
+    p = probability(x, drafts, load_stats(stats_ptr + tl.where(exists, place, 0) * 4), scale, floor)
+    q = tl.full((DRAFTS,), 1.0, tl.float32)
+    head = None
+    if proposal is not None:
+        head = _head(proposal, row)
+    if head is not None:
+        head_logits_ptr, head_stats_ptr, inverse_ptr, drawn, step_stride, stats_step_stride = head
+        known = exists & (place < tl.where(drawn, num_drafts, 0))
+        step = tl.where(known, place, 0)
+        own = tl.load(inverse_ptr + drafts, mask=known, other=-1)
+        y = load_logits(head_logits_ptr + step * step_stride + own, own >= 0)
+        of_head = probability(y, own, load_stats(head_stats_ptr + step * stats_step_stride), scale, floor)
+        q = tl.where(drawn, tl.where(own >= 0, of_head, 0.0), q)
+    uniform = tl.load(accept_uniform_ptr + row * accept_stride + place, mask=exists, other=0.0)
+    accepted = exists & (uniform * q < p)
+    at = tl.minimum(tl.min(tl.where(accepted, DRAFTS, place), 0), N).to(tl.int64)
+    if part == 0:
+        tl.store(packed_ptr, at)
+    target = (logits_ptr, index_ptr, stats_ptr, packed_ptr + N + 2, row_stride)
+    column = part * PART + tl.arange(0, PART)
+    of_p, of_rest = _next_weights(column, at, at < num_drafts, target, head, (scale, floor, vocab))
+    sums_ptr += row * 2 * parts + part
+    tl.store(sums_ptr, tl.sum(of_p, 0))
+    tl.store(sums_ptr + parts, tl.sum(of_rest, 0))
+
+
+@triton.jit
+def _pick_part(sums, uniform):  # type: ignore[no-untyped-def]
+    """int64 sums [PARTS] of the parts -> the part in which a draw falls, and how far into its own sum."""
+    place = _target(tl.sum(sums, 0), uniform)
+    passed = tl.cumsum(sums, 0) <= place
+    return tl.sum(passed.to(tl.int32), 0), place - tl.sum(tl.where(passed, sums, 0), 0)
+
+
+@triton.jit
+def _pick_in_part(weights, place):  # type: ignore[no-untyped-def]
+    return tl.sum((tl.cumsum(weights, 0) <= place).to(tl.int32), 0)
+
+
+@triton.jit
+def _resample_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    index_ptr,  # [J, N + 1] int64
+    stats_ptr,  # [J * (N + 1), 4] float32
+    temperature_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
+    num_drafts_ptr,  # [J] int64
+    next_uniform_ptr,  # [J, N + 1] float32
+    proposal,  # see _accept_kernel
+    packed_ptr,  # [J, 2 * N + 2] int64
+    sums_ptr,  # [J, 2, parts] int64: of p | of max(p - q, 0)
+    vocab,
+    parts,
+    row_stride,
+    next_stride,
+    N: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0:
+        return
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
+    packed_ptr += row * (2 * N + 2)
+    at = tl.load(packed_ptr)
+    rejected = at < tl.load(num_drafts_ptr + row)
+    part = tl.arange(0, PARTS)
+    sums_ptr += row * 2 * parts
+    of_rest = tl.load(sums_ptr + parts + part, mask=part < parts, other=0)
+    usable = rejected & (tl.sum(of_rest, 0) > 0)
+    sums = tl.where(usable, of_rest, tl.load(sums_ptr + part, mask=part < parts, other=0))
+    part, place = _pick_part(sums, tl.load(next_uniform_ptr + row * next_stride + at))
+    target = (logits_ptr, index_ptr + row * (N + 1), stats_ptr + row * (N + 1) * 4, packed_ptr + N + 2, row_stride)
+    column = part * PART + tl.arange(0, PART)
+    head = None
+    if proposal is not None:
+        head = _head(proposal, row)
+    of_p, of_rest = _next_weights(column, at, rejected, target, head, (scale, floor, vocab))
+    token = part * PART + _pick_in_part(tl.where(usable, of_rest, of_p), place)
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    column = tl.arange(0, TOKENS)
+    drafts = tl.load(packed_ptr + N + 2 + column, mask=column < N, other=0)
+    tl.store(packed_ptr + 1 + column, tl.where(column == at, token, drafts), mask=column <= N)
+
+
+@triton.jit
+def _uniform_of_step(  # type: ignore[no-untyped-def]
+    uniform_ptr, num_accepted_ptr, row, step, columns, stride, accepted_stride
+):
+    at = step
+    if num_accepted_ptr is not None:
+        at += tl.load(num_accepted_ptr + row * accepted_stride)
+    return tl.load(uniform_ptr + row * stride + tl.minimum(at, columns - 1))
+
+
+@triton.jit
+def _draft_weights(  # type: ignore[no-untyped-def]
+    logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART: tl.constexpr
+):
+    """Weights [PART] int64 of one part of a row of the head's logits."""
+    column = part * PART + tl.arange(0, PART)
+    x = load_logits(logits_ptr + row * row_stride + column, column < vocab)
+    stats, floor = load_stats(stats_ptr + row * stats_stride), tl.load(min_p_ptr + row)
+    return tl.where(column < vocab, _weights(probability(x, column, stats, LOG2E / temperature, floor)), 0)
+
+
+@triton.jit
+def _draft_sums_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [R, V]
+    temperature_ptr,  # [R] float32
+    min_p_ptr,  # [R] float32
+    stats_ptr,  # [R, 4] float32
+    sums_ptr,  # [R, parts] int64
+    vocab,
+    row_stride,
+    stats_stride,
+    PART: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0:
+        return
+    weights = _draft_weights(
+        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
+    )
+    tl.store(sums_ptr + row * tl.num_programs(1) + part, tl.sum(weights, 0))
+
+
+@triton.jit(do_not_specialize=["step"])
+def _draft_pick_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [R, V]
+    ids_ptr,  # [R] int64
+    temperature_ptr,  # [R] float32
+    min_p_ptr,  # [R] float32
+    uniform_ptr,  # [R, columns] float32
+    num_accepted_ptr,  # [R] int64 or None
+    drafts_ptr,  # [R] int64 or None
+    target_ids_ptr,  # [V] int64 or None
+    kept_accepted_ptr,  # [R] int64 or None
+    stats_ptr,  # [R, 4] float32
+    sums_ptr,  # [R, parts] int64
+    step,
+    columns,
+    vocab,
+    parts,
+    row_stride,
+    ids_stride,
+    uniform_stride,
+    accepted_stride,
+    drafts_stride,
+    stats_stride,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature == 0:
+        return
+    uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
+    part = tl.arange(0, PARTS)
+    part, place = _pick_part(tl.load(sums_ptr + row * parts + part, mask=part < parts, other=0), uniform)
+    weights = _draft_weights(
+        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
+    )
+    token = tl.minimum(part * PART + _pick_in_part(weights, place), vocab - 1).to(tl.int64)
+    tl.store(ids_ptr + row * ids_stride, token)
+    if drafts_ptr is not None:
+        if target_ids_ptr is not None:
+            token = tl.load(target_ids_ptr + token)
+        tl.store(drafts_ptr + row * drafts_stride, token)
+    if kept_accepted_ptr is not None:
+        tl.store(kept_accepted_ptr + row, tl.load(num_accepted_ptr + row * accepted_stride))
+
+
+def launch_drafts(
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    uniform: torch.Tensor,
+    step: int,
+    stats: torch.Tensor,
+    num_accepted: torch.Tensor | None,
+    places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
+) -> None:
+    """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
+
+    places: the fields of a `DraftPlaces`.
+    """
+    copy, drafts, target_ids, kept_accepted = places
+    (rows, vocab), options = logits.shape, dependent_launch(logits.device)
+    place = {
+        "step": step,
+        "columns": uniform.shape[1],
+        "ids_stride": ids.stride(0),
+        "uniform_stride": uniform.stride(0),
+        "accepted_stride": 0 if num_accepted is None else num_accepted.stride(0),
+        "drafts_stride": 0 if drafts is None else drafts.stride(0),
+    }
+    sizes = {"vocab": vocab, "row_stride": logits.stride(0), "stats_stride": stats.stride(0)}
+    launch_filters(logits, ids, parameters, stats, None, copy)
+    parts = triton.cdiv(vocab, _PART)
+    sums, floors = ids.new_empty(rows, parts), (parameters[0], parameters[3])
+    _draft_sums_kernel[(rows, parts)](
+        logits, *floors, stats, sums, **sizes, PART=_PART, num_warps=_WARPS, **options
+    )  # fmt: skip
+    _draft_pick_kernel[(rows,)](
+        logits, ids, *floors, uniform, num_accepted, drafts, target_ids, kept_accepted, stats, sums,
+        **place, **sizes, parts=parts, PART=_PART, PARTS=triton.next_power_of_2(parts),
+        num_warps=_PICK_WARPS, **options,
+    )  # fmt: skip
+
+
+def launch_acceptance(
+    logits: torch.Tensor,
+    inputs: tuple[torch.Tensor, ...],
+    accept_uniform: torch.Tensor,
+    next_uniform: torch.Tensor,
+    packed: torch.Tensor,
+    proposal: tuple[torch.Tensor, ...] | None,
+) -> None:
+    """See `accept_drafts`.
+
+    Args:
+        inputs: index [J, n+1], stats [J * (n+1), 4], temperature [J], min_p [J], num_drafts [J].
+        proposal: logits, stats, inverse and sources of a `Proposal`.
+    """
+    (rows, tokens), vocab, options = inputs[0].shape, logits.shape[1], dependent_launch(logits.device)
+    parts = triton.cdiv(vocab, _PART)
+    sums = packed.new_empty(rows, 2, parts)
+    head = None
+    if proposal is not None:
+        head = (*proposal, *proposal[0].stride()[:2], *proposal[1].stride()[:2])
+    sizes = {"vocab": vocab, "row_stride": logits.stride(0), "N": tokens - 1, "PART": _PART}
+    _accept_kernel[(rows, parts)](
+        logits, *inputs, accept_uniform, head, packed, sums, **sizes, accept_stride=accept_uniform.stride(0),
+        DRAFTS=triton.next_power_of_2(max(tokens - 1, 1)), num_warps=_WARPS, **options,
+    )  # fmt: skip
+    _resample_kernel[(rows,)](
+        logits, *inputs, next_uniform, head, packed, sums, **sizes, parts=parts, next_stride=next_uniform.stride(0),
+        TOKENS=triton.next_power_of_2(tokens), PARTS=triton.next_power_of_2(parts), num_warps=_PICK_WARPS, **options,
+    )  # fmt: skip

@@ -1,0 +1,259 @@
+"""Filters of sampled rows as Triton kernels. Imported on CUDA only.
+
+A filter is a search for the lowest kept logit: top-k for the one at which the count of tokens reaches k, top-p for the
+one at which the mass reaches p of the total. Two launches over parts of every row narrow it down by its distance from
+the largest: the first has edges that grow with the distance, the second divides the interval found. A third lists the
+tokens in what remains, and the last, one program a row, searches the list bit by bit of the ordered logit. A list that
+is too long for its place is not used: that program then reads the whole row.
+
+A row with top-k is narrowed by top-k alone, and everything above is listed too: top-p's search is then in the list.
+min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import dependent_launch, wait_for_predecessor
+from scratch.old.filters_search_kernel import ALL, COLUMNS, FLOOR, STATE, counts_tokens, mass_target, settle_kernel
+from scratch.old.logits_kernel import LOG2E, distance_from, load_logits, load_parameters, load_peak, source_of, weight
+
+_PART = 2048
+_SUMS_TILE = 128  # tokens of a part that are summed at once: one a thread, or Triton moves them between threads
+_SUMS_WARPS = 4
+_LIST_WARPS = 4
+_LISTED = 4  # a part's list has room for one in so many tokens
+_SHARE = 256  # tokens of one part in a tile of the last search
+_TILE = 8192  # at most
+_PROGRAMS = 2048  # from so many on, a program has several parts
+_EDGES = tl.constexpr(14)
+_REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
+_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+
+
+@triton.jit
+def _narrowed(  # type: ignore[no-untyped-def]
+    sums_ptr,  # [parts, COLUMNS]
+    edges_ptr,  # [COLUMNS]
+    state_ptr,  # [STATE], of the level before
+    parts,
+    counting,
+    top_k,
+    top_p,
+    LEVEL: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and what lies below it.
+
+    With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
+    """
+    part, column = tl.arange(0, PARTS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    sums = tl.sum(tl.load(sums_ptr + part * COLUMNS + column, mask=part < parts, other=0.0), 0)  # [COLUMNS]
+    column = tl.arange(0, COLUMNS)
+    edges = tl.load(edges_ptr + column, mask=column < _EDGES, other=0.0)
+    if LEVEL == 0:
+        low, high, below = 0.0, float("inf"), 0.0
+        total = tl.sum(tl.where(column == ALL, sums, 0.0), 0)
+        above_floor = tl.sum(tl.where(column == FLOOR, sums, 0.0), 0)
+        target = tl.where(counting, top_k.to(tl.float32), mass_target(total, top_p))
+    else:
+        low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+        target, total, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    short = (column < _EDGES) & (sums < target)
+    low = tl.maximum(low, tl.max(tl.where(short, edges, 0.0), 0))
+    below = tl.maximum(below, tl.max(tl.where(short, sums, 0.0), 0))
+    high = tl.minimum(high, tl.min(tl.where((column < _EDGES) & (sums >= target), edges, float("inf")), 0))
+    return low, high, below, target, total, above_floor
+
+
+@triton.jit
+def _remember(state_ptr, low, high, below, target, total, above_floor):  # type: ignore[no-untyped-def]
+    tl.store(state_ptr, low)
+    tl.store(state_ptr + 1, high)
+    tl.store(state_ptr + 2, below)
+    tl.store(state_ptr + 3, target)
+    tl.store(state_ptr + 4, total)
+    tl.store(state_ptr + 5, above_floor)
+
+
+@triton.jit(do_not_specialize=["repeat", "per"])
+def _sums_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    peaks_ptr,  # [R] int64
+    index_ptr,  # [R] int64 or None
+    temperature_ptr,  # [J] float32
+    top_k_ptr,  # [J] int32
+    top_p_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
+    sums_ptr,  # [2, R, parts, COLUMNS] float32
+    edges_ptr,  # [2, R, COLUMNS] float32
+    state_ptr,  # [2, R, STATE] float32
+    vocab,
+    parts,
+    repeat,  # parts of one program
+    row_stride,
+    peak_stride,
+    per,
+    LEVEL: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
+    rows = tl.num_programs(0).to(tl.int64)
+    owner = row // per
+    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
+    counting = counts_tokens(top_k, vocab)
+    if (temperature == 0) | ((LEVEL > 0) & (top_p >= 1) & (counting == 0)):
+        return
+    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
+    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + owner)
+    column = tl.arange(0, COLUMNS)
+    if LEVEL == 0:
+        # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
+        reach = tl.where(counting, _REACH, temperature * tl.log(vocab / tl.maximum(1 - top_p, 1e-8)))
+        fraction = (column + 1) / _EDGES
+        edges = reach * fraction * fraction * fraction
+    else:
+        low, high, below, target, total, above_floor = _narrowed(
+            sums_ptr + row * parts * COLUMNS,
+            edges_ptr + row * COLUMNS,
+            state_ptr,
+            parts,
+            counting,
+            top_k,
+            top_p,
+            LEVEL - 1,
+            PARTS,
+        )
+        if start == 0:
+            _remember(state_ptr + (rows + row) * STATE, low, high, below, target, total, above_floor)
+        doubled, divided = low * tl.exp2(column + 1.0), low + (high - low) * ((column + 1) / (_EDGES + 1))
+        edges = tl.where(high == float("inf"), doubled, divided)
+    edges = tl.where(column < _EDGES, edges, float("inf"))
+    at = LEVEL * rows + row
+    if start == 0:
+        tl.store(edges_ptr + at * COLUMNS + column, edges)
+    for part in range(start, tl.minimum(start + repeat, parts)):
+        sums, above = tl.zeros((COLUMNS, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
+        for tile in tl.static_range(PART // TILE):
+            index = part * PART + tile * TILE + tl.arange(0, TILE)
+            x = load_logits(logits_ptr + index, index < vocab)  # [TILE]
+            w = tl.where(index < vocab, tl.where(counting, 1.0, weight(x, peak, scale)), 0.0)
+            nearer = (distance_from(x, peak)[None, :] < edges[:, None]).to(tl.float32)
+            sums += nearer * w[None, :]
+            if LEVEL == 0:
+                above += tl.where(w >= floor, w, 0.0)
+        of_part = tl.sum(sums, 1)
+        if LEVEL == 0:
+            of_part = tl.where(column == FLOOR, tl.sum(above, 0), of_part)
+        tl.store(sums_ptr + (at * parts + part) * COLUMNS + column, of_part)
+
+
+@triton.jit(do_not_specialize=["repeat", "per"])
+def _list_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    peaks_ptr,  # [R] int64
+    index_ptr,  # [R] int64 or None
+    temperature_ptr,  # [J] float32
+    top_k_ptr,  # [J] int32
+    top_p_ptr,  # [J] float32
+    sums_ptr,  # [2, R, parts, COLUMNS] float32
+    edges_ptr,  # [2, R, COLUMNS] float32
+    state_ptr,  # [2, R, STATE] float32
+    counts_ptr,  # [R, parts] int32
+    listed_ptr,  # [R, parts, CAPACITY] int16, places in the part
+    vocab,
+    parts,
+    repeat,  # parts of one program
+    row_stride,
+    peak_stride,
+    per,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
+    rows = tl.num_programs(0).to(tl.int64)
+    owner = row // per
+    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
+    counting = counts_tokens(top_k, vocab)
+    if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
+        return
+    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
+    at = rows + row
+    low, high, below, target, total, above_floor = _narrowed(
+        sums_ptr + at * parts * COLUMNS,
+        edges_ptr + at * COLUMNS,
+        state_ptr + at * STATE,
+        parts,
+        counting,
+        top_k,
+        top_p,
+        1,
+        PARTS,
+    )
+    low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
+    if start == 0:
+        _remember(state_ptr + row * STATE, low, high, below, target, total, above_floor)
+    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    place = tl.arange(0, PART)
+    for part in range(start, tl.minimum(start + repeat, parts)):
+        column = part * PART + place
+        x = load_logits(logits_ptr + column, column < vocab)  # [PART]
+        distance = distance_from(x, peak)
+        inside = ((column < vocab) & (distance >= low) & (distance < high)).to(tl.int32)
+        to, list_ = tl.cumsum(inside, 0) - 1, row * parts + part
+        tl.store(listed_ptr + list_ * CAPACITY + to, place.to(tl.int16), mask=(inside > 0) & (to < CAPACITY))
+        tl.store(counts_ptr + list_, tl.sum(inside, 0))
+
+
+def launch_filters(
+    logits: torch.Tensor,
+    peaks: torch.Tensor,
+    parameters: tuple[torch.Tensor, ...],
+    stats: torch.Tensor,
+    index: torch.Tensor | None,
+) -> None:
+    """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4]."""
+    rows, vocab = len(stats), logits.shape[1]
+    per, options = rows // len(parameters[0]), dependent_launch(logits.device)
+    parts = triton.cdiv(vocab, _PART)
+    inputs = (logits, peaks, index, *parameters)
+    sizes = {
+        "vocab": vocab,
+        "parts": parts,
+        "row_stride": logits.stride(0),
+        "peak_stride": peaks.stride(0),
+        "per": per,
+        "PART": _PART,
+        "PARTS": triton.next_power_of_2(parts),
+    }
+    state = stats.new_empty(2, rows, STATE.value)
+    sums, edges = stats.new_empty(2, rows, parts, COLUMNS.value), stats.new_empty(2, rows, COLUMNS.value)
+    counts = stats.new_empty(rows, parts, dtype=torch.int32)
+    listed = stats.new_empty(rows, parts, _PART // _LISTED, dtype=torch.int16)
+    repeat = max(1, rows * parts // _PROGRAMS)  # what a program computes of a part does not depend on it
+    grid = (rows, triton.cdiv(parts, repeat))
+    for level in (0, 1):
+        _sums_kernel[grid](
+            *inputs, sums, edges, state, repeat=repeat, **sizes, LEVEL=level, TILE=_SUMS_TILE,
+            num_warps=_SUMS_WARPS, **options,
+        )  # fmt: skip
+    _list_kernel[grid](
+        *inputs[:-1], sums, edges, state, counts, listed, repeat=repeat, **sizes, CAPACITY=listed.shape[2],
+        num_warps=_LIST_WARPS, **options,
+    )  # fmt: skip
+    tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
+    settle_kernel[(rows,)](
+        *inputs, sums, state, counts, listed, stats, **sizes, stats_stride=stats.stride(0),
+        SHIFT=_SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
+        num_warps=min(max(tile // 512, 4), 16), **options,
+    )  # fmt: skip

@@ -1,0 +1,196 @@
+"""The last search for a row's lowest kept logit: one program a row, in the list of what the parts have left over.
+
+How the parts narrow the row down: `filters_kernel.py`. Imported on CUDA only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from attention.kernels.pdl import wait_for_predecessor
+from scratch.old.logits_kernel import (
+    LOG2E,
+    distance_from,
+    load_logits,
+    load_parameters,
+    load_peak,
+    ordered,
+    source_of,
+    store_stats,
+    unordered,
+    weight,
+)
+
+COLUMNS = tl.constexpr(16)  # of a part's sums: up to each edge | above the floor of min-p | of all
+FLOOR = tl.constexpr(14)
+ALL = tl.constexpr(15)
+STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
+
+
+@triton.jit
+def counts_tokens(top_k, vocab):  # type: ignore[no-untyped-def]
+    """Whether a row has top-k, so that its tokens are counted, not weighed, in the launches that narrow it down."""
+    return (top_k > 0) & (top_k < vocab)
+
+
+@triton.jit
+def mass_target(total, top_p):  # type: ignore[no-untyped-def]
+    """A token is kept as long as what is more probable than it has less mass than this."""
+    return total - (1 - top_p) * total
+
+
+@triton.jit
+def _middle(low, high):  # type: ignore[no-untyped-def]
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+@triton.jit
+def _tile(row, chunk, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Logits, their order and whether they count, of TILE tokens: as many of each part, listed ones or all."""
+    logits_ptr, list_, bounds, vocab, shift = row
+    counts_ptr, listed_ptr, used, parts, PART, PARTS, CAPACITY = list_
+    low, high, peak, least = bounds
+    place = tl.arange(0, TILE)
+    part, column = place // (TILE // PARTS), chunk * (TILE // PARTS) + place % (TILE // PARTS)
+    index = part * PART + column
+    inside = (column < PART) & (index < vocab)
+    if used:
+        inside = column < tl.load(counts_ptr + part, mask=part < parts, other=0)
+        index = part * PART + tl.load(listed_ptr + part * CAPACITY + column, mask=inside, other=0).to(tl.int32)
+    x = load_logits(logits_ptr + index, inside)
+    distance = distance_from(x, peak)
+    return x, ordered(x, shift), inside & (distance >= low) & (distance < high) & (x >= least)
+
+
+@triton.jit
+def _search(  # type: ignore[no-untyped-def]
+    row, chunks, below, target, scale, COUNT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
+):
+    """The lowest kept logit of a row's tokens: where their count or mass, from `below` on, reaches target.
+
+    Returns it with, for top-p, the first kept index among tokens of that logit and the mass of all that are kept.
+    The first tile stays in registers.
+    """
+    logits_ptr, _list, bounds, vocab, shift = row
+    peak = bounds[2]
+    x, keys, inside = _tile(row, 0, TILE)
+    w = tl.where(inside, 1.0 if COUNT else weight(x, peak, scale), 0.0)
+    key = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)  # kept
+    dropped = tl.max(tl.where(inside, keys, -0x7FFFFFFF), 0) + 1
+    for chunk in range(1, chunks):
+        x, keys_, inside_ = _tile(row, chunk, TILE)
+        key = tl.minimum(key, tl.min(tl.where(inside_, keys_, 0x7FFFFFFF), 0))
+        dropped = tl.maximum(dropped, tl.max(tl.where(inside_, keys_, -0x7FFFFFFF), 0) + 1)
+    while dropped > key + 1:
+        middle = _middle(key, dropped)
+        sums = tl.where(keys >= middle, w, 0.0)
+        for chunk in range(1, chunks):
+            x, keys_, inside_ = _tile(row, chunk, TILE)
+            sums += tl.where(inside_ & (keys_ >= middle), 1.0 if COUNT else weight(x, peak, scale), 0.0)
+        reached = below + tl.sum(sums, 0) >= target
+        key = tl.where(reached, middle, key)
+        dropped = tl.where(reached, dropped, middle)
+    threshold = unordered(key, shift)
+    first, mass = tl.full((), 0, tl.int32), tl.full((), 0, tl.float32)
+    if not COUNT:
+        above = tl.where(keys > key, w, 0.0)
+        equal = tl.where(inside & (keys == key), 1, 0)
+        for chunk in range(1, chunks):
+            x, keys_, inside_ = _tile(row, chunk, TILE)
+            above += tl.where(inside_ & (keys_ > key), weight(x, peak, scale), 0.0)
+            equal += tl.where(inside_ & (keys_ == key), 1, 0)
+        mass, ties = below + tl.sum(above, 0), tl.sum(equal, 0)
+        each = weight(threshold, peak, scale)
+        kept = tl.maximum(tl.ceil((target - mass) / tl.maximum(each, 1e-38)), 1.0)
+        kept = tl.minimum(kept, ties.to(tl.float32)).to(tl.int32)
+        mass += kept.to(tl.float32) * each
+        if kept < ties:  # the lowest indices go: which part the first kept one is in, then where in it
+            of_part = tl.sum(tl.reshape(equal, (PARTS, TILE // PARTS)), 1)
+            passed = tl.cumsum(of_part, 0) <= ties - kept
+            part = tl.sum(passed.to(tl.int32), 0)
+            before = tl.sum(tl.where(passed, of_part, 0), 0)
+            index = part * PART + tl.arange(0, PART)
+            of_index = ordered(load_logits(logits_ptr + index, index < vocab), shift)
+            tied = ((index < vocab) & (of_index == key)).to(tl.int32)
+            first = part * PART + tl.sum((before + tl.cumsum(tied, 0) <= ties - kept).to(tl.int32), 0)
+    return threshold, first, mass
+
+
+@triton.jit
+def _stats(peak, threshold, first, mass, above_floor, floor, scale):  # type: ignore[no-untyped-def]
+    """A row's result. Where min-p drops the lowest kept logit, what it keeps is all that is kept."""
+    total = tl.where(weight(threshold, peak, scale) < floor, above_floor, mass)
+    return peak, threshold, first.to(tl.float32), total
+
+
+@triton.jit(do_not_specialize=["per"])
+def settle_kernel(  # type: ignore[no-untyped-def]
+    logits_ptr,  # [T, V]
+    peaks_ptr,  # [R] int64
+    index_ptr,  # [R] int64 or None
+    temperature_ptr,  # [J] float32
+    top_k_ptr,  # [J] int32
+    top_p_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
+    sums_ptr,  # [2, R, parts, COLUMNS] float32
+    state_ptr,  # [2, R, STATE] float32
+    counts_ptr,  # [R, parts] int32
+    listed_ptr,  # [R, parts, CAPACITY] int16
+    stats_ptr,  # [R, 4] float32
+    vocab,
+    parts,
+    row_stride,
+    peak_stride,
+    stats_stride,
+    per,
+    SHIFT: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):
+    wait_for_predecessor(DEPENDENT)
+    row = tl.program_id(0).to(tl.int64)
+    owner = row // per
+    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
+    floor = tl.load(min_p_ptr + owner)
+    if temperature == 0:
+        return
+    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
+    stats_ptr += row * stats_stride
+    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    scale = LOG2E / temperature
+    part = tl.arange(0, PARTS)
+    least, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
+    counting = counts_tokens(top_k, vocab)
+    if (top_p >= 1) & (counting == 0):
+        of_part = sums_ptr + (row * parts + part) * COLUMNS
+        above_floor = tl.sum(tl.load(of_part + FLOOR, mask=part < parts, other=0.0), 0)
+        mass = tl.sum(tl.load(of_part + ALL, mask=part < parts, other=0.0), 0)
+        store_stats(stats_ptr, _stats(peak, least, first, mass, above_floor, floor, scale))
+        return
+    state_ptr += row * STATE
+    low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+    target, mass, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    most = tl.max(tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0), 0)
+    used = most <= CAPACITY
+    chunks = tl.cdiv(tl.where(used, most, PART), TILE // PARTS)
+    list_ = (counts_ptr + row * parts, listed_ptr + row * parts * CAPACITY, used, parts, PART, PARTS, CAPACITY)
+    if counting:
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        least = _search(tokens, chunks, 0.0, target, scale, True, PART, PARTS, TILE)[0]
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        masses, above = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
+        for chunk in range(chunks):
+            x, _keys, inside = _tile(tokens, chunk, TILE)
+            w = tl.where(inside, weight(x, peak, scale), 0.0)
+            masses += w
+            above += tl.where(w >= floor, w, 0.0)
+        mass, above_floor = tl.sum(masses, 0), tl.sum(above, 0)
+        target = mass_target(mass, top_p)
+    threshold = least
+    if top_p < 1:
+        tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
+        threshold, first, mass = _search(tokens, chunks, below, target, scale, False, PART, PARTS, TILE)
+    store_stats(stats_ptr, _stats(peak, threshold, first, mass, above_floor, floor, scale))

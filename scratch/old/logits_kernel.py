@@ -1,0 +1,86 @@
+"""A row of logits in Triton kernels: how one is read, weighed and ordered, and what filters leave of it.
+
+Imported on CUDA only."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_logits(ptr, mask):  # type: ignore[no-untyped-def]
+    """float32; a NaN counts as -infinity, and so does what is masked."""
+    x = tl.load(ptr, mask=mask, other=float("-inf")).to(tl.float32)
+    return tl.where(x == x, x, float("-inf"))
+
+
+@triton.jit
+def weight(x, peak, scale):  # type: ignore[no-untyped-def]
+    """exp((x - peak) / temperature); scale: log2(e) / temperature."""
+    return tl.where(x == peak, 1.0, tl.exp2((x - peak) * scale))
+
+
+@triton.jit
+def load_stats(ptr):  # type: ignore[no-untyped-def]
+    """The columns of `Filtered.stats` at ptr, a pointer or several."""
+    return tl.load(ptr), tl.load(ptr + 1), tl.load(ptr + 2), tl.load(ptr + 3)
+
+
+@triton.jit
+def store_stats(ptr, stats):  # type: ignore[no-untyped-def]
+    """The columns of `Filtered.stats`."""
+    for column in tl.static_range(4):
+        tl.store(ptr + column, stats[column])
+
+
+@triton.jit
+def probability(x, index, stats, scale, floor):  # type: ignore[no-untyped-def]
+    """p of tokens [N] with logits x; stats as loaded, of one row or of one row a token; floor: min_p."""
+    peak, threshold, first, total = stats
+    w = weight(x, peak, scale)
+    kept = (x > threshold) | ((x == threshold) & (index.to(tl.float32) >= first))
+    return tl.where(kept & (w >= floor), w, 0.0) / total
+
+
+@triton.jit
+def distance_from(x, peak):  # type: ignore[no-untyped-def]
+    """Finite, so that it lies below a bound at infinity."""
+    return tl.where(x == peak, 0.0, tl.minimum(peak - x, 3e38))
+
+
+@triton.jit
+def ordered(x, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """int32 in the order of float32 x, without the SHIFT lowest bits, which a narrower dtype does not have."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> SHIFT
+
+
+@triton.jit
+def unordered(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The float32 of a key."""
+    bits = (key << SHIFT) + tl.where(key < 0, (1 << SHIFT) - 1, 0)
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner):  # type: ignore[no-untyped-def]
+    """Temperature, top-k and top-p of a request."""
+    return tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+
+
+@triton.jit
+def source_of(logits_ptr, index_ptr, row, row_stride):  # type: ignore[no-untyped-def]
+    """Where the logits of a row begin: those of row index[row], or of the row itself where there is no index."""
+    source = row
+    if index_ptr is not None:
+        source = tl.load(index_ptr + row)
+    return logits_ptr + source * row_stride
+
+
+@triton.jit
+def load_peak(logits_ptr, peaks_ptr, row, peak_stride):  # type: ignore[no-untyped-def]
+    """The largest logit of a row; logits_ptr: where its logits begin."""
+    return load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
