@@ -61,13 +61,13 @@ class RankEnd:
     def _grant(self, lease: str, pages: Pages) -> None:
         self.transport.grant(lease, dict(zip(self.groups, pages, strict=True)))
 
-    def read_plan(self, handoff: Handoff, number: int) -> ReadPlan:
-        """What this rank reads into the pages of a reservation.
+    def read_plan(self, handoff: Handoff, pages: Pages) -> ReadPlan:
+        """What this rank reads into reserved pages.
 
         Raises:
             HandoffMismatchError: it cannot move here, see `plan`; or it has more pages there, or fewer.
         """
-        here = dict(zip(self.groups, self._moving.pages_of(number), strict=True))
+        here = dict(zip(self.groups, pages, strict=True))
         for group, own in here.items():
             if len(own) != len(handoff.blocks[group]):
                 raise HandoffMismatchError(

@@ -146,7 +146,7 @@ class Link:
             if left <= 0:
                 raise TransferError(f"the lease of the request is over since {-left:.1f} s: its pages are not held")
             deadline = time.monotonic() + left
-            own = self._end.read_plan(handoff, number)
+            own = self._end.read_plan(handoff, self._model.engine.moving.pages_of(number))
             if self._model.ranks is None:
                 read = self._end.read(own)
             else:

@@ -14,12 +14,15 @@ from specdec.errors import SpecdecError, TransferError, TransferTimeoutError
 from specdec.parallel.messages import CloseTransfer, Fetch, Fetched, Opened, OpenTransfer
 from specdec.parallel.workers import Link as Channel
 from specdec.requests.handoff import Handoff
+from specdec.requests.moved import Pages
 from specdec.transfer.end import TRANSPORTS, RankEnd, options_of_rank
 
 _OPENING = 60.0
 """Seconds in which the other ranks have opened a transport: registering memory may take a while."""
 _WORDS = 2.0
 """Seconds after a deadline in which a rank says what became of its read."""
+_PAUSE = 0.01
+"""Seconds between two questions whether a late read is over."""
 
 
 def open_on_other_ranks(model: Any, transport: str, options: dict[str, Any], engine: str) -> tuple[RankTable, ...]:
@@ -54,6 +57,7 @@ class RanksRead:
         self._channel: Channel = model.ranks.channel
         self._size: int = model.ranks.size
         self._key = ("fetched", self._channel.number, number)
+        self._done = False
         self.own: Read | None = None
         told = Handoff(handoff.source, handoff.lease, handoff.expires, None, handoff.blocks, {})
         with model._shared.between_rounds():
@@ -81,15 +85,16 @@ class RanksRead:
     @property
     def settled(self) -> bool:
         """See `Read.settled`."""
-        if self.own is not None and not self.own.settled:
-            return False
+        if self._done or (self.own is not None and not self.own.settled):
+            return self._done
         if self._channel.workers.is_lost:
             return True
         answers = self._channel.workers.answers(self._key)
-        done = len(answers) == self._size - 1 and all(isinstance(a, Fetched) and a.settled for a in answers.values())
-        if done:
+        over = [isinstance(answer, Fetched) and answer.settled for answer in answers.values()]
+        self._done = len(over) == self._size - 1 and all(over)
+        if self._done:
             self._channel.workers.forget_answers(self._key)
-        return done
+        return self._done
 
 
 class FollowedTransfers:
@@ -104,7 +109,9 @@ class FollowedTransfers:
     def follow(self, message: OpenTransfer | CloseTransfer | Fetch) -> None:
         """Do what rank 0 says."""
         if isinstance(message, Fetch):
-            threading.Thread(target=self._fetch, args=(message,), name="specdec fetch", daemon=True).start()
+            # now: rank 0 may drop the reservation before the thread has begun
+            pages = self._model.engine.moving.pages_of(message.number)
+            threading.Thread(target=self._fetch, args=(message, pages), name="specdec fetch", daemon=True).start()
             return
         self.close()
         if isinstance(message, OpenTransfer):
@@ -127,20 +134,20 @@ class FollowedTransfers:
         table = EngineTable(message.engine, message.transport, {}, (self._end.table,)).to_json()
         self._say(Opened(self._number, message.round, table))
 
-    def _fetch(self, message: Fetch) -> None:
+    def _fetch(self, message: Fetch, pages: Pages) -> None:
         """Beside the rounds, on a thread of its own."""
         try:
-            self._read(message)
+            self._read(message, pages)
         except BaseException as error:
             self._fail(error)
 
-    def _read(self, message: Fetch) -> None:
-        key, read = (self._number, message.number), None
+    def _read(self, message: Fetch, pages: Pages) -> None:
+        key, read, end = (self._number, message.number), None, self._end
         try:
-            if self._end is None:
+            if end is None:
                 raise TransferError("the transport is closed")
             handoff = Handoff.from_bytes(message.data)
-            read = self._end.read(self._end.read_plan(handoff, message.number))
+            read = end.read(end.read_plan(handoff, pages))
             read.wait(message.deadline)
         except SpecdecError as error:
             late, settled = isinstance(error, TransferTimeoutError), read is None or read.settled
@@ -152,6 +159,3 @@ class FollowedTransfers:
                     self._say(Fetched(*key, text, late, True))
             return
         self._say(Fetched(*key))
-
-
-_PAUSE = 0.01

@@ -249,6 +249,20 @@ def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> N
 
 
 @pytest.mark.slow
+def test_a_read_that_is_refused_at_once_ends_on_every_rank(pair: tuple[Any, Any]) -> None:
+    """Rank 0 drops the pages while the other rank begins to read."""
+    one, two = pair
+    two.open_transfer("sockets")
+    for _ in range(8):
+        (handoff,) = one.prefill(TEXTS[0], GREEDY)
+        one.release(handoff)
+        with pytest.raises(TransferError, match="no longer held"):
+            two.resume(handoff)
+    assert soon(lambda: in_use(two) == [0] * 4)
+    assert moved(one, two, TEXTS[0], GREEDY) == lived(one.generate(TEXTS[0], GREEDY))
+
+
+@pytest.mark.slow
 def test_a_rank_of_the_source_that_is_killed_in_a_read_is_an_error_by_name(every_self_test: None) -> None:
     """D's pages are free once nothing writes to them, and it goes on; P is lost, as with any lost rank."""
     with load("gsm-llama", 1) as d, load("gsm-llama", 2) as p:
