@@ -136,6 +136,7 @@ ROOMS = [
     "specdec/execution",
     "specdec/engine",
     "specdec/loading",
+    "specdec/transfer",
     "specdec/generation.py",
     "specdec/moving.py",
     "specdec/closing.py",
