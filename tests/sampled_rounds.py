@@ -31,19 +31,23 @@ def reference_filters(
     parameters: tuple[torch.Tensor, ...],
     stats: torch.Tensor,
     index: torch.Tensor | None,
+    copy: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> None:
     """`launch_filters` in torch."""
-    rows = len(peaks)
+    rows = len(stats)
     sampling = SamplingTensors(True, *(p.repeat_interleave(rows // len(p)) for p in parameters))
     x = (logits if index is None else logits[index]).float()
     kept = target_probs(x, sampling) > 0
-    peak = x.gather(1, peaks[:, None])
+    peak = x.gather(1, (peaks if index is None else peaks[index])[:, None])
     threshold = x.masked_fill(~kept, torch.inf).amin(1, keepdim=True)
     first = (kept & (x == threshold)).int().argmax(1, keepdim=True).float()
     temperature = torch.where(sampling.temperature == 0, 1.0, sampling.temperature)[:, None]
     total = ((x - peak) / temperature).exp().masked_fill(~kept, 0.0).sum(1, keepdim=True)
     is_sampled = sampling.temperature[:, None] > 0
     stats.copy_(torch.where(is_sampled, torch.cat([peak, threshold, first, total], 1), stats))
+    if copy is not None:
+        copy.copy_(torch.where(is_sampled, logits, copy))
 
 
 def reference_drafts(
@@ -54,16 +58,25 @@ def reference_drafts(
     step: int,
     stats: torch.Tensor,
     num_accepted: torch.Tensor | None,
+    places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
     """`launch_drafts` in torch."""
-    reference_filters(logits, ids, parameters, stats, None)
+    copy, drafts, target_ids, kept_accepted = places
+    reference_filters(logits, ids, parameters, stats, None, copy)
     temperature, min_p = parameters[0], parameters[3]
     is_sampled = temperature > 0
     q = Filtered(stats).probs(logits, torch.where(is_sampled, temperature, 1.0), min_p)
-    at = torch.full((len(ids),), step) + (0 if num_accepted is None else num_accepted)
+    accepted = torch.zeros_like(ids)
+    if num_accepted is not None:  # of the rows that are there; padding rows are greedy
+        accepted[: len(num_accepted)] = num_accepted[: len(ids)]
+    at = step + accepted
     own = uniform.gather(1, at.clamp(max=uniform.shape[1] - 1)[:, None])[:, 0]
     weights = torch.where(is_sampled[:, None], q, 1.0)  # the stats of greedy rows are undefined
     ids.copy_(torch.where(is_sampled, draw(weights, own), ids))
+    if drafts is not None:
+        drafts.copy_(torch.where(is_sampled, ids if target_ids is None else target_ids[ids], drafts))
+    if kept_accepted is not None:
+        kept_accepted[: len(ids)] = torch.where(is_sampled, accepted, kept_accepted[: len(ids)])
 
 
 def reference_acceptance(

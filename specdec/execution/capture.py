@@ -164,8 +164,7 @@ class DraftCapture:
 
     def _choose_first(self, result: PackedResult, chosen: Chosen) -> None:
         assert self.sampled is not None
-        self.sampled.begin(result.num_accepted)
-        self.sampled.choose(0, chosen)
+        self.sampled.choose_first(chosen, result.num_accepted)
 
     def _prefill(
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True

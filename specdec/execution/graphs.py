@@ -269,8 +269,7 @@ class GraphExecutor:
         sent = self._transfer.send_ahead(round_.target, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
-            self._drawn.begin(accepted)
-            self._drawn.choose(0, chosen)
+            self._drawn.choose_first(chosen, accepted)
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _decide_ragged(

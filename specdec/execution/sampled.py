@@ -12,8 +12,9 @@ import torch
 
 from drafters.base import Head
 from drafters.loops.base import Chosen, StaticLoop
+from drafters.loops.chain.passes import target_ids_of
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
+from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.rounds.fields import StaticSampling
 
@@ -26,7 +27,7 @@ class SampledDrafts:
 
     def __init__(self, head: Head, loop: StaticLoop, sampling: StaticSampling, vocab_size: int) -> None:
         """sampling: of the round that the drafts follow, in its fixed places; vocab_size: V of the target."""
-        self._head = head
+        self._target_ids = target_ids_of(head, loop.drafts.device)
         self._drafts = loop.drafts
         self._sampling = sampling
         device = loop.drafts.device
@@ -35,15 +36,22 @@ class SampledDrafts:
         self._inverse = inverse_map(head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)), vocab_size)
         self._logits: torch.Tensor | None = None
 
-    def begin(self, num_accepted: torch.Tensor) -> None:
-        """The drafts after a verification that accepts num_accepted [R] int64, on the device."""
-        self._accepted[: len(num_accepted)].copy_(num_accepted)
+    def choose_first(self, chosen: Chosen, num_accepted: torch.Tensor) -> None:
+        """Draw draft 1 after a verification that accepts num_accepted [R] int64 of any stride, on the device.
+
+        Rows of `chosen` that are not among these are greedy.
+        """
+        self._draw(0, chosen, num_accepted, self._accepted)
 
     def choose(self, step: int, chosen: Chosen) -> None:
-        """Draw draft step+1 of the sampled rows in place of the greedy one."""
+        """Draw draft step+1 > 1 of the sampled rows in place of the greedy one."""
+        self._draw(step, chosen, self._accepted, None)
+
+    def _draw(self, step: int, chosen: Chosen, accepted: torch.Tensor, keep_accepted: torch.Tensor | None) -> None:
+        """All that sampled rows need beside the greedy draft is written by the kernels that draw: each launch between
+        them would cost as much as one of theirs."""
         rows = len(chosen.ids)
-        sampling = self._sampling.first(rows)
-        self._kept(chosen.logits)[:rows, step].copy_(chosen.logits)
+        sampling, logits = self._sampling.first(rows), self._kept(chosen.logits)[:rows, step]
         draw_drafts(
             chosen.logits,
             chosen.ids,
@@ -51,9 +59,9 @@ class SampledDrafts:
             sampling.ahead_uniform,
             step,
             Filtered(self._filtered.stats[:rows, step]),
-            num_accepted=self._accepted[:rows],
+            num_accepted=accepted,
+            places=DraftPlaces(logits, self._drafts[:rows, step], self._target_ids, keep_accepted),
         )
-        self._drafts[:rows, step].copy_(self._head.to_target_ids(chosen.ids))
 
     @property
     def in_half_precision(self) -> bool:
@@ -107,7 +115,7 @@ def decide_sampled(
     """
     rows = index.reshape(-1)
     filtered = Filtered.empty(len(rows), device=logits.device)
-    filter_rows(logits, greedy[rows], sampling.tensors, filtered, index=rows)
+    filter_rows(logits, greedy, sampling.tensors, filtered, index=rows)
     accept_drafts(
         logits,
         index,

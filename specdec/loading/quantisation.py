@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
-from specdec.errors import ModelLoadError, SpecdecWarning
+from specdec.errors import ModelLoadError
 from specdec.target.neighbours import rounds_activations
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
@@ -203,6 +203,27 @@ def settle(model: PreTrainedModel) -> None:
             vars(layer).pop("forward", None)
 
 
+def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | str) -> None:
+    """Cast what bitsandbytes left in floating point to the dtype that was asked for; "auto" is what is stored.
+
+    transformers reads such a checkpoint's norms, embeddings and output layer in the dtype they are stored in, whatever
+    `dtype` says, and refuses to cast the model afterwards. The quantised layers give what they get.
+
+    Source: transformers/quantizers/base.py, `get_new_dtype`; bitsandbytes/nn/modules.py, `Linear4bit.forward`.
+    """
+    if not (method or "").startswith("bitsandbytes") or isinstance(dtype, str):
+        return
+    kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    for name, layer in model.named_modules():
+        if is_quantised(layer) or any(part in kept for part in name.split(".")):
+            continue
+        for parameter in layer.parameters(recurse=False):
+            if parameter.is_floating_point() and type(parameter) is torch.nn.Parameter:
+                parameter.data = parameter.data.to(dtype)
+    model.config.get_text_config().dtype = dtype
+    model.config.dtype = dtype
+
+
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
     """What a loaded model is; `stored`: the `quantization_config` of its checkpoint before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)
@@ -226,11 +247,9 @@ def _why_dense(model: PreTrainedModel, method: str) -> str:
 def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None) -> None:
     """Say once that weights which are small on disk are not so in memory."""
     if found is not None and found.dequantised:
-        warnings.warn(
+        warn_user(
             f"{name}: the weights are quantised by {found}, and run dequantised in {_dtype(model)}, without what that "
-            f"saves in memory and time: {found.dequantised}",
-            SpecdecWarning,
-            stacklevel=2,
+            f"saves in memory and time: {found.dequantised}"
         )
 
 

@@ -25,6 +25,23 @@ class Proposal:
     sources: torch.Tensor
 
 
+@dataclass(frozen=True)
+class DraftPlaces:
+    """Where the draws of sampled rows are written beside `ids`, by the kernels that make them.
+
+    Attributes:
+        logits: [R, Vd] of any row stride: a copy of those that they are drawn from, a NaN as -infinity.
+        drafts: [R] int64 of any stride: the draft, in the target's vocabulary.
+        target_ids: [Vd] int64, the target ids of all draft ids; None where they are the same.
+        accepted: [R] int64, contiguous: a copy of num_accepted; None where nobody needs it.
+    """
+
+    logits: torch.Tensor
+    drafts: torch.Tensor
+    target_ids: torch.Tensor | None
+    accepted: torch.Tensor | None = None
+
+
 def inverse_map(target_ids: torch.Tensor, target_vocab_size: int) -> torch.Tensor:
     """Target ids of all draft ids [Vd] -> `Proposal.inverse` [V] int32.
 
@@ -45,6 +62,7 @@ def draw_drafts(
     out: Filtered,
     *,
     num_accepted: torch.Tensor | None = None,
+    places: DraftPlaces | None = None,
 ) -> None:
     """Replace the greedy draft ids of rows with temperature > 0 by draws from their q = `target_probs(logits)`.
 
@@ -56,12 +74,14 @@ def draw_drafts(
         sampling: of R rows.
         uniform: [R, columns] float32, columns side by side.
         out: stats [R, 4] of any row stride: describes q afterwards.
-        num_accepted: [R] int64 of any stride; None: zeros.
+        num_accepted: [R] int64 of any stride; None: zeros. Read of rows with temperature > 0 alone.
+        places: where these rows' draws are written, too.
     """
     from specdec.ops.draws_kernel import launch_drafts
 
     parameters = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p)
-    launch_drafts(logits, ids, parameters, uniform, step, out.stats, num_accepted)
+    beside = (None,) * 4 if places is None else (places.logits, places.drafts, places.target_ids, places.accepted)
+    launch_drafts(logits, ids, parameters, uniform, step, out.stats, num_accepted, beside)
 
 
 def accept_drafts(

@@ -1,7 +1,8 @@
 """Acceptance, resampling and drafts of sampled rows as Triton kernels. Imported on CUDA only.
 
-A draw takes two launches: the first sums the weights of every part of a row, the second finds the part, and in it the
-token, at which the cumulative sum passes u·total. Weights are integers, so sums are exact whatever their order.
+A draw sums the weights of every part of a row, then finds the part, and in it the token, at which the cumulative sum
+passes u·total: in two launches, or in the program that sums last. Weights are integers, so sums are exact whatever
+their order.
 """
 
 from __future__ import annotations
@@ -197,76 +198,65 @@ def _uniform_of_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draft_weights(  # type: ignore[no-untyped-def]
-    logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART: tl.constexpr
-):
+def _draft_weights(own, part, PART: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights [PART] int64 of one part of a row of the head's logits."""
+    logits_ptr, stats_ptr, min_p_ptr, temperature, vocab = own
     column = part * PART + tl.arange(0, PART)
-    x = load_logits(logits_ptr + row * row_stride + column, column < vocab)
-    stats, floor = load_stats(stats_ptr + row * stats_stride), tl.load(min_p_ptr + row)
-    return tl.where(column < vocab, _weights(probability(x, column, stats, LOG2E / temperature, floor)), 0)
-
-
-@triton.jit
-def _draft_sums_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr,  # [R, V]
-    temperature_ptr,  # [R] float32
-    min_p_ptr,  # [R] float32
-    stats_ptr,  # [R, 4] float32
-    sums_ptr,  # [R, parts] int64
-    vocab,
-    row_stride,
-    stats_stride,
-    PART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    wait_for_predecessor(DEPENDENT)
-    row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature == 0:
-        return
-    weights = _draft_weights(
-        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
-    )
-    tl.store(sums_ptr + row * tl.num_programs(1) + part, tl.sum(weights, 0))
+    x = load_logits(logits_ptr + column, column < vocab)
+    p = probability(x, column, load_stats(stats_ptr), LOG2E / temperature, tl.load(min_p_ptr))
+    return tl.where(column < vocab, _weights(p), 0)
 
 
 @triton.jit(do_not_specialize=["step"])
-def _draft_pick_kernel(  # type: ignore[no-untyped-def]
+def _draft_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
     ids_ptr,  # [R] int64
     temperature_ptr,  # [R] float32
     min_p_ptr,  # [R] float32
     uniform_ptr,  # [R, columns] float32
     num_accepted_ptr,  # [R] int64 or None
+    drafts_ptr,  # [R] int64 or None
+    target_ids_ptr,  # [V] int64 or None
+    kept_accepted_ptr,  # [R] int64 or None
     stats_ptr,  # [R, 4] float32
     sums_ptr,  # [R, parts] int64
+    done_ptr,  # [R] int32, parts that are summed: zeros
     step,
     columns,
     vocab,
-    parts,
     row_stride,
     ids_stride,
     uniform_stride,
     accepted_stride,
+    drafts_stride,
     stats_stride,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
+    """Sum the weights of one part of a row; the program that is done last draws the row's token."""
     wait_for_predecessor(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
+    row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     temperature = tl.load(temperature_ptr + row)
     if temperature == 0:
         return
+    own = (logits_ptr + row * row_stride, stats_ptr + row * stats_stride, min_p_ptr + row, temperature, vocab)
+    tl.store(sums_ptr + row * parts + part, tl.sum(_draft_weights(own, part, PART), 0))
+    if tl.atomic_add(done_ptr + row, 1, sem="acq_rel") < parts - 1:
+        return
     uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
-    part = tl.arange(0, PARTS)
-    part, place = _pick_part(tl.load(sums_ptr + row * parts + part, mask=part < parts, other=0), uniform)
-    weights = _draft_weights(
-        logits_ptr, stats_ptr, min_p_ptr, row, part, temperature, row_stride, stats_stride, vocab, PART
-    )
-    token = tl.minimum(part * PART + _pick_in_part(weights, place), vocab - 1)
-    tl.store(ids_ptr + row * ids_stride, token.to(tl.int64))
+    each = tl.arange(0, PARTS)
+    sums = tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0, cache_modifier=".cg")
+    part, place = _pick_part(sums, uniform)
+    token = part * PART + _pick_in_part(_draft_weights(own, part, PART), place)
+    token = tl.minimum(token, vocab - 1).to(tl.int64)
+    tl.store(ids_ptr + row * ids_stride, token)
+    if drafts_ptr is not None:
+        if target_ids_ptr is not None:
+            token = tl.load(target_ids_ptr + token)
+        tl.store(drafts_ptr + row * drafts_stride, token)
+    if kept_accepted_ptr is not None:
+        tl.store(kept_accepted_ptr + row, tl.load(num_accepted_ptr + row * accepted_stride))
 
 
 def launch_drafts(
@@ -277,8 +267,13 @@ def launch_drafts(
     step: int,
     stats: torch.Tensor,
     num_accepted: torch.Tensor | None,
+    places: tuple[torch.Tensor | None, ...] = (None, None, None, None),
 ) -> None:
-    """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4]."""
+    """See `draw_drafts`; parameters: temperature, top_k, top_p, min_p [R]; stats [R, 4].
+
+    places: the fields of a `DraftPlaces`.
+    """
+    copy, drafts, target_ids, kept_accepted = places
     (rows, vocab), options = logits.shape, dependent_launch(logits.device)
     place = {
         "step": step,
@@ -286,17 +281,16 @@ def launch_drafts(
         "ids_stride": ids.stride(0),
         "uniform_stride": uniform.stride(0),
         "accepted_stride": 0 if num_accepted is None else num_accepted.stride(0),
+        "drafts_stride": 0 if drafts is None else drafts.stride(0),
     }
     sizes = {"vocab": vocab, "row_stride": logits.stride(0), "stats_stride": stats.stride(0)}
-    launch_filters(logits, ids, parameters, stats, None)
+    done = ids.new_empty(rows, dtype=torch.int32)
+    launch_filters(logits, ids, parameters, stats, None, copy, done)
     parts = triton.cdiv(vocab, _PART)
-    sums, floors = ids.new_empty(rows, parts), (parameters[0], parameters[3])
-    _draft_sums_kernel[(rows, parts)](
-        logits, *floors, stats, sums, **sizes, PART=_PART, num_warps=_WARPS, **options
-    )  # fmt: skip
-    _draft_pick_kernel[(rows,)](
-        logits, ids, *floors, uniform, num_accepted, stats, sums, **place, **sizes, parts=parts,
-        PART=_PART, PARTS=triton.next_power_of_2(parts), num_warps=_PICK_WARPS, **options,
+    _draft_kernel[(rows, parts)](
+        logits, ids, parameters[0], parameters[3], uniform, num_accepted, drafts, target_ids, kept_accepted, stats,
+        ids.new_empty(rows, parts), done, **place, **sizes, PART=_PART, PARTS=triton.next_power_of_2(parts),
+        num_warps=_WARPS, **options,
     )  # fmt: skip
 
 

@@ -80,7 +80,7 @@ def filter_rows(
 
     Args:
         logits: [T, V] bfloat16, float16 or float32, columns side by side.
-        peaks: [R] int64 of any stride, the arg max of each row.
+        peaks: [T] int64 of any stride, the arg max of each row of `logits`.
         sampling: of J rows, J a divisor of R: those of row r are number r // (R / J).
         out: [R, 4], rows of any stride.
         index: [R] int64, contiguous, which row of `logits` each row is; None: T = R rows in order.

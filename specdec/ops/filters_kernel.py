@@ -81,12 +81,13 @@ def _remember(state_ptr, low, high, below, target, total, above_floor):  # type:
 @triton.jit(do_not_specialize=["repeat", "per"])
 def _sums_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
-    peaks_ptr,  # [R] int64
+    peaks_ptr,  # [T] int64
     index_ptr,  # [R] int64 or None
     temperature_ptr,  # [J] float32
     top_k_ptr,  # [J] int32
     top_p_ptr,  # [J] float32
     min_p_ptr,  # [J] float32
+    copy_ptr,  # [R, V] as the logits, or None
     sums_ptr,  # [2, R, parts, COLUMNS] float32
     edges_ptr,  # [2, R, COLUMNS] float32
     state_ptr,  # [2, R, STATE] float32
@@ -95,6 +96,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     repeat,  # parts of one program
     row_stride,
     peak_stride,
+    copy_stride,
     per,
     LEVEL: tl.constexpr,
     PART: tl.constexpr,
@@ -110,8 +112,9 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     counting = counts_tokens(top_k, vocab)
     if (temperature == 0) | ((LEVEL > 0) & (top_p >= 1) & (counting == 0)):
         return
-    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
-    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    source = source_of(index_ptr, row)
+    logits_ptr += source * row_stride
+    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
     scale, floor = LOG2E / temperature, tl.load(min_p_ptr + owner)
     column = tl.arange(0, COLUMNS)
     if LEVEL == 0:
@@ -144,6 +147,8 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         for tile in tl.static_range(PART // TILE):
             index = part * PART + tile * TILE + tl.arange(0, TILE)
             x = load_logits(logits_ptr + index, index < vocab)  # [TILE]
+            if copy_ptr is not None:
+                tl.store(copy_ptr + row * copy_stride + index, x, mask=index < vocab)
             w = tl.where(index < vocab, tl.where(counting, 1.0, weight(x, peak, scale)), 0.0)
             nearer = (distance_from(x, peak)[None, :] < edges[:, None]).to(tl.float32)
             sums += nearer * w[None, :]
@@ -158,7 +163,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["repeat", "per"])
 def _list_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
-    peaks_ptr,  # [R] int64
+    peaks_ptr,  # [T] int64
     index_ptr,  # [R] int64 or None
     temperature_ptr,  # [J] float32
     top_k_ptr,  # [J] int32
@@ -187,7 +192,8 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     counting = counts_tokens(top_k, vocab)
     if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
         return
-    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
+    source = source_of(index_ptr, row)
+    logits_ptr += source * row_stride
     at = rows + row
     low, high, below, target, total, above_floor = _narrowed(
         sums_ptr + at * parts * COLUMNS,
@@ -203,7 +209,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
     if start == 0:
         _remember(state_ptr + row * STATE, low, high, below, target, total, above_floor)
-    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
     place = tl.arange(0, PART)
     for part in range(start, tl.minimum(start + repeat, parts)):
         column = part * PART + place
@@ -221,8 +227,14 @@ def launch_filters(
     parameters: tuple[torch.Tensor, ...],
     stats: torch.Tensor,
     index: torch.Tensor | None,
+    copy: torch.Tensor | None = None,
+    zeros: torch.Tensor | None = None,
 ) -> None:
-    """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4]."""
+    """See `filter_rows`; parameters: temperature, top_k, top_p, min_p [J]; stats [R, 4].
+
+    copy: [R, V] of any row stride, gets the logits of the rows with temperature > 0, a NaN as -infinity. zeros: [R]
+        int32, set to 0 for these rows, for the kernel after it.
+    """
     rows, vocab = len(stats), logits.shape[1]
     per, options = rows // len(parameters[0]), dependent_launch(logits.device)
     parts = triton.cdiv(vocab, _PART)
@@ -242,10 +254,10 @@ def launch_filters(
     listed = stats.new_empty(rows, parts, _PART // _LISTED, dtype=torch.int16)
     repeat = max(1, rows * parts // _PROGRAMS)  # what a program computes of a part does not depend on it
     grid = (rows, triton.cdiv(parts, repeat))
-    for level in (0, 1):
+    for level, also in ((0, copy), (1, None)):
         _sums_kernel[grid](
-            *inputs, sums, edges, state, repeat=repeat, **sizes, LEVEL=level, TILE=_SUMS_TILE,
-            num_warps=_SUMS_WARPS, **options,
+            *inputs, also, sums, edges, state, repeat=repeat, **sizes, LEVEL=level, TILE=_SUMS_TILE,
+            copy_stride=0 if also is None else also.stride(0), num_warps=_SUMS_WARPS, **options,
         )  # fmt: skip
     _list_kernel[grid](
         *inputs[:-1], sums, edges, state, counts, listed, repeat=repeat, **sizes, CAPACITY=listed.shape[2],
@@ -253,7 +265,7 @@ def launch_filters(
     )  # fmt: skip
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](
-        *inputs, sums, state, counts, listed, stats, **sizes, stats_stride=stats.stride(0),
+        *inputs, sums, state, counts, listed, stats, zeros, **sizes, stats_stride=stats.stride(0),
         SHIFT=_SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
         num_warps=min(max(tile // 512, 4), 16), **options,
     )  # fmt: skip

@@ -126,7 +126,7 @@ def _stats(peak, threshold, first, mass, above_floor, floor, scale):  # type: ig
 @triton.jit(do_not_specialize=["per"])
 def settle_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]
-    peaks_ptr,  # [R] int64
+    peaks_ptr,  # [T] int64
     index_ptr,  # [R] int64 or None
     temperature_ptr,  # [J] float32
     top_k_ptr,  # [J] int32
@@ -137,6 +137,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     counts_ptr,  # [R, parts] int32
     listed_ptr,  # [R, parts, CAPACITY] int16
     stats_ptr,  # [R, 4] float32
+    zeros_ptr,  # [R] int32 or None
     vocab,
     parts,
     row_stride,
@@ -157,9 +158,12 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     floor = tl.load(min_p_ptr + owner)
     if temperature == 0:
         return
-    logits_ptr = source_of(logits_ptr, index_ptr, row, row_stride)
+    source = source_of(index_ptr, row)
+    logits_ptr += source * row_stride
     stats_ptr += row * stats_stride
-    peak = load_peak(logits_ptr, peaks_ptr, row, peak_stride)
+    if zeros_ptr is not None:
+        tl.store(zeros_ptr + row, 0)
+    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
     scale = LOG2E / temperature
     part = tl.arange(0, PARTS)
     least, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)

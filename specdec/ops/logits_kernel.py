@@ -72,15 +72,15 @@ def load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner):  # type: igno
 
 
 @triton.jit
-def source_of(logits_ptr, index_ptr, row, row_stride):  # type: ignore[no-untyped-def]
-    """Where the logits of a row begin: those of row index[row], or of the row itself where there is no index."""
+def source_of(index_ptr, row):  # type: ignore[no-untyped-def]
+    """Which row of the logits a row is: index[row], or the row itself where there is no index."""
     source = row
     if index_ptr is not None:
         source = tl.load(index_ptr + row)
-    return logits_ptr + source * row_stride
+    return source
 
 
 @triton.jit
-def load_peak(logits_ptr, peaks_ptr, row, peak_stride):  # type: ignore[no-untyped-def]
-    """The largest logit of a row; logits_ptr: where its logits begin."""
-    return load_logits(logits_ptr + tl.load(peaks_ptr + row * peak_stride), True)
+def load_peak(logits_ptr, peaks_ptr, source, peak_stride):  # type: ignore[no-untyped-def]
+    """The largest logit of row `source` of the logits; logits_ptr: where it begins."""
+    return load_logits(logits_ptr + tl.load(peaks_ptr + source * peak_stride), True)

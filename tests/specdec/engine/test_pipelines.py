@@ -26,10 +26,13 @@ TOKEN, EOS = 7, 9
 
 
 class NotingExecutor:
-    """Accepts every draft and says TOKEN, in rounds of verifications in one kind of pipeline, else in the plain one."""
+    """Accepts every draft and says TOKEN, in rounds of verifications in one kind of pipeline, else in the plain one.
+
+    prompts_too: rounds with prompts are of that kind, too.
+    """
 
     def __init__(self, kind: type[Verification]) -> None:
-        self.kind, self.transfers = kind, 0
+        self.kind, self.transfers, self.prompts_too = kind, 0, False
         self.events: list[str] = []
         self.reads = HostReads(64, CPU)
         self.reads.after_read = self.read
@@ -52,7 +55,7 @@ class NotingExecutor:
         packed = torch.full((len(round_.decided), 2 * round_.max_drafts + 2), TOKEN)
         packed[:, 0] = num_drafts = torch.from_numpy(round_.num_drafts)
         read, states = self.reads.start(PackedResult(packed), num_drafts), torch.zeros(0)
-        if not round_.only_bonus_tokens or self.kind is Verification:
+        if not (round_.only_bonus_tokens or self.prompts_too) or self.kind is Verification:
             return Verification(read, states)
         if self.kind is ChainedVerification:
             return ChainedVerification(read, states, self.launch_next)
@@ -131,6 +134,58 @@ def test_drafted_where_who_is_next_is_open(monkeypatch: pytest.MonkeyPatch, reas
     assert [e for e in events if e not in ("read", "draft prefill")] == ["draft steps", "commit", "send", "verify"]
 
 
+def asked_for(monkeypatch: pytest.MonkeyPatch, prompts: int = 2, rows: int = 3) -> tuple[Engine, list[str]]:
+    """An engine of drafted rounds, prompts too, to which so many prompts were given; what it will do stands in the list."""
+    engine = engine_of(DraftedVerification, monkeypatch, rows=rows)
+    engine.executor.prompts_too = True  # type: ignore[attr-defined]
+    for _ in range(prompts):
+        engine.submit([1, 2, 3], SamplingParams(max_new_tokens=12))
+    return engine, engine.executor.events  # type: ignore[attr-defined]
+
+
+def test_first_tokens_are_handed_out_before_the_next_round_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, events = asked_for(monkeypatch)
+    assert [update.token_ids for update in engine.step()] == [[TOKEN]] * 2
+    assert events == ["send", "verify", "draft prefill", "read", "draft steps", "commit"]
+    events.clear()
+    engine.step()
+    assert events[:4] == ["send", "verify", "draft prefill", "read"]
+    assert engine.stats.rounds == 3, "the next one is in flight again"
+
+
+@pytest.mark.parametrize("reason", ["somebody waits", "somebody decodes", "a prompt is read on"])
+def test_nobody_waits_for_a_first_token_of_others(monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
+    """Where the device is waited for, or rows decode, the next round is launched before tokens are handed out."""
+    engine, events = asked_for(monkeypatch, 3 if reason == "somebody waits" else 1, 2)
+    if reason == "somebody decodes":
+        engine.step()
+        engine.step()
+        engine.submit([4, 5], SamplingParams(max_new_tokens=9))
+        while engine.scheduler.waiting:
+            engine.step()
+    if reason == "a prompt is read on":
+        engine.submit(list(range(1, 41)), SamplingParams(max_new_tokens=9))
+    events.clear()
+    assert engine.step()
+    assert events[-3:] == ["send", "verify", "draft prefill"]
+
+
+def test_what_was_not_launched_yet_is_forgotten_with_its_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, events = asked_for(monkeypatch)
+    aborted = engine.step()
+    events.clear()
+    engine.abort([aborted[0].request_id])
+    engine.step()
+    assert events[0] == "send" and [r.id for r in engine.scheduler.running] == [aborted[1].request_id]
+    engine.abort([aborted[1].request_id])
+    assert engine.inflight is None and not engine.has_work and engine.scheduler.idle
+    engine, events = asked_for(monkeypatch)
+    engine.abort([update.request_id for update in engine.step()])
+    assert engine.inflight is None
+    events.clear()
+    assert engine.step() == [] and events == []
+
+
 def ended(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:
     """An eos id in the first row."""
     outcome.tokens[0, 1] = EOS
@@ -153,11 +208,12 @@ def test_chained_where_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("kind", [Verification, DraftedVerification, ChainedVerification])
-@pytest.mark.parametrize("queue", [False, True])
+@pytest.mark.parametrize(("queue", "prompts_too"), [(False, False), (True, False), (True, True)])
 def test_every_pipeline_gives_the_same_tokens(
-    monkeypatch: pytest.MonkeyPatch, kind: type[Verification], queue: bool
+    monkeypatch: pytest.MonkeyPatch, kind: type[Verification], queue: bool, prompts_too: bool
 ) -> None:
     engine, done = engine_of(kind, monkeypatch, queue), {}
+    engine.executor.prompts_too = prompts_too and kind is DraftedVerification  # type: ignore[attr-defined]
     ids = [engine.submit([1, 2, 3], SamplingParams(max_new_tokens=n)) for n in (1, 5, 11, 30)]
     while engine.has_work:
         done |= {u.request_id: u.completion for u in engine.step() if u.completion is not None}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -95,6 +96,7 @@ def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return logits.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k == "banned" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_filters(kind: str) -> None:
     """Every kind of logits meets every third row of parameters, the plain ones all of them."""
@@ -134,6 +136,7 @@ def test_any_short_row(row: list[float], temperature: float, top_k: int, top_p: 
     check(torch.tensor([row]), parameters([(temperature, top_k, top_p, min_p)]))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_batch() -> None:
     """Alone, in a batch in another order, as rows of a wider matrix."""
     sampling = parameters(FOUR)
@@ -145,7 +148,7 @@ def test_bits_do_not_depend_on_the_batch() -> None:
         assert torch.equal(alone[0], together[row])
     order = torch.tensor([3, 1])
     out = Filtered.empty(2, device=CPU)
-    peaks = logits.float().argmax(-1)[order]
+    peaks = logits.float().argmax(-1)
     filter_rows(logits, peaks, sampling.rows(order), out, index=order)
     assert torch.equal(out.stats, together[order])
 
@@ -193,7 +196,7 @@ class Round:
     def filtered(self) -> Filtered:
         flat = self.index.flatten()
         out = Filtered.empty(len(flat), device=CPU)
-        filter_rows(self.logits, self.logits.argmax(-1)[flat], self.sampling, out, index=flat)
+        filter_rows(self.logits, self.logits.argmax(-1), self.sampling, out, index=flat)
         return out
 
     def probs(self) -> torch.Tensor:
@@ -201,6 +204,7 @@ class Round:
         return target_probs(self.logits[self.index.flatten()], self.sampling.rows(owner)).view(*self.index.shape, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_acceptance(n: int) -> None:
     """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""
@@ -291,9 +295,10 @@ TARGET, HEAD, KNOWN = [0.9, -1.0, 1.4, -0.6, -0.8, -5.0], [0.2, 0.2, 0.9, 3.3], 
 
 
 def filters_of_one_row(
-    logits: torch.Tensor, peaks: torch.Tensor, parameters: tuple[torch.Tensor, ...], stats: torch.Tensor, _: None
+    logits: torch.Tensor, peaks: torch.Tensor, parameters: tuple[torch.Tensor, ...], stats: torch.Tensor, *rest: Any
 ) -> None:
     """`launch_filters` of equal rows: what the interpreter computes for one is every row's."""
+    rest[-1].zero_()
     one = torch.empty(1, 4)
     specdec.ops.filters_kernel.launch_filters(logits[:1], peaks[:1], tuple(p[:1] for p in parameters), one, None)
     stats.copy_(one)
