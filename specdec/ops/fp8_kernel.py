@@ -111,8 +111,8 @@ def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
     """Of more than 64 tokens: 64 of them and 128 rows a program, so that several run on a multiprocessor.
 
     A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy; one of 128 x 128
-    with eight warps does not. µs on an H200, each the fastest of this kernel in a sweep of up to 94 tilings, and a matmul
-    in bfloat16 (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl):
+    with eight warps does not. µs on an H200, each the fastest of this kernel in a sweep of up to 94 tilings, and those
+    of a matmul in bfloat16 (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl):
 
     ============ =========== =========== ============= ============= =============
     tokens       96          192         384           768           2048
