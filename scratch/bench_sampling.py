@@ -134,6 +134,27 @@ class tiling:
         for k, v in self.before.items(): setattr(self.module, k, v)
 
 same_bits()
+def short_draws():
+    """The one-program kernel: the same ids, stats within rounding."""
+    for std, kind in ((1.0, "all"), (6.0, "half"), (0.02, "all"), (0.0, "all")):
+        a, b = Case(32, 3, kind, std), Case(32, 3, kind, std)
+        a.new_step()
+        with tiling(draws, _SHORT=32_768): b.new_step()
+        on = a.sampling.temperature > 0
+        gap = ((a.of_q.stats[on, 0] - b.of_q.stats[on, 0]).abs() / a.of_q.stats[on, 0].abs().clamp(min=1)).max()
+        print(f"one program a row, std {std}: ids equal {int((a.ids == b.ids).sum())} of 32, drafts {torch.equal(a.drafts[on, 0], b.drafts[on, 0])}, "
+              f"copy {torch.equal(a.kept[on, 0], b.kept[on, 0])}, stats within {float(gap):.1e}", flush=True)
+
+short_draws()
+print("draft step: three launches fewer (one program a row), us: now | 32 warps | 16 warps")
+for std in (1.0, 6.0):
+    for rows in (1, 8, 32, 128):
+        c = Case(rows, 3, "all", std); half = Case(rows, 3, "half", std)
+        out = [timed(c.old_step), timed(c.new_step)]
+        for share in (1024, 2048):
+            with tiling(draws, _SHORT=32_768, _SHORT_SHARE=share): out += [timed(c.new_step), timed(half.new_step)]
+        print(f"std {std} {rows:3d} rows: old {out[0]:6.1f} now {out[1]:6.1f} | 32 warps {out[2]:6.1f} (half greedy {out[3]:6.1f}) | 16 warps {out[4]:6.1f} ({out[5]:6.1f})", flush=True)
+print(f"{time.perf_counter() - began:.0f} s")
 print("old and new, µs: draft step (Vd 32,000) | decision, beside the matmuls (60 µs) around them")
 for std in (1.0, 6.0):
     for rows in (8, 32):
