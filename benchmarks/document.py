@@ -28,7 +28,8 @@ def provenance() -> dict[str, Any]:
         "commit": os.environ.get("SPECDEC_COMMIT") or git.stdout.strip() or None,
     }
     if torch.cuda.is_available():
-        facts |= {"gpu": torch.cuda.get_device_name(), "flashinfer": _flashinfer_version()}
+        facts["gpu"] = torch.cuda.get_device_name()
+        facts |= {"flashinfer": _version("flashinfer-python"), "nvmath": _version("nvmath-python")}
     return facts
 
 
@@ -40,8 +41,8 @@ def publish(document: dict[str, Any], out: Path | None) -> None:
         out.write_text(line + "\n", encoding="utf-8")
 
 
-def _flashinfer_version() -> str | None:
+def _version(package: str) -> str | None:
     try:
-        return version("flashinfer-python")
+        return version(package)
     except PackageNotFoundError:
         return None

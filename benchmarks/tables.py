@@ -295,8 +295,8 @@ def plain(lines: list[Line]) -> list[list[str]]:
 
 
 _PROVENANCE = (
-    *("python", "numpy", "torch", "transformers", "machine", "commit", "gpu", "flashinfer", "benchmark", "start_s"),
-    *("device", "seconds", "threads"),
+    *("python", "numpy", "torch", "transformers", "machine", "commit", "gpu", "flashinfer", "nvmath"),
+    *("benchmark", "device", "seconds", "start_s", "threads"),
 )
 _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "round": rounds,
@@ -341,9 +341,10 @@ def section(path: Path) -> str:
 
 
 def _measured_on(line: Line) -> str:
-    flashinfer = f", FlashInfer {line['flashinfer']}" if line.get("flashinfer") else ""
+    extras = {"FlashInfer": line.get("flashinfer"), "nvmath": line.get("nvmath")}
+    found = "".join(f", {name} {version}" for name, version in extras.items() if version)
     device = line.get("gpu") or line.get("device") or f"CPU ({line.get('machine', '')})"
-    software = f"torch {line['torch']}, transformers {line['transformers']}{flashinfer}"
+    software = f"torch {line['torch']}, transformers {line['transformers']}{found}"
     return f"{device}; {software}; commit {str(line['commit'])[:7]}"
 
 

@@ -134,6 +134,7 @@ class SpeculativeModel(Moving):
 
     @classmethod
     @startup_progress()
+    @torch.inference_mode(False)  # tensors made inside it could not be written by graphs captured outside
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel,

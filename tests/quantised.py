@@ -127,11 +127,12 @@ def bitsandbytes(folder: Path, **options: Any) -> None:
     _reloaded(base, BitsAndBytesConfig(**options), device_map={"": "cpu"}).save_pretrained(folder)
 
 
-def quanto(folder: Path) -> None:
-    """A checkpoint of optimum-quanto, in its own format."""
-    from optimum.quanto import QuantizedModelForCausalLM, qint8
+def quanto(folder: Path, dtype: torch.dtype = torch.float32, weights: str = "qint8") -> None:
+    """A checkpoint of optimum-quanto, in its own format; dtype: of what is quantised, and so of the scales."""
+    from optimum.quanto import QuantizedModelForCausalLM
 
-    QuantizedModelForCausalLM.quantize(plain_llama(), weights=qint8, exclude="lm_head").save_pretrained(folder)
+    model = plain_llama().to(dtype)
+    QuantizedModelForCausalLM.quantize(model, weights=weights, exclude="lm_head").save_pretrained(folder)
 
 
 def own_model(folder: Path) -> Any:

@@ -203,6 +203,27 @@ def settle(model: PreTrainedModel) -> None:
             vars(layer).pop("forward", None)
 
 
+def hold_dtype(model: PreTrainedModel, method: str | None, dtype: torch.dtype | str) -> None:
+    """Cast what bitsandbytes left in floating point to the dtype that was asked for; "auto" is what is stored.
+
+    transformers reads such a checkpoint's norms, embeddings and output layer in the dtype they are stored in, whatever
+    `dtype` says, and refuses to cast the model afterwards. The quantised layers give what they get.
+
+    Source: transformers/quantizers/base.py, `get_new_dtype`; bitsandbytes/nn/modules.py, `Linear4bit.forward`.
+    """
+    if not (method or "").startswith("bitsandbytes") or isinstance(dtype, str):
+        return
+    kept = (*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ()))
+    for name, layer in model.named_modules():
+        if is_quantised(layer) or any(part in kept for part in name.split(".")):
+            continue
+        for parameter in layer.parameters(recurse=False):
+            if parameter.is_floating_point() and type(parameter) is torch.nn.Parameter:
+                parameter.data = parameter.data.to(dtype)
+    model.config.get_text_config().dtype = dtype
+    model.config.dtype = dtype
+
+
 def quantisation_of(model: PreTrainedModel, stored: Mapping[str, Any] | None) -> Quantisation | None:
     """What a loaded model is; `stored`: the `quantization_config` of its checkpoint before loading, None if unknown."""
     stored = stored or stored_quantisation(model.config)

@@ -23,6 +23,14 @@ from specdec.loading.quantisation import check_packages
 from specdec.loading.strictness import check_complete
 
 _MAP = "quanto_qmap.json"
+_SCALES = (".weight._scale", ".weight._shift", ".input_scale", ".output_scale")
+"""Last parts of the names of scales and shifts."""
+_NESTED = ("qint2", "qint4")
+"""Tensors made of packed tensors, which are subclasses too. torch 2.13 raises "Cannot set version_counter for inference
+tensor" where such a weight is transposed or detached in inference mode and was made outside of it."""
+_ALIGNED = 64
+"""Bytes. torch's kernel for bfloat16 times int8 on CPUs reads weights by instructions that need an address that this
+divides; one in a file that is mapped into memory is at any (torch 2.13: the process is killed by SIGSEGV)."""
 
 
 def is_quanto_folder(checkpoint: Checkpoint) -> bool:
@@ -36,13 +44,15 @@ def load_quanto(
     """Load such a folder on the CPU, all tensors or none.
 
     Args:
-        loader: the auto class of the configuration. dtype: of what is not quantised, and of the scales.
+        loader: the auto class of the configuration. dtype: of what is not quantised, of the scales, and so of what
+            quantised layers give; "auto": the checkpoint's.
 
     Returns:
         The model, and what a `quantization_config` would have said.
 
     Raises:
-        ModelLoadError: a package is missing; the map is damaged, names no layer of the model, or tensors do not fit it.
+        ModelLoadError: a package is missing; the map is damaged, names no layer of the model or weights of fewer than 8
+            bits, tensors do not fit it, or scales are too small or too large for the dtype.
     """
     what = f"cannot load the target model {checkpoint.name!r}"
     check_packages("quanto", what)
@@ -50,9 +60,16 @@ def load_quanto(
     from optimum.quanto import requantize
 
     layers = _read_map(Path(checkpoint.path) / _MAP, what)
+    if nested := sorted({how["weights"] for how in layers.values()} & set(_NESTED)):
+        raise ModelLoadError(
+            f"{what}: its weights are in {', '.join(nested)}, whose packed tensors optimum-quanto cannot multiply in "
+            "torch's inference mode, in which this library runs a model; take one quantised to qint8 or qfloat8, or in "
+            "4 bits by another method (compressed-tensors, bitsandbytes)"
+        )
     folder = open_folder(checkpoint.path)
     tensors = folder.load(folder.tensors)
-    kind = config.dtype if isinstance(dtype, str) else dtype
+    kind = _stored_dtype(config, tensors) if isinstance(dtype, str) else dtype
+    tensors = _aligned(_scaled_in(kind, tensors, what))
     with init_empty_weights(include_buffers=False):
         model: Any = loader.from_config(config, dtype=kind)
     if unknown := sorted(set(layers) - {name for name, _ in model.named_modules()}):
@@ -60,13 +77,50 @@ def load_quanto(
     requantize(model, state_dict=tensors, quantization_map=layers)
     model.tie_weights()
     check_complete(checkpoint.name, model, _differences(model, tensors))
-    if kind is not None:
-        model.to(kind)
     model.name_or_path = checkpoint.path
     if (Path(checkpoint.path) / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.path)
     kinds = sorted({f"{name}={how[name]}" for how in layers.values() for name in ("weights", "activations")})
     return model.requires_grad_(False), {"quant_method": "quanto", "weights": ", ".join(kinds)}
+
+
+def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
+    """The dtype of the model that was quantised: its configuration's, else that of the scales, which is the same."""
+    if config.dtype is not None:
+        return config.dtype
+    found = {tensor.dtype for name, tensor in tensors.items() if name.endswith(_SCALES) and tensor.is_floating_point()}
+    return found.pop() if len(found) == 1 else torch.get_default_dtype()
+
+
+def _scaled_in(kind: torch.dtype, tensors: Mapping[str, torch.Tensor], what: str) -> dict[str, torch.Tensor]:
+    """The checkpoint with its scales in another dtype, as if the model had been quantised in it.
+
+    A quantised layer computes in the dtype of its scales, which the library takes from the weights that it quantised
+    and does not let anyone change later: a model with scales of another dtype than its norms and embeddings stops at
+    the first attention.
+
+    Source: optimum/quanto/library/qbytes_mm.py; tensor/weights/qbytes.py, `__torch_dispatch__`.
+
+    Raises:
+        ModelLoadError: a scale is out of range there: it would be infinite, or zero.
+    """
+    cast = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALES) and tensor.is_floating_point():
+            cast[name] = tensor.to(kind)
+            lost = (cast[name] == 0) & (tensor != 0)
+            if bool(lost.any()) or not bool(cast[name].isfinite().all()):
+                raise ModelLoadError(
+                    f"{what}: dtype={str(kind).removeprefix('torch.')} cannot hold the scales {name} (largest "
+                    f"{float(tensor.abs().max()):.3g}, in {str(tensor.dtype).removeprefix('torch.')}); "
+                    "give dtype='bfloat16' or dtype='float32'"
+                )
+    return cast
+
+
+def _aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The same tensors at addresses that kernels may assume, copied where they are not."""
+    return {name: t if t.data_ptr() % _ALIGNED == 0 else t.clone() for name, t in tensors.items()}
 
 
 def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from specdec.loading.parallel import as_rank, check_no_adapter, check_not_quanti
 from specdec.loading.progress import log
 from specdec.loading.quantisation import (
     Quantisation,
+    hold_dtype,
     placed_at,
     quantisation_of,
     settle,
@@ -88,6 +89,7 @@ def _load(
                 config.quantization_config = {**(stored or {}), "dequantize": True}  # transformers would do so silently
             model = _from_pretrained(checkpoint, config, found, dtype, place, ranks)
     settle(model)
+    hold_dtype(model, method, dtype)
     if checkpoint.adapter is not None:
         model = applied(model, checkpoint.adapter)
     check_weights_fit(model, device, checkpoint.name)

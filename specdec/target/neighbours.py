@@ -28,7 +28,7 @@ _LINEAR = 1e-4
 """The same of f(x + y) to f(x) + f(y), in float32; activations in 8 bits make 3e-3 or more."""
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def neighbour_test(model: PreTrainedModel) -> None:
     """Give one quantised linear layer of each kind the same row beside faint rows and beside loud ones.
 
@@ -53,7 +53,7 @@ def neighbour_test(model: PreTrainedModel) -> None:
             )
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def rounds_activations(model: nn.Module) -> bool:
     """Whether a quantised linear layer rounds what it reads, so that its output is not linear in it; float32 only.
 

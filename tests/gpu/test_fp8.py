@@ -24,6 +24,7 @@ from specdec.ops.fp8_fused import add_rms_norm_fp8, rms_norm_fp8, silu_product_f
 from specdec.ops.norm import add_rms_norm, rms_norm
 from specdec.ops.silu import silu_product
 from tests.fp8 import DEEPSEEK, LLAMA, QWEN, gaps, prompts, quantised, reference, write
+from tests.router_ties import check_tokens
 
 CUDA = torch.device("cuda")
 HALF = torch.bfloat16
@@ -173,7 +174,7 @@ def test_a_target_from_a_folder(tmp_path: Path, sizes: dict[str, Any], graphs: b
     """Compiled, fused and captured, or not: each token is the oracle's best, or nearly.
 
     In bfloat16 and 8 bits a token may be another than in float64, so the oracle reads the answer, and its gap to the
-    best token is looked at.
+    best token is looked at; a large one may come of a near tie of the router: the oracle then takes the other choice.
     """
     folder = write(tmp_path / "target", sizes | ({"head_dim": 64} if sizes is not DEEPSEEK else {}))
     oracle = reference(folder, sizes | ({"head_dim": 64} if sizes is not DEEPSEEK else {}))
@@ -185,9 +186,7 @@ def test_a_target_from_a_folder(tmp_path: Path, sizes: dict[str, Any], graphs: b
         fused = sum(isinstance(m, SiblingFp8Linear) for m in model.hf_model.modules())
         assert (fused > 0) == graphs
         answers = model.generate(prompts((5, 33, 17)), SamplingParams(max_new_tokens=24))
-    for answer in answers:
-        found = gaps(oracle, answer)
-        assert float(found.median()) == 0 and float(found.max()) < 1, found
+    check_tokens(oracle, answers)
 
 
 def test_graphs_of_a_larger_model() -> None:

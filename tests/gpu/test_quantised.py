@@ -35,7 +35,7 @@ def test_graphs_or_a_reason(name: str, tmp_path: Path) -> None:
     head = table_head(own_model(folder), 0.1, aux_layers=(1, 2, 3)).cuda()
     head.table, head.target_ids, head.fuse_weight = head.table.cuda(), head.target_ids.cuda(), head.fuse_weight.cuda()
     head.qkv, head.mix = head.qkv.cuda(), head.mix.cuda()
-    options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "backend": "flex"}
+    options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "backend": "flex", "page_size": 16}
     with wrap(folder, **options) as plain:
         said = tokens(plain)
     with wrap(folder, head, num_speculative_tokens=3, **options) as drafted:

@@ -31,6 +31,7 @@ from tests.fp8 import (
     QWEN,
     SCHEME,
     configure,
+    gaps,
     greedy,
     prompts,
     quantised,
@@ -38,6 +39,7 @@ from tests.fp8 import (
     rewrite,
     write,
 )
+from tests.router_ties import LARGE, NEAR, Choice, check_tokens, explained_gaps, routed
 
 pytestmark = [pytest.mark.usefixtures("every_self_test"), pytest.mark.filterwarnings("ignore:.*runs on a CPU")]
 
@@ -220,3 +222,54 @@ def test_a_batch_invariant_backend_is_refused(tmp_path: Path) -> None:
     probed = probe_target(load_target(write(tmp_path / "target", LLAMA), torch.float32, torch.device("cpu")))
     with pytest.raises(UnsupportedModelError, match=r"quantised in FP8, .* not with backend='batch_invariant'"):
         check_backend_fits(probed, backend)
+
+
+def half(folder: Path) -> list[Any]:
+    with load(folder, dtype="bfloat16") as model:
+        return model.generate(PROMPTS, SamplingParams(max_new_tokens=24))
+
+
+def test_a_router_turns_few_tokens_in_half_precision(tmp_path: Path) -> None:
+    folder = write(tmp_path / "target", DEEPSEEK)
+    check_tokens(reference(folder, DEEPSEEK), half(folder))
+
+
+def test_only_a_near_tie_of_a_router_explains_a_token(tmp_path: Path) -> None:
+    """Tokens that are the oracle's best by the other choice of a router, whether that is nearly as good or not."""
+    oracle, (text,) = reference(write(tmp_path / "target", DEEPSEEK), DEEPSEEK), prompts((160,), seed=5)
+    choices: list[Choice] = []
+    with torch.no_grad(), routed(oracle, lambda _, found: choices.extend(found)):
+        oracle(torch.tensor([text]))
+    seen = {True: 0, False: 0}
+    for place in range(len(text)):
+        near = choices[place].margin < NEAR
+        if seen[near] == 2:
+            continue
+        with torch.no_grad(), routed(oracle, lambda *_, place=place: place):
+            best = int(oracle(torch.tensor([text[: place + 1]])).logits[0, -1].argmax())
+        answer = SimpleNamespace(prompt_token_ids=text[: place + 1], token_ids=[best])
+        if float(gaps(oracle, answer)) >= LARGE:
+            seen[near] += 1
+            found, explained = explained_gaps(oracle, answer)
+            assert (explained == [0], float(found) == 0) == (near, near)
+        if seen == {True: 2, False: 2}:
+            return
+    raise AssertionError(f"too few tokens of each kind: {seen}")
+
+
+@pytest.mark.parametrize("defect", ["a scale ignored", "experts swapped", "the router's rows swapped"])
+def test_a_defect_is_no_near_tie(defect: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / "target", DEEPSEEK)
+    oracle = reference(folder, DEEPSEEK)
+    down = "model.layers.1.mlp.experts.{}.down_proj.weight".format
+    if defect == "experts swapped":
+        tensors = load_file(folder / "model.safetensors")
+        tensors[down(2)], tensors[down(3)] = tensors[down(3)].clone(), tensors[down(2)].clone()
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    elif defect == "a scale ignored":
+        rewrite(folder, down(2) + "_scale_inv", torch.ones_like)
+    else:
+        rewrite(folder, "model.layers.1.mlp.gate.weight", lambda weight: weight.roll(1, 0))
+    answers = half(folder)
+    with pytest.raises(AssertionError):
+        check_tokens(oracle, answers)

@@ -120,6 +120,23 @@ def test_an_engine_that_cannot_be_built_leaves_nothing() -> None:
     assert info.value is not None
 
 
+def inference_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(x), torch.Tensor) and x.is_inference() for x in gc.get_objects())
+
+
+def test_a_model_made_in_inference_mode_is_one_made_outside() -> None:
+    """Buffers made in inference mode could not be written outside of it, where CUDA graphs are captured."""
+    target = tiny_llama()
+    head, before = eagle3_head(target), inference_tensors()
+    with torch.inference_mode():
+        model = wrap(target, head, num_speculative_tokens=3)
+        assert inference_tensors() == before
+        assert [c.token_ids for c in model.generate(PROMPTS, SHORT)] == RIGHT
+    with model:
+        assert [c.token_ids for c in model.generate(PROMPTS, SHORT)] == RIGHT
+
+
 def test_a_with_block_closes_and_closing_twice_is_one() -> None:
     with wrap(tiny_llama()) as model:
         assert isinstance(model, SpeculativeModel)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from transformers import AutoModelForCausalLM
 from specdec import SamplingParams
 from specdec.errors import ModelLoadError, SpecdecWarning, UnsupportedModelError
 from specdec.loading import quantisation
-from tests.quantised import make, mxfp4, own_model, plain_llama, settings
+from specdec.loading.targets import load_target
+from tests.quantised import add_tensors, make, mxfp4, need, own_model, plain_llama, quanto, settings
 
 NEW = 16
 PROMPTS = random_prompts((7, 3, 11))
@@ -84,6 +86,63 @@ def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> N
             assert found["runs"].startswith("dequantised in float32" if name in DEQUANTISED else "as stored")
             assert found["layers"].startswith("21 ")
     assert own(model) == said, "the model's own generate is as before"
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == EXACT[-1] else n for n in EXACT])
+def test_half_precision(name: str, folders: dict[str, Path]) -> None:
+    """What is not quantised is in the dtype asked for, and logits come in it, near those of the same model in float32,
+    whose best each token is, or nearly."""
+    folder = checkpoint(folders, name)
+    model = own_model(folder)
+    right = logits(model)
+    for dtype, limit in ((torch.bfloat16, 0.06), (torch.float16, 0.03)):
+        with wrap(folder, dtype=dtype) as wrapped:
+            loaded = wrapped.hf_model
+            plain = [m.weight for n, m in loaded.named_modules() if n.endswith(("norm", "embed_tokens", "lm_head"))]
+            assert {p.dtype for p in plain} == {dtype} and loaded.model.rotary_emb.inv_freq.dtype == torch.float32
+            found = logits(loaded)
+            assert found.dtype == dtype and (found - right).norm() / right.norm() < limit
+            answers = ours(wrapped)
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            with torch.no_grad():
+                read = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+            gaps = read.max(-1).values - read.gather(1, torch.tensor(answer)[:, None])[:, 0]
+            assert float((gaps / read.std(-1)).max()) < 3 * limit
+
+
+def test_scales_of_quanto_that_a_dtype_cannot_hold_are_refused(folders: dict[str, Path], tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight._scale"
+    shutil.copytree(checkpoint(folders, "quanto int8"), tmp_path, dirs_exist_ok=True)
+    for scale in (1e-9, 1e6):
+        add_tensors(tmp_path, {name: torch.full((64, 1), scale)})
+        with pytest.raises(ModelLoadError, match=r"dtype=float16 cannot hold the scales .*up_proj.*'bfloat16'"):
+            wrap(tmp_path, dtype="float16")
+    with pytest.raises(ModelLoadError, match=r"dtype=float16 cannot hold"):
+        settings(tmp_path, dtype="float16")
+        load_target(str(tmp_path), "auto", torch.device("cpu"))
+
+
+def test_quanto_in_4_bits_is_refused(tmp_path: Path) -> None:
+    need("quanto")
+    quanto(tmp_path, weights="qint4")
+    model = own_model(tmp_path)
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="version_counter"):  # once it runs, serve it
+        model(input_ids=torch.tensor([PROMPTS[0]]))
+    with pytest.raises(UnsupportedModelError, match="version_counter"):
+        wrap(model)
+    with pytest.raises(ModelLoadError, match=r"weights are in qint4.*inference mode.*qint8 or qfloat8"):
+        wrap(tmp_path)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, None])
+def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path: Path) -> None:
+    """dtype="auto", as on a GPU: of the model that was quantised, by its configuration, or by its scales."""
+    need("quanto")
+    quanto(tmp_path, torch.bfloat16)
+    settings(tmp_path, dtype=None if stored is None else "bfloat16")
+    for dtype in (torch.bfloat16, torch.float32):
+        model = load_target(str(tmp_path), "auto" if dtype is torch.bfloat16 else dtype, torch.device("cpu"))
+        assert logits(model).dtype == model.lm_head.weight.dtype == dtype
 
 
 @pytest.mark.parametrize("name", ("torchao int8", "quanto int8", "bitsandbytes nf4", "bitsandbytes int8"))
@@ -210,8 +269,6 @@ def test_weights_of_modelopt_are_named(where: str, tmp_path: Path) -> None:
 
 
 def test_scales_of_weights_that_nothing_reads_are_refused(tmp_path: Path) -> None:
-    from tests.quantised import add_tensors
-
     plain_llama().save_pretrained(tmp_path)
     add_tensors(tmp_path, {"model.layers.1.mlp.up_proj.weight_scale": torch.tensor(0.5)})
     with pytest.raises(
