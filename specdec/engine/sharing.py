@@ -17,9 +17,10 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -129,8 +130,10 @@ class SharedEngine:
         with self.between_rounds():
             return self._engine.usage()
 
-    def submit(self, requests: Sequence[Submission | Resumption]) -> Call:
+    def submit(self, requests: Sequence[Submission | Resumption], check: Callable[[], None] | None = None) -> Call:
         """Queue the requests of a call.
+
+        check: of the model, runs while the first round after this does; where it raises ModelChangedError, `next` does.
 
         Raises:
             InvalidInputError: a request is refused, see `Engine.submit`; none of the call is queued then.
@@ -143,6 +146,8 @@ class SharedEngine:
                 try:
                     self._forget_abandoned()
                     self._queue(call, requests)
+                    if check is not None:
+                        self._engine.meanwhile.append(partial(call.examine, check))
                 finally:
                     self._holder = None
         finally:
@@ -157,10 +162,13 @@ class SharedEngine:
         Raises:
             SpecdecError: called from inside a round.
             ClosedModelError: the model was closed, and all that was reported before is handed out.
+            ModelChangedError: what the call's check found, before its first update.
         """
         me = self._outside()
         try:
             while call.places:
+                if call.refusal is not None:
+                    raise call.refusal
                 update = call.take()
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()
@@ -353,8 +361,15 @@ class Stream(Iterator[StreamUpdate]):
     after them.
     """
 
-    def __init__(self, shared: SharedEngine, requests: Sequence[Submission] | None, call: Call | None = None) -> None:
-        """call: of requests that are queued already; `requests` is None then."""
+    def __init__(
+        self,
+        shared: SharedEngine,
+        requests: Sequence[Submission] | None,
+        call: Call | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """call: of requests that are queued already; `requests` is None then. check: see `SharedEngine.submit`."""
+        self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
         self._call: Call | None = call
@@ -365,7 +380,7 @@ class Stream(Iterator[StreamUpdate]):
         try:
             if self._requests is not None:
                 requests, self._requests = self._requests, None
-                self._call = self._shared.submit(requests)
+                self._call = self._shared.submit(requests, self._check)
             return self._next()
         except BaseException:
             self.close()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,9 @@ class GraphExecutor:
 
     Made, then captured.
 
+    before_capture: called before anything is compiled or captured; raises where the model is not what it was. Replays
+    read its weights alone.
+
     Whether rows are greedy or sampled, with a head the draft prefill is launched after the verification, before that is
     read, and the draft steps run from the graphs of a bucket.
     """
@@ -103,6 +106,7 @@ class GraphExecutor:
         device = target.hf_model.device
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.ranks)
+        self.before_capture: Callable[[], None] | None = None
         self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
@@ -215,6 +219,8 @@ class GraphExecutor:
         """
         model = self._target.hf_model
         settings = compiler_settings(self._target.runner.batch_invariant)
+        if self.before_capture is not None:
+            self.before_capture()
         with gate_of(model.config).held(), torch.no_grad(), settings, using_capturable_experts(*self._modules):
             yield
 
