@@ -253,9 +253,7 @@ class GraphExecutor:
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
             return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
-        bucket.draft.prefill.replay()
-        if round_.sampled and bucket.draft.choose is not None:
-            bucket.draft.choose.replay()
+        bucket.draft.prefill.of(round_.sampled).replay()
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
@@ -275,7 +273,7 @@ class GraphExecutor:
         sent = self._transfer.send_ahead(round_.target, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
-            self._drawn.choose_first(chosen, accepted)
+            self._drawn.choose(0, chosen, accepted)
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _decide_ragged(
@@ -335,9 +333,7 @@ class GraphExecutor:
             self._sent += 1
             for step, host in zip(graphs.steps[:num_steps], batches, strict=False):
                 step.planner.replan(host)
-                step.graph.replay()
-                if round_.sampled and step.choose is not None:
-                    step.choose.replay()
+                step.run.of(round_.sampled).replay()
         return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:
