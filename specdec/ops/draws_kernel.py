@@ -12,23 +12,12 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.filters_kernel import SHIFT, launch_filters
-from specdec.ops.filters_search_kernel import filtered_row
-from specdec.ops.logits_kernel import (
-    LOG2E,
-    load_logits,
-    load_parameters,
-    load_peak,
-    load_stats,
-    probability,
-    store_stats,
-)
+from specdec.ops.filters_kernel import launch_filters
+from specdec.ops.logits_kernel import LOG2E, load_logits, load_stats, probability
 
 _PART = 2048
 _WARPS = 4
 _PICK_WARPS = 8
-_SHORT = 0  # a vocabulary of so many tokens at most is filtered by one program a row
-_SHORT_SHARE = 1024  # of its tokens to a warp
 _UNIT = tl.constexpr(2.0**52)  # of probabilities as integers: V of them stay below 2**63
 
 
@@ -218,21 +207,6 @@ def _draft_weights(own, part, PART: tl.constexpr):  # type: ignore[no-untyped-de
     return tl.where(column < vocab, _weights(p), 0)
 
 
-@triton.jit
-def _store_draft(token, row, id_ptr, draft, accepted):  # type: ignore[no-untyped-def]
-    """Of a row: its draft id, and where it is asked for, its draft and its accepted count."""
-    drafts_ptr, target_ids_ptr, drafts_stride = draft
-    num_accepted_ptr, kept_accepted_ptr, accepted_stride = accepted
-    tl.store(id_ptr, token)
-    if drafts_ptr is not None:
-        target_id = token
-        if target_ids_ptr is not None:
-            target_id = tl.load(target_ids_ptr + token)
-        tl.store(drafts_ptr + row * drafts_stride, target_id)
-    if kept_accepted_ptr is not None:
-        tl.store(kept_accepted_ptr + row, tl.load(num_accepted_ptr + row * accepted_stride))
-
-
 @triton.jit(do_not_specialize=["step"])
 def _draft_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [R, V]
@@ -276,66 +250,13 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     part, place = _pick_part(sums, uniform)
     token = part * PART + _pick_in_part(_draft_weights(own, part, PART), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
-    accepted = num_accepted_ptr, kept_accepted_ptr, accepted_stride
-    _store_draft(token, row, ids_ptr + row * ids_stride, (drafts_ptr, target_ids_ptr, drafts_stride), accepted)
-
-
-@triton.jit(do_not_specialize=["step"])
-def _short_draft_kernel(  # type: ignore[no-untyped-def]
-    logits_ptr,  # [R, V]
-    ids_ptr,  # [R] int64
-    temperature_ptr,  # [R] float32
-    top_k_ptr,  # [R] int32
-    top_p_ptr,  # [R] float32
-    min_p_ptr,  # [R] float32
-    uniform_ptr,  # [R, columns] float32
-    num_accepted_ptr,  # [R] int64 or None
-    copy_ptr,  # [R, V] as the logits, or None
-    drafts_ptr,  # [R] int64 or None
-    target_ids_ptr,  # [V] int64 or None
-    kept_accepted_ptr,  # [R] int64 or None
-    stats_ptr,  # [R, 4] float32
-    step,
-    columns,
-    vocab,
-    row_stride,
-    ids_stride,
-    uniform_stride,
-    accepted_stride,
-    copy_stride,
-    drafts_stride,
-    stats_stride,
-    SHIFT: tl.constexpr,
-    TILE: tl.constexpr,
-    PART: tl.constexpr,
-    DEPENDENT: tl.constexpr,
-):
-    """Filter a whole row in one program, which holds it in registers, and draw its token."""
-    wait_for_predecessor(DEPENDENT)
-    row = tl.program_id(0).to(tl.int64)
-    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, row)
-    if temperature == 0:
-        return
-    logits_ptr += row * row_stride
-    if copy_ptr is not None:
-        place = tl.arange(0, TILE)
-        x = load_logits(logits_ptr + place, place < vocab)
-        tl.store(copy_ptr + row * copy_stride + place, x, mask=place < vocab)
-    peak = load_peak(logits_ptr, ids_ptr, row, ids_stride)
-    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
-    stats = filtered_row(logits_ptr, peak, (top_k, top_p, floor, scale), vocab, SHIFT, TILE)
-    store_stats(stats_ptr + row * stats_stride, stats)
-    uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
-    place = tl.arange(0, TILE)
-    p = probability(load_logits(logits_ptr + place, place < vocab), place, stats, scale, floor)
-    weights = tl.where(place < vocab, _weights(p), 0)
-    part, within = _pick_part(tl.sum(tl.reshape(weights, (TILE // PART, PART)), 1), uniform)
-    place = part * PART + tl.arange(0, PART)
-    p = probability(load_logits(logits_ptr + place, place < vocab), place, stats, scale, floor)
-    token = part * PART + _pick_in_part(tl.where(place < vocab, _weights(p), 0), within)
-    token = tl.minimum(token, vocab - 1).to(tl.int64)
-    accepted = num_accepted_ptr, kept_accepted_ptr, accepted_stride
-    _store_draft(token, row, ids_ptr + row * ids_stride, (drafts_ptr, target_ids_ptr, drafts_stride), accepted)
+    tl.store(ids_ptr + row * ids_stride, token)
+    if drafts_ptr is not None:
+        if target_ids_ptr is not None:
+            token = tl.load(target_ids_ptr + token)
+        tl.store(drafts_ptr + row * drafts_stride, token)
+    if kept_accepted_ptr is not None:
+        tl.store(kept_accepted_ptr + row, tl.load(num_accepted_ptr + row * accepted_stride))
 
 
 def launch_drafts(
@@ -363,14 +284,6 @@ def launch_drafts(
         "drafts_stride": 0 if drafts is None else drafts.stride(0),
     }
     sizes = {"vocab": vocab, "row_stride": logits.stride(0), "stats_stride": stats.stride(0)}
-    if vocab <= _SHORT:
-        tile = triton.next_power_of_2(vocab)
-        _short_draft_kernel[(rows,)](
-            logits, ids, *parameters, uniform, num_accepted, copy, drafts, target_ids, kept_accepted, stats,
-            **place, **sizes, copy_stride=0 if copy is None else copy.stride(0), SHIFT=SHIFT[logits.dtype], TILE=tile,
-            PART=min(_PART, tile), num_warps=min(max(tile // _SHORT_SHARE, 4), 32), **options,
-        )  # fmt: skip
-        return
     done = ids.new_empty(rows, dtype=torch.int32)
     launch_filters(logits, ids, parameters, stats, None, copy, done)
     parts = triton.cdiv(vocab, _PART)

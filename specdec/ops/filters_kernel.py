@@ -30,7 +30,7 @@ _TILE = 8192  # at most
 _PROGRAMS = 2048  # from so many on, a program has several parts
 _EDGES = tl.constexpr(14)
 _REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
-SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
+_SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
@@ -266,6 +266,6 @@ def launch_filters(
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](
         *inputs, sums, state, counts, listed, stats, zeros, **sizes, stats_stride=stats.stride(0),
-        SHIFT=SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
+        SHIFT=_SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
         num_warps=min(max(tile // 512, 4), 16), **options,
     )  # fmt: skip

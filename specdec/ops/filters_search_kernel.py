@@ -123,29 +123,6 @@ def _stats(peak, threshold, first, mass, above_floor, floor, scale):  # type: ig
     return peak, threshold, first.to(tl.float32), total
 
 
-@triton.jit
-def filtered_row(logits_ptr, peak, parameters, vocab, SHIFT: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What the filters leave of a row of at most TILE tokens, all of which one program looks at.
-
-    parameters: top-k, top-p, min-p, log2(e) / temperature.
-    """
-    top_k, top_p, floor, scale = parameters
-    nothing, lowest = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
-    row = (logits_ptr, (logits_ptr, logits_ptr, False, 1, TILE, 1, 1), (0.0, float("inf"), peak, nothing), vocab, SHIFT)
-    least = nothing
-    if counts_tokens(top_k, vocab):
-        least = _search(row, 1, 0.0, top_k.to(tl.float32), scale, True, TILE, 1, TILE)[0]
-    row = (logits_ptr, (logits_ptr, logits_ptr, False, 1, TILE, 1, 1), (0.0, float("inf"), peak, least), vocab, SHIFT)
-    x, _keys, inside = _tile(row, 0, TILE)
-    w = tl.where(inside, weight(x, peak, scale), 0.0)
-    mass, above_floor = tl.sum(w, 0), tl.sum(tl.where(w >= floor, w, 0.0), 0)
-    threshold, first = least, lowest
-    if top_p < 1:
-        target = mass_target(mass, top_p)
-        threshold, first, mass = _search(row, 1, 0.0, target, scale, False, TILE, 1, TILE)
-    return _stats(peak, threshold, first, mass, above_floor, floor, scale)
-
-
 @triton.jit(do_not_specialize=["per"])
 def settle_kernel(  # type: ignore[no-untyped-def]
     logits_ptr,  # [T, V]

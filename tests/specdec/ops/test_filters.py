@@ -277,7 +277,9 @@ def test_what_stands_beside_the_drafts_of_sampled_rows(mapped: bool) -> None:
     copies, drafts, counts = torch.zeros(4, 2, 320).half(), torch.full((4, 3), -1), torch.full((4,), -1)
     ids, out = logits.nan_to_num(-9).argmax(-1), Filtered.empty(4, device=CPU)
     places = DraftPlaces(copies[:, 1, :300], drafts[:, 1], known if mapped else None, counts)
-    draw_drafts(logits, ids, sampling, uniform, 2, out, num_accepted=torch.stack([accepted] * 2, 1)[:, 1], places=places)
+    draw_drafts(
+        logits, ids, sampling, uniform, 2, out, num_accepted=torch.stack([accepted] * 2, 1)[:, 1], places=places
+    )
     on = torch.tensor([0, 2, 3])
     assert torch.equal(copies[on, 1, :300], logits[on].nan_to_num(-torch.inf)) and not copies[1].any()
     assert not copies[:, 0].any() and not copies[:, 1, 300:].any()
