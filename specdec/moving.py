@@ -13,7 +13,7 @@ from attention.runner import GroupRunner
 from attention.transport.base import Transport
 from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
-from specdec.engine.sharing import Stream, StreamUpdate
+from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
 from specdec.generation import Generation
 from specdec.parallel.ranks import Ranks

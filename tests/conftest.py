@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import hashlib
 import importlib.util
@@ -16,6 +17,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.utils.collect_env
 from hypothesis import settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -24,7 +26,10 @@ os.environ["SPECDEC_CHECK"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
+os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: as many busy threads as cores slow each other down
 torch.set_num_threads(1)
+# lm-eval writes it into every result: half a second of `pip list` and compilers, the same each time
+torch.utils.collect_env.get_pretty_env_info = functools.cache(torch.utils.collect_env.get_pretty_env_info)
 gc.disable()  # while tests are imported and collected: next to nothing of that is garbage
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))

@@ -17,8 +17,8 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("a GPU is here: tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, PackedKernels, packed_scratch
+from attention.backends.flashinfer.parts import whole_batch
 from attention.backends.invariant import InvariantBackend
 from attention.batch.host import rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
@@ -76,6 +76,7 @@ def attended(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scal
     return torch.einsum("hql,lhd->qhd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("heads", "dim", "page_size", "query_len"),
@@ -124,11 +125,24 @@ def test_packed_attention(
         assert (out[tokens] - expected).norm() <= 2e-3 * expected.norm()
 
 
-@pytest.mark.parametrize("layout", ["NHD", pytest.param("HND", marks=pytest.mark.slow)])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("heads", "dim", "page_size", "query_len"), [((8, 2), 64, 16, 6), ((4, 2), 64, 1, 1), ((6, 2), 64, 32, 5)]
+    ("parts", "size", "heads", "dim", "page_size", "query_len", "layout"),
+    [
+        (3, 64, (8, 2), 64, 16, 6, "NHD"),
+        pytest.param(3, 64, (6, 2), 64, 32, 5, "HND", marks=pytest.mark.slow),
+        pytest.param(3, 64, (4, 2), 64, 1, 1, "HND", marks=pytest.mark.slow),
+        pytest.param(1, 128, (8, 2), 64, 16, 6, "HND", marks=pytest.mark.slow),
+        pytest.param(1, 128, (6, 2), 64, 32, 5, "NHD", marks=pytest.mark.slow),
+        pytest.param(1, 128, (4, 2), 64, 1, 1, "NHD", marks=pytest.mark.slow),
+        pytest.param(3, 64, (6, 2), 64, 32, 5, "NHD", marks=pytest.mark.long),
+        pytest.param(3, 64, (4, 2), 64, 1, 1, "NHD", marks=pytest.mark.long),
+        pytest.param(3, 64, (8, 2), 64, 16, 6, "HND", marks=pytest.mark.long),
+        pytest.param(1, 128, (8, 2), 64, 16, 6, "NHD", marks=pytest.mark.long),
+        pytest.param(1, 128, (6, 2), 64, 32, 5, "HND", marks=pytest.mark.long),
+        pytest.param(1, 128, (4, 2), 64, 1, 1, "HND", marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize(("parts", "size"), [pytest.param(1, 128, marks=pytest.mark.slow), (3, 64)])
 def test_packed_attention_after_a_shared_prefix(
     heads: tuple[int, int],
     dim: int,
@@ -213,6 +227,7 @@ def test_packed_kernel_follows_its_part() -> None:
     assert kernel.generation == 2 and kernel.keeps(host)
 
 
+@pytest.mark.slow
 def test_packed_kernel_of_a_shape_finds_what_rows_share(monkeypatch: pytest.MonkeyPatch) -> None:
     """One kernel, as a graph holds it: batches without shared pages, with, with others; sent only where they change."""
     from attention.backends.cascade_cost import CascadeCost

@@ -29,6 +29,7 @@ def test_of_eager_rounds(num_drafts: int) -> None:
     check(wrap(tiny_llama(), head, num_speculative_tokens=num_drafts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_of_rounds_from_graphs(graphs_on_cpu: list[Any], num_drafts: int) -> None:  # noqa: F811
     model = with_graphs(table_head(tiny_llama()) if num_drafts else None, num_speculative_tokens=num_drafts)

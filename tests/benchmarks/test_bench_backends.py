@@ -17,6 +17,7 @@ from benchmarks.bench_backends import WAYS, Place, Rates, floor_us, main
 BATCHES = ("decode, small", "mixed")
 
 
+@pytest.mark.slow
 def test_every_backend_and_batch_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(bench_backends, "REPEATS", 2)

@@ -34,6 +34,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_cascade, "run_us", once)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_line_for_every_case(tmp_path: Path) -> None:
     out = tmp_path / "cascade.jsonl"
@@ -47,6 +48,7 @@ def test_a_line_for_every_case(tmp_path: Path) -> None:
         assert 0 <= line["relative_difference"] <= 3e-3
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_another_result_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: the prefix is not attended."""

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_it_ends_in_one_json_line_with_versions(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
     command = [sys.executable, "benchmarks/bench_host.py", "--rounds", "1", "--out", str(out)]

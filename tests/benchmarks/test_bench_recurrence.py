@@ -18,6 +18,7 @@ from benchmarks.bench_recurrence import FULL, LAYERS, Work, delta_layer, main
 PLACE = Place(torch.device("cpu"), torch.bfloat16, AttentionSpec(1, 1, 64, 64, 1.0))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here")
 def test_every_kernel_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")

@@ -83,6 +83,7 @@ def test_too_few_tokens_for_full_rounds_are_refused() -> None:
         go_on(30)
 
 
+@pytest.mark.slow
 def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     """Of one long row beside short ones it is that of the weights, and of all rows' keys and values."""
     pair, drafts = random_pair("tiny", torch.float32, torch.device("cpu")), 3
@@ -94,6 +95,7 @@ def test_the_floor_of_uneven_rows_counts_every_key() -> None:
     assert more == pytest.approx(1e3 * keys * (of_target + drafts * of_head) / COPY_BYTES_PER_S)
 
 
+@pytest.mark.slow
 def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     """From the command line: a line for each K and batch, in order, and why there are no graphs."""
     out = tmp_path / "round.jsonl"
@@ -109,7 +111,7 @@ def test_several_drafts_of_a_hybrid_on_the_cpu(tmp_path: Path) -> None:
     assert all("by_events" not in line and line["over_floor"] > 1 for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*runs on a CPU")
 def test_weights_in_fp8_on_the_cpu(tmp_path: Path) -> None:
     """The floor counts a byte a weight of the layers, and two of the lm_head's; the head is as it was."""
@@ -135,6 +137,7 @@ def test_what_needs_a_gpu_is_refused_on_the_cpu(option: tuple[str, str], tmp_pat
     assert done.exit_code == 2 and f"{option[0]} {option[1]} needs a GPU" in done.output
 
 
+@pytest.mark.slow
 def test_a_hybrid_without_graphs_is_measured_and_says_so(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -151,6 +154,7 @@ def test_a_hybrid_without_graphs_is_measured_and_says_so(
     assert model.graphs.startswith("off: recurrent layers") and "by_events" not in found
 
 
+@pytest.mark.slow
 def test_graphs_are_required_of_a_plain_target(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Any] = []
     monkeypatch.setattr(engines, "SpeculativeModel", lambda *arguments: tried.append(arguments[-1]))

@@ -26,6 +26,7 @@ def test_an_edited_page_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert done.exit_code == 1 and "python -m benchmarks.models_page" in done.output
 
 
+@pytest.mark.slow
 def test_the_results_name_every_case_and_none_is_wrong() -> None:
     """Every type of the installed transformers, where it is the one that was swept."""
     import transformers

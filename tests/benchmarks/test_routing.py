@@ -36,6 +36,7 @@ def chosen(pair: Pair, sequence: list[int]) -> list[torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_one_token_uses_its_own_experts(pair: Pair) -> None:
     work = expert_work(pair.target, sequences(1, 20), 1, 10)
     assert work.distinct == LAYERS * PER_TOKEN and work.layers == LAYERS
@@ -55,6 +56,7 @@ def test_tokens_of_a_round_share_experts(pair: Pair) -> None:
     assert sum(counts) / 2 < LAYERS * PER_TOKEN * 6
 
 
+@pytest.mark.slow
 def test_only_chosen_experts_count_in_the_floor(pair: Pair) -> None:
     rows = sequences(1, 30)
     one, four = (pair.floor_ms(1, k, 20, pair.experts(rows, k, 16)) for k in (0, 3))

@@ -22,6 +22,7 @@ def test_every_shape_with_modules_is_a_shape() -> None:
     } == {2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", ["tiny", "tiny-deepseek"])
 def test_a_pair_with_two_modules(shape: str) -> None:
     pair = random_pair(f"{shape}-2-modules", torch.float32, CPU)

@@ -53,7 +53,7 @@ def test_uniforms_that_depend_on_the_batch_are_found(subject: Subject, monkeypat
     assert work.counts["mismatches"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_resumed_request_that_reads_its_bonus_token_is_found(
     subject: Subject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -31,11 +31,22 @@ EXACT = (
     "qwen3_next",
     "mamba2",
 )
+FURTHER = (
+    "mistral",
+    "qwen3: sliding",
+    "qwen3_moe",
+    "gemma3_text",
+    "deepseek_v2: no q_lora",
+    "glm4_moe",
+    "gpt2",
+    "phi3",
+)
+"""Types that the others stand for in `make test`."""
 REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n in FURTHER)) for n in EXACT])
 def test_telling_types_are_exact(name: str) -> None:
     (case,) = (c for c in all_cases() if c.name == name)
     verdict = check(case, torch.float32, "cpu")
@@ -80,7 +91,7 @@ def failing(generate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.long)])
 def test_one_wrong_token_is_seen(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sweep_check.SpeculativeModel, "from_pretrained", altered(last_token_wrong))
     (case,) = (c for c in all_cases() if c.name == "gpt2")
@@ -141,6 +152,7 @@ def test_a_wrapper_is_read_from_a_folder(monkeypatch: pytest.MonkeyPatch) -> Non
     assert {"(wrapper)" in case.name for case in named_cases(("wrappers",))} == {True}
 
 
+@pytest.mark.slow
 def test_every_type_of_the_mapping_is_a_case() -> None:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 

@@ -109,6 +109,7 @@ def model() -> Any:
     return tiny_pair(prefix_caching=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 500.0])
 def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     load = Load(6, (2, 30), (3, 12), sampled_share=0.5, rate=rate)
@@ -127,6 +128,7 @@ def test_a_workload_end_to_end(model: Any, rate: float, tmp_path: Path) -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_prompts_that_begin_alike_end_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: nothing is taken from the cache, so there is nothing to compare."""
     model = tiny_pair(prefix_caching=True)
@@ -142,6 +144,7 @@ def test_prompts_that_begin_alike_end_to_end(monkeypatch: pytest.MonkeyPatch) ->
         shared_prefix(model, 41, 6, 3, VOCAB, seed=0)
 
 
+@pytest.mark.slow
 def test_a_request_joins_no_earlier_than_it_is_due(model: Any) -> None:
     requests = Load(4, (5, 5), (3, 3), rate=20.0).arrivals(VOCAB)
     lines = as_they_arrive(engine_of(model), requests)
@@ -149,6 +152,7 @@ def test_a_request_joins_no_earlier_than_it_is_due(model: Any) -> None:
     assert all(each.moments[0] >= each.arrived for each in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rate", [0.0, 100.0])
 def test_prompts_beside_rows(model: Any, rate: float) -> None:
     found = interfered(model, Load(0, (4, 8), (1, 1), rate=rate), 1, (40, 2), 4)
@@ -161,6 +165,7 @@ def test_prompts_beside_rows(model: Any, rate: float) -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_every_round_of_a_mixed_trace_reads_a_prompt_beside_rows(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced last, after as many that are not; `traced` itself needs a GPU."""
     engine = engine_of(model)

@@ -109,6 +109,7 @@ def test_tokens_are_the_targets_greedy_ones(name: str, make: Callable[[str], Pai
     assert 0 in accepted and max(accepted) >= 2, "the head must be right and wrong often enough to test something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["eagle3", "deepseek_v3"])
 @torch.inference_mode()
 def test_one_zeroed_slot_of_the_heads_cache_is_seen(
@@ -134,6 +135,7 @@ def test_one_zeroed_slot_of_the_heads_cache_is_seen(
     assert any(ours != oracle for ours, oracle in oracle_rounds(model, head, PROMPTS[1], completion))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_draft_mtp_means_the_targets_own_module(tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = nearly_bigram(tiny_case("deepseek_v3", context=0.02))

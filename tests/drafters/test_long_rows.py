@@ -233,7 +233,7 @@ def own_decoding(model: Any, head: Any, prompt: list[int]) -> tuple[list[int], t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n == "mla")) for n in PAIRS])
 @torch.inference_mode()
 def test_a_row_of_65_536_keys_beside_short_ones(name: str) -> None:
     with torch.inference_mode(False), torch.no_grad():

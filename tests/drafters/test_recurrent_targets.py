@@ -66,6 +66,7 @@ def through_engine(wrapped: Any) -> list[Any]:
     return completions  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize("name", [*FAMILIES[1::2], *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES[::2])])
 @torch.inference_mode()
@@ -84,6 +85,7 @@ def test_a_checkpoints_own_module_drafts(name: str, drafts: int, tiny_case: Call
     assert 0 in accepted and max(accepted) >= min(drafts, 2), "the head must be right and wrong to test something"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h", pytest.param("lfm2", marks=pytest.mark.slow), "mamba2"])
 @torch.inference_mode()
 def test_an_eagle3_head_reads_true_states(name: str) -> None:

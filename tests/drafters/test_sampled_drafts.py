@@ -68,12 +68,13 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
         return wrapped, [r for p, c, own in every for r in oracle_rounds(target, head, p, c, drawn_as(own))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("eagle3", TIGHT),
         *(pytest.param(name, TIGHT, marks=pytest.mark.slow) for name in HEADS[1:]),
-        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.slow) for name in ("eagle3", "mimo")),
+        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.long) for name in ("eagle3", "mimo")),
     ],
 )
 def test_drawn_drafts_are_the_oracles(
@@ -92,11 +93,12 @@ def test_drawn_drafts_are_the_oracles(
     assert bool(beside_prompts) == bool(execution)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "modules", "drafts"),
     [
         ("mimo", 2, 3),
-        pytest.param("mimo", 3, 5, marks=pytest.mark.slow),
+        pytest.param("mimo", 3, 5, marks=pytest.mark.long),
         pytest.param("deepseek_v3", 2, 4, marks=pytest.mark.slow),
     ],
 )

@@ -98,6 +98,7 @@ def evaluate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., t
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_lossless(saved: Any, evaluate: Any, name: str) -> None:
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "3", "--mode", "greedy")
@@ -107,6 +108,7 @@ def test_lossless(saved: Any, evaluate: Any, name: str) -> None:
     assert (arm["questions"], arm["identical"]) == (4, 4)
 
 
+@pytest.mark.slow
 def test_lossless_fails_where_accepted_drafts_are_not_replayed(
     saved: Any, evaluate: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +119,7 @@ def test_lossless_fails_where_accepted_drafts_are_not_replayed(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mamba2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.long)])
 def test_sampled_answers_are_drawn_from_the_targets_distribution(
     plant: SimpleNamespace, name: str, tmp_path: Path
 ) -> None:
@@ -133,7 +135,8 @@ def test_sampled_answers_are_drawn_from_the_targets_distribution(
     assert found["sampled"]["arms"][1]["drafts"] > 0
 
 
-@pytest.mark.parametrize("name", CHECKED[:2])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.long)])
 def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
     asked = ("--data", "arithmetic", "--limit", "4", "--max-new-tokens", "32", "--k", "1,3", "--batch-size", "2")
     code, text, document = evaluate("acceptance", saved(name), *asked)
@@ -143,6 +146,7 @@ def test_acceptance(saved: Any, evaluate: Any, name: str) -> None:
     assert 1.0 < arms["K=3"]["metrics"]["tau"]["estimate"] < 4.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED[::2])
 def test_gsm8k(saved: Any, evaluate: Any, name: str, tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
@@ -171,11 +175,15 @@ def humaneval_data(tmp_path: Path) -> str:
 
 
 @pytest.mark.slow
-def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str) -> None:
-    """The task asks for 1,024 tokens, and a random model never stops."""
+def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The task asks for 1,024 tokens, and a random model never stops: it is told to after 96."""
     pytest.importorskip("lm_eval")
+    from evals.accuracy import lm_eval_model
+
+    asked_for = lm_eval_model.normalize_gen_kwargs
+    monkeypatch.setattr(lm_eval_model, "normalize_gen_kwargs", lambda *given: {**asked_for(*given), "max_gen_toks": 96})
     asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")
-    code, text, document = evaluate("humaneval", saved("lfm2"), *asked, length="1152")
+    code, text, document = evaluate("humaneval", saved("lfm2"), *asked)
     assert code == 0, text
     assert document["identical"] == {"questions": 1, "identical": 1, "differ": []}
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
@@ -190,6 +198,7 @@ def test_a_task_that_leaves_no_room_for_a_prompt_is_refused(saved: Any, evaluate
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKED)
 def test_scores_of_given_texts_are_the_models_own(saved: Any, name: str) -> None:
     """lm-eval's loglikelihood runs the user's model between rounds of ours."""

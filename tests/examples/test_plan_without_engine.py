@@ -38,6 +38,7 @@ def check(backend: str, **env: str) -> None:
     assert loaded == "[]"
 
 
+@pytest.mark.slow
 def test_the_torch_backend_on_a_cpu() -> None:
     check("torch", CUDA_VISIBLE_DEVICES="")
 

@@ -142,6 +142,7 @@ def real(record: Any, tmp_path: Path) -> Callable[[str], list[Command]]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_dry_run_has_the_commands_of_the_real_one(record: Any, real: Any, script: str) -> None:
     commands = real(script)
@@ -150,6 +151,7 @@ def test_a_dry_run_has_the_commands_of_the_real_one(record: Any, real: Any, scri
     assert [shape(each) for each in dry] == [shape(each) for each in commands] and len(dry) >= 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_command_of_a_real_run_can_be_read(real: Any, tmp_path: Path, script: str) -> None:
     (tmp_path / "document.json").touch()
@@ -190,6 +192,7 @@ def test_code_of_a_model_runs_only_where_it_is_allowed(record: Any) -> None:
     assert (commands, done.returncode) == ([], 2) and "CONFIRM_UNSAFE_CODE" in done.stderr
 
 
+@pytest.mark.slow
 def test_deepseek_r1_dry(rehearse: Any) -> None:
     found = rehearse("deepseek-r1-mtp-tp4.sh")
     assert found["lossless.json"]["verdict"] == "PASS"
@@ -213,7 +216,7 @@ def test_deepseek_v2_lite_dry(rehearse: Any) -> None:
     assert found["gsm8k-accuracy.json"]["identical"]["identical"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_mamba_codestral_dry(rehearse: Any) -> None:
     found = rehearse("mamba-codestral-7b-humaneval.sh")
     assert found["lossless.json"]["verdict"] == "PASS"
@@ -247,6 +250,7 @@ def test_a_number_below_the_published_one_fails(tmp_path: Path, measured: Any, o
     assert invoke([*asked, "--metric", "position_3", "--value", "0.1"]).exit_code == 1, "there is no third position"
 
 
+@pytest.mark.slow
 def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """own_tokens fails once transformers' own answer is another one."""
     invoke(["python", str(FOLDER / "stand_in.py"), str(tmp_path)])
@@ -280,6 +284,7 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
     assert done.exit_code == 1 and "FAIL: 0 of 1 identical, 0 near ties" in done.output, done.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, options, said",
     [

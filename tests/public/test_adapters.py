@@ -90,6 +90,7 @@ def lora(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(adapted(), tmp_path_factory.mktemp("lora"), base)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["LoRA", "LoRA with an lm_head", "IA3", "tokens"])
 def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     model = adapted(name)
@@ -103,6 +104,7 @@ def test_an_object_says_what_its_own_generate_says(name: str) -> None:
     assert own(model) == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["DoRA", "VB-LoRA", "LoRA with an lm_head"])
 @pytest.mark.parametrize("merge", ["auto", False], ids=["merged", "live"])
 def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Path, tmp_path: Path) -> None:
@@ -117,6 +119,7 @@ def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Pa
         assert ours(wrapped) == right
 
 
+@pytest.mark.slow
 def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
     """By name, with draft="auto" and the tokenizer of the base."""
     from transformers import AutoModelForCausalLM
@@ -159,6 +162,7 @@ def first(model: Any) -> Any:
     return model.get_base_model().model.layers[0].self_attn.q_proj
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SWITCHES)
 def test_what_is_switched_after_loading_is_noticed(name: str) -> None:
     change, back = SWITCHES[name]
@@ -304,6 +308,7 @@ def test_what_does_not_go_together(lora: Path, base: Path, tmp_path: Path) -> No
     refused(InvalidInputError, "training mode", training)
 
 
+@pytest.mark.slow
 def test_a_bias_that_cannot_be_merged_runs_live(base: Path, tmp_path: Path) -> None:
     config = peft.LoraConfig(r=4, init_lora_weights=False, lora_bias=True, **LINEAR)
     model = peft.get_peft_model(tiny_llama(), config).eval()

@@ -61,6 +61,7 @@ def test_hooks_are_refused_by_name_before_anything_is_changed(name: str, saved: 
     assert ([(hooks_of(m), m.forward) for m in model.modules()], dict(vars(model.config))) == before
 
 
+@pytest.mark.slow
 def test_a_device_map_of_one_device_is_served(saved: Path) -> None:
     prompts = random_prompts([5, 9])
     right = [hf_greedy(prompt, 8) for prompt in prompts]
@@ -69,6 +70,7 @@ def test_a_device_map_of_one_device_is_served(saved: Path) -> None:
             assert [c.token_ids for c in wrapped.generate(prompts, SamplingParams(max_new_tokens=8))] == right
 
 
+@pytest.mark.slow
 def test_without_its_hooks_it_is_served() -> None:
     model = forced(tiny_llama())
     accelerate.hooks.remove_hook_from_module(model, recurse=True)

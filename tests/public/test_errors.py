@@ -160,6 +160,7 @@ def test_a_folder_that_is_no_target(name: str, saved: Path, tmp_path: Path) -> N
     assert not (folder / "made").exists(), "nothing of a pickle was run"
 
 
+@pytest.mark.slow
 def test_a_pickle_of_plain_tensors_is_loaded(saved: Path, tmp_path: Path) -> None:
     folder = tmp_path / "target"
     shutil.copytree(saved, folder)
@@ -411,6 +412,7 @@ def test_a_model_cannot_be_copied(copying: Callable[[Any], Any]) -> None:
     assert model.generate([1, 2, 3], SamplingParams(max_new_tokens=4))[0].token_ids == hf_greedy([1, 2, 3], 4)
 
 
+@pytest.mark.slow
 def test_what_was_trusted_and_which_revision_is_recorded(saved: Path) -> None:
     facts = load(saved, trust_remote_code=True).describe()
     assert facts["trust_remote_code"] is True and facts["revision"] is None
@@ -487,7 +489,7 @@ def cached(home: Path, name: str, saved: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("network", ["refused", "silent"])
+@pytest.mark.parametrize("network", [pytest.param("refused", marks=pytest.mark.long), "silent"])
 def test_a_hub_that_does_not_answer_costs_seconds(network: str, silent: str, saved: Path, tmp_path: Path) -> None:
     """And a model in the hub's cache needs none."""
     endpoint = silent if network == "silent" else "http://127.0.0.1:9"

@@ -160,6 +160,7 @@ def test_a_second_run_in_the_same_folder_is_refused(
     assert specdec_command(*ACCEPTANCE, "--run-dir", "run")[0] == 0  # and when it has ended the folder is free
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["[]", *(pytest.param(c, marks=pytest.mark.slow) for c in ("not json", "\x00"))])
 def test_a_damaged_settings_file_is_named(specdec_command: Run, tmp_path: Path, content: str) -> None:
     (tmp_path / "run").mkdir()

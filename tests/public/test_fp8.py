@@ -69,9 +69,10 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(finegrained_fp8, "load_finegrained_fp8_kernel", fetch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "static"),
-    [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), (QWEN, False)],
+    [(LLAMA, False), (LLAMA, True), (DEEPSEEK, False), pytest.param(QWEN, False, marks=pytest.mark.long)],
     ids=["llama", "static", "deepseek", "qwen"],
 )
 def test_tokens_are_those_of_the_arithmetic_written_plainly(
@@ -121,6 +122,7 @@ def test_a_prediction_module_in_fp8_beside_its_target(tmp_path: Path) -> None:
     assert said[0] == said[1]
 
 
+@pytest.mark.slow
 def test_weights_stay_in_8_bits_and_it_is_said(tmp_path: Path) -> None:
     folder = write(tmp_path / "target", LLAMA)
     with pytest.warns(SpecdecWarning, match="quantised in FP8 and runs on a CPU"):

@@ -50,7 +50,8 @@ def lived(completions: list[Any]) -> list[Any]:
     return [(c.token_ids, c.text, c.drafts, c.stats.rounds, c.finish_reason) for c in completions]
 
 
-@pytest.mark.parametrize("name", PAIRS)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gsm-llama", pytest.param("gsm-deepseek", marks=pytest.mark.long)])
 def test_tokens_and_drafts_are_those_of_requests_that_never_moved(name: str) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA; D has other pages, rows and another backend's sizes."""
     with load(name) as stays, load(name) as p, load(name, kv_cache_tokens=512, max_num_seqs=2) as d:
@@ -113,6 +114,7 @@ def pair() -> Iterator[tuple[SpeculativeModel, SpeculativeModel]]:
         yield p, d
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in DEFECTS])
 def test_a_planted_defect_is_seen(name: str, pair: tuple[SpeculativeModel, SpeculativeModel]) -> None:
     """What moves is needed: the comparison fails without any part of it (tokens alone would hide the head's)."""

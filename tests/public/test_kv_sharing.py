@@ -63,6 +63,7 @@ def right(model: PreTrainedModel) -> list[list[int]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["torch", pytest.param("flex", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("drafts", [0, 3])
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,6 +82,7 @@ def test_the_configuration_of_layers_that_differ_is_left_to_the_model() -> None:
     assert {call.attention_spec.head_dim_k for call in specs} == {16, 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sharing_layer_caches_what_it_attends_to(kind: str) -> None:
     model = sharing(kind)

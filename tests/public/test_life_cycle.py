@@ -60,7 +60,11 @@ def warm() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [table_head, eagle3_head, lambda model: None], ids=["table", "eagle3", "no head"])
+@pytest.mark.parametrize(
+    "make",
+    [pytest.param(table_head, marks=pytest.mark.long), eagle3_head, lambda model: None],
+    ids=["table", "eagle3", "no head"],
+)
 def test_three_times_wrapped_and_closed_leaves_nothing(make: Callable[[Any], Any]) -> None:
     target = tiny_llama()
     head = make(target)
@@ -91,6 +95,7 @@ def test_three_models_made_over_one_and_dropped_leave_nothing() -> None:
     assert tensor_bytes() == memory
 
 
+@pytest.mark.slow
 def test_a_stream_keeps_its_engine_and_nobody_else_does() -> None:
     target = tiny_llama()
     stream = wrap(target, table_head(target), num_speculative_tokens=3).stream(PROMPTS, SHORT)
@@ -102,6 +107,7 @@ def test_a_stream_keeps_its_engine_and_nobody_else_does() -> None:
     assert num_hooks(target) == 0
 
 
+@pytest.mark.slow
 def test_a_dropped_model_does_not_keep_the_target() -> None:
     tiny_llama(seed=5)  # the fakes keep one to copy
     memory = tensor_bytes()
@@ -147,6 +153,7 @@ def test_a_with_block_closes_and_closing_twice_is_one() -> None:
     assert model.config.max_num_seqs == 3 and model.hf_model is not None and "error" not in model.backend_name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before memory is freed", "before the model is restored"])
 def test_an_interrupted_close_is_finished_by_the_next(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def interrupted(*args: object) -> None:
@@ -178,6 +185,7 @@ def test_modules_of_latent_attention_and_a_prediction_module() -> None:
     assert num_hooks(target) == 0
 
 
+@pytest.mark.slow
 def test_an_error_goes_through_the_with_block() -> None:
     target = tiny_llama()
     with pytest.raises(ZeroDivisionError), wrap(target):
@@ -196,6 +204,7 @@ USES: dict[str, Callable[[Any], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("use", USES)
 def test_a_closed_model_says_so(use: str) -> None:
     model = wrap(tiny_llama())
@@ -206,6 +215,7 @@ def test_a_closed_model_says_so(use: str) -> None:
         model.generat  # noqa: B018
 
 
+@pytest.mark.slow
 def test_a_running_stream_is_told_after_what_it_got() -> None:
     model = wrap(tiny_llama(), table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
     fast, slow, unread = model.stream(PROMPTS, LONG), model.stream(PROMPTS[0], LONG), model.stream(PROMPTS[1], LONG)
@@ -226,6 +236,7 @@ def test_a_running_stream_is_told_after_what_it_got() -> None:
     fast.close()
 
 
+@pytest.mark.slow
 def test_calls_on_other_threads_are_told() -> None:
     """One of them is inside a round, which `close` waits for. All read one update, and then none until it is closed."""
     inside, finish, closed, errors = threading.Event(), threading.Event(), threading.Event(), []
@@ -307,6 +318,7 @@ def test_two_models_over_one_target_work_and_end_apart() -> None:
     assert state_of(target) == before
 
 
+@pytest.mark.slow
 def test_a_head_outlives_the_model_that_it_drafted_for() -> None:
     target = tiny_llama()
     head = eagle3_head(target)
@@ -322,6 +334,7 @@ def state_of_head(head: Any) -> list[Any]:
     return [(name, id(m), type(m), sorted(vars(m))) for name, m in head.named_modules()]
 
 
+@pytest.mark.slow
 def test_a_stream_that_outlives_its_module_ends_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     """When the interpreter ends, a module's names may be gone before a stream that a script still holds."""
     with wrap(tiny_llama()) as model:
@@ -335,6 +348,7 @@ def test_a_stream_that_outlives_its_module_ends_quietly(monkeypatch: pytest.Monk
             stream.__del__()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ids", ["hi", [], [0.5], [[1, 2]], [10**6], torch.tensor([[1, 2]])], ids=str)
 def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
     with (
@@ -344,6 +358,7 @@ def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
         model.own_logits(ids)
 
 
+@pytest.mark.slow
 def test_own_logits_of_a_tensor() -> None:
     with wrap(tiny_llama()) as model:
         assert torch.equal(model.own_logits(torch.tensor([1, 2, 3])), model.own_logits([1, 2, 3]))

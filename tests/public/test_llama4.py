@@ -78,6 +78,7 @@ def says_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
     return row[len(prompt) :]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "wrapper", [pytest.param(False, id="text"), pytest.param(True, id="wrapper", marks=pytest.mark.slow)]
 )

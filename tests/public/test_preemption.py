@@ -59,7 +59,10 @@ def assert_as_alone(alone: SpeculativeModel, together: SpeculativeModel, asked: 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make_head", "drafts", "temperature"),
-    [(table_head, 0, 0.9), (table_head, 3, 0.0), (table_head, 5, 0.9), (eagle3_head, 3, 0.9)],
+    [
+        *((table_head, 5, 0.9), (eagle3_head, 3, 0.9)),
+        *(pytest.param(table_head, *own, marks=pytest.mark.long) for own in ((0, 0.9), (3, 0.0))),
+    ],
 )
 def test_preemption_changes_no_round(make_head: Any, drafts: int, temperature: float) -> None:
     target = tiny_llama()

@@ -59,6 +59,7 @@ def ours(wrapped: Any) -> list[list[int]]:
     return [c.token_ids for c in said]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=pytest.mark.slow) if n in ("compressed-tensors fp8", EXACT[-1]) else n for n in EXACT],
@@ -180,6 +181,7 @@ def test_activations_that_are_rounded_are_allowed_a_step(folders: dict[str, Path
         assert wrapped.describe()["quantisation"]["activations"].startswith("rounded at every call")
 
 
+@pytest.mark.slow
 def test_mxfp4_is_dequantised_on_a_cpu_and_says_so(tmp_path: Path) -> None:
     mxfp4(tmp_path)
     settings_given = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

@@ -178,6 +178,7 @@ def test_a_pad_id_is_a_token_where_it_is_one(model: Any) -> None:
         assert answers(wrap(tiny_llama(), tokenizer=tokenizer), [63, 4]) == [hf_greedy([63, 4], NEW)]
 
 
+@pytest.mark.slow
 def test_tensors_and_arrays_are_prompts(model: Any) -> None:
     equal = [PROMPTS[0], PROMPTS[1][:4]]
     right = [hf_greedy(p, NEW) for p in equal]
@@ -232,6 +233,7 @@ def test_a_bad_prompt_is_refused_before_anything_starts(kind: str, model: Any) -
     assert answers(model, PROMPTS) == RIGHT
 
 
+@pytest.mark.slow
 def test_a_chat_that_the_template_cannot_read_is_refused() -> None:
     model = SpeculativeModel.from_pretrained("gsm-llama")
     for chat in ([{"rôle": "user"}], [{"role": "user", "content": 5}], [{"role": 3, "content": None}]):
@@ -242,6 +244,7 @@ def test_a_chat_that_the_template_cannot_read_is_refused() -> None:
 SAMPLED = SamplingParams(max_new_tokens=NEW, temperature=1.0, seed=5)
 
 
+@pytest.mark.slow
 def test_n_completions_in_a_row_that_do_not_depend_on_n(model: Any) -> None:
     one, three, five = (answers(model, PROMPTS, replace(SAMPLED, n=n)) for n in (1, 3, 5))
     assert [len(found) for found in (one, three, five)] == [2, 6, 10]

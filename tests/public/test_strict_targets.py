@@ -69,11 +69,13 @@ def test_another_shape_is_named(folder: Path) -> None:
         load(rewrite(folder, intermediate_size=40))
 
 
+@pytest.mark.slow
 def test_tied_embeddings_are_not_missing(folder: Path) -> None:
     whole = load(rewrite(folder, {"lm_head.weight": None}, tie_word_embeddings=True))
     assert len(whole.generate([PROMPT], FEW)[0].token_ids) == 6
 
 
+@pytest.mark.slow
 def test_tensors_that_change_nothing_are_no_error(folder: Path) -> None:
     """Scales of an 8-bit cache, a value head, an image tower."""
     extra = ("model.layers.1.self_attn.k_scale", "v_head.summary.weight", "vision_tower.layers.0.mlp.weight")

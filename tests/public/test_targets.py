@@ -156,6 +156,7 @@ def check_exact(model: PreTrainedModel, alone: Any = generates_alone) -> None:
     assert wrapped.describe()["twin"].startswith("exact")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [n if n in ("gemma3_text", "gpt_oss", "deepseek_v2") else pytest.param(n, marks=pytest.mark.slow) for n in EXACT],
@@ -164,11 +165,13 @@ def test_a_supported_family_is_exact_past_its_thresholds(kind: str) -> None:
     check_exact(build(kind, EXACT[kind]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["qwen2_5_omni", pytest.param("qwen3_omni_moe", marks=pytest.mark.slow)])
 def test_a_model_without_logits_to_keep_is_exact(kind: str) -> None:
     check_exact(thinker(kind), says_alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", WRONG)
 def test_a_family_that_would_be_wrong_past_a_threshold_is_refused_by_name(kind: str, dtype: torch.dtype) -> None:
@@ -177,6 +180,7 @@ def test_a_family_that_would_be_wrong_past_a_threshold_is_refused_by_name(kind: 
         wrap(build(kind, options).to(dtype), max_model_len=120)
 
 
+@pytest.mark.slow
 def test_a_threshold_that_no_request_reaches_does_not_matter() -> None:
     """As the message says: with requests no longer than the window the model is served, and exact."""
     options, _ = WRONG["phimoe"]
@@ -275,6 +279,7 @@ def planted(kind: type[LlamaForCausalLM], **options: Any) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [NoSelection, Strict])
 def test_rows_are_right_when_a_forward_selects_none(kind: type[LlamaForCausalLM]) -> None:
     check_exact(planted(kind), says_alone)

@@ -110,7 +110,7 @@ def load_soak() -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "requests"), [("tiny", 25), ("built_in", 10)])
+@pytest.mark.parametrize(("kind", "requests"), [("tiny", 25), pytest.param("built_in", 10, marks=pytest.mark.long)])
 def test_a_short_soak(kind: str, requests: int) -> None:
     """The driver of benchmarks/soak_threads.py: requests of all kinds, cancels and faults from 8 threads."""
     soak = getattr(load_soak(), kind)()
@@ -121,6 +121,7 @@ def test_a_short_soak(kind: str, requests: int) -> None:
     assert free_everywhere(soak.model)
 
 
+@pytest.mark.slow
 def test_a_paused_stream_stops_nobody() -> None:
     model = model_with()
     paused = model.stream(PROMPTS[0], GREEDY)
@@ -133,6 +134,7 @@ def test_a_paused_stream_stops_nobody() -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_from_asyncio() -> None:
     model = model_with()
 
@@ -156,6 +158,7 @@ def test_generate_while_iterating_a_stream_on_many_threads() -> None:
     assert in_threads(*(lambda i=i: job(i) for i in range(4))) == [right(i) for i in range(4)]
 
 
+@pytest.mark.slow
 def test_streams_closed_or_dropped_on_another_thread_end_only_their_own() -> None:
     model = model_with(max_num_seqs=6, max_num_batched_tokens=32)
     streams = [model.stream(PROMPTS[i], GREEDY) for i in range(4)]
@@ -196,6 +199,7 @@ def test_closing_a_stream_that_another_thread_waits_on_ends_it_there() -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 def test_a_stream_may_be_closed_inside_a_round() -> None:
     """As a finalizer does that strikes while the thread is in one."""
     tokenizer = Hooked()
@@ -235,6 +239,7 @@ class Planted(Exception):
     pass
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_raises_for_a_request_ends_that_request_alone() -> None:
     tokenizer = Hooked()
     model = model_with(tokenizer)
@@ -321,6 +326,7 @@ def test_a_round_that_fails_ends_what_was_in_it_and_no_more() -> None:
     assert free_everywhere(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "place",
     [
@@ -437,6 +443,7 @@ def test_two_models_over_one_target_and_its_own_generate_on_other_threads() -> N
     assert first == second == [own] * 6
 
 
+@pytest.mark.slow
 def test_an_interrupted_forward_of_the_users_own_does_not_block_the_rounds() -> None:
     model = model_with()
     fail = threading.Event()

@@ -170,7 +170,11 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("held_out", 4), ("max_new_tokens", 9), ("max_length", 50), ("learning_rate", 0.1), ("taps", "0,1,2")],
+    [
+        *(("max_length", 50), ("taps", "0,1,2")),
+        *(pytest.param(*o, marks=pytest.mark.long) for o in (("held_out", 4), ("max_new_tokens", 9))),
+        pytest.param("learning_rate", 0.1, marks=pytest.mark.long),
+    ],
 )
 def test_other_settings_in_a_used_folder_are_refused(bench: Bench, option: str, value: object, expected: bytes) -> None:
     assert bench.train().code == 0
@@ -369,7 +373,7 @@ def test_a_run_killed_while_writing_anything_ends_with_the_same_head(bench: Benc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("content", ["half", "[]", ""])
+@pytest.mark.parametrize("content", ["half", *(pytest.param(c, marks=pytest.mark.long) for c in ("[]", ""))])
 def test_a_damaged_file_is_named_or_made_up_for(bench: Bench, content: str, expected: bytes) -> None:
     """Every file of a finished run in turn: the same head again, or an error; never a traceback, never another head."""
     assert bench.train(checkpoint_every=2).code == 0
@@ -449,7 +453,7 @@ def largest_file(size: int) -> Iterator[None]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [200, 20_000, 60_000])
+@pytest.mark.parametrize("size", [20_000, *(pytest.param(size, marks=pytest.mark.long) for size in (200, 60_000))])
 def test_a_full_disk_is_named_and_costs_nothing(bench: Bench, size: int, expected: bytes) -> None:
     """While a record, answers or a head are written."""
     with largest_file(size):

@@ -37,6 +37,8 @@ from tests.wrappers import (
 )
 
 QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
+ALIKE = ("aya_vision", "glm4v_moe", "idefics2", "llava_next", "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava")
+"""Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16
 PARAMS = SamplingParams(max_new_tokens=NEW)
 
@@ -54,7 +56,13 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
     return random_prompts(lengths, vocab_size=60)
 
 
-@pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in TYPES])
+def types() -> list[Any]:
+    marks = {**dict.fromkeys(TYPES, pytest.mark.slow), **dict.fromkeys(ALIKE, pytest.mark.long)}
+    return [name if name in QUICK else pytest.param(name, marks=marks[name]) for name in TYPES]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", types())
 def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     """Without drafts, and with some right and some wrong ones; three prompts at once, read in chunks, and one alone."""
     wrapper = write(name, tmp_path)
@@ -72,6 +80,7 @@ def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
         assert drafting.generate(prompts[1], PARAMS)[0].token_ids == own[1][37:]
 
 
+@pytest.mark.slow
 def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) -> None:
     """With a cache for less than three requests, a request is preempted and its text is what it is alone."""
     wrapper = write("qwen3_vl", tmp_path)
@@ -83,6 +92,7 @@ def test_prompts_of_a_wrapper_are_read_again_after_preemption(tmp_path: Path) ->
         assert model.engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen2_5_vl", pytest.param("glm4v", marks=pytest.mark.slow)])
 def test_positions_of_an_earlier_image_do_not_reach_later_texts(name: str, tmp_path: Path) -> None:
     """These models keep `rope_deltas` of the last image that their own `generate` read."""
@@ -96,6 +106,7 @@ def test_positions_of_an_earlier_image_do_not_reach_later_texts(name: str, tmp_p
         assert inner.model.rope_deltas.tolist() == [[-7]]
 
 
+@pytest.mark.slow
 def test_images_in_a_prompt_are_refused_by_name(tmp_path: Path) -> None:
     write("qwen2_5_vl", tmp_path)
     with load(tmp_path) as model:
@@ -113,6 +124,7 @@ def test_images_in_a_prompt_are_refused_by_name(tmp_path: Path) -> None:
         assert model.generate(typed, PARAMS)[0].token_ids == plain
 
 
+@pytest.mark.slow
 def test_token_types_that_a_model_reads_are_refused(tmp_path: Path) -> None:
     """Gemma 3 reads type 0 causally, and images (type 1) in both directions."""
     ids, zeros = torch.tensor([[1, 2, 3, 4]]), torch.zeros(1, 4, dtype=torch.long)
@@ -138,6 +150,7 @@ def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
         assert model.describe()["num_layers"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_vl", "llava"])
 def test_hidden_states_for_heads_are_those_of_the_language_model(name: str) -> None:
     """Inputs of layers for EAGLE-3 heads, and the final norm's output for multi-token-prediction modules."""
@@ -182,6 +195,7 @@ def test_what_is_no_language_model_over_text_is_refused_by_name(name: str, tmp_p
         load(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_generation_config_of_a_wrapper_applies(tmp_path: Path) -> None:
     wrapper = copy.deepcopy(model_of("llava"))
     (prompt,) = prompts_of([12])
@@ -203,6 +217,7 @@ PARTS = (
 )
 
 
+@pytest.mark.slow
 def test_tokenizer_and_chat_template_are_read_from_a_processor_s_folder(tmp_path: Path) -> None:
     """The template in the processor's own file, and made for messages in parts: plain texts reach it all the same."""
     write_chatty(tmp_path)
@@ -216,6 +231,7 @@ def test_tokenizer_and_chat_template_are_read_from_a_processor_s_folder(tmp_path
             model.generate([{"role": "user", "content": [{"type": "image"}, *parts[0]["content"]]}], PARAMS)
 
 
+@pytest.mark.slow
 def test_lm_eval_asks_a_wrapper_from_a_folder(tmp_path: Path) -> None:
     """Its chats go through the same template, texts in parts."""
     pytest.importorskip("lm_eval")
@@ -245,6 +261,7 @@ def write_chatty(folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps({"processor_class": "LlavaProcessor"}))
 
 
+@pytest.mark.slow
 def test_the_command_line_inspects_a_wrapper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -194,6 +194,7 @@ def test_a_model_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         SpeculativeModel.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_saved_model_works(tmp_path: Path) -> None:
     model = tiny_llama()
     model.save_pretrained(tmp_path / "target")

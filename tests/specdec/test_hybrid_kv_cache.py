@@ -68,6 +68,7 @@ def freed_pages(wrapped: Any) -> int:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ahead"),
     [
@@ -95,6 +96,7 @@ def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool)
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "layout"),
     [(3, "HND"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1, "NHD"), (16, "NHD"), (16, "HND")))],
@@ -109,6 +111,7 @@ def test_other_pages_and_preemption(page_size: int, layout: str) -> None:
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_rows_are_preempted_for_pages_of_the_windowed_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pool of 21 pages, of which four rows that decode need up to 28."""
     monkeypatch.setattr(Rows, "tokens", lambda *args: 84)
@@ -129,6 +132,7 @@ def test_without_a_head() -> None:
     assert lived(whole.generate(PROMPTS, params())) == lived(wrapped.generate(PROMPTS, params()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_freeing_too_early_changes_tokens(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: by one token, and by the tokens that were launched instead of those that were committed."""
@@ -149,6 +153,7 @@ def test_facts_name_the_groups() -> None:
     assert facts["engine"]["windowed"] == ((20, tokens // 4 + 1),)
 
 
+@pytest.mark.slow
 def test_rows_that_no_window_hides_anything_of_need_no_group() -> None:
     assert wrap(mixed(), max_model_len=WINDOW, max_num_batched_tokens=24).config.windowed == ()
     assert len(wrap(mixed(), max_model_len=WINDOW + 1, max_num_batched_tokens=24).config.windowed) == 1

@@ -32,6 +32,7 @@ def page_shapes(wrapped: SpeculativeModel) -> list[tuple[int, ...]]:
     return [tuple(runner.layers[0].keys.shape[1:]) for runner in wrapped.runners]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
 @pytest.mark.parametrize("page_size", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_tokens_and_drafts_are_the_oracles(layout: str, page_size: int) -> None:
@@ -58,6 +59,7 @@ def in_chunks(**options: Any) -> SpeculativeModel:
     return wrap(llama4(wrapper=False, chunk=8), num_speculative_tokens=0, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "build", [pytest.param(fp8, marks=pytest.mark.slow), mla, pytest.param(in_chunks, marks=pytest.mark.slow)]
 )

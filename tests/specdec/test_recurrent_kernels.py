@@ -16,7 +16,9 @@ PROMPTS, NEW = random_prompts([18, 3]), 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "kimi_linear", "mamba2", "jamba", "lfm2"])
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.long), "mamba2", "jamba", "lfm2"]
+)
 def test_the_kernels_serve_a_target(name: str) -> None:
     if torch.cuda.is_available():
         pytest.skip("with a GPU the kernels are tested on it: tests/gpu/test_recurrent_targets.py")

@@ -49,6 +49,7 @@ def said(wrapped: Any) -> list[list[int]]:
     return [list(c.token_ids) for c in wrapped.generate(PROMPTS, SamplingParams(NEW))]
 
 
+@pytest.mark.slow
 def test_the_facts_name_layers_kernel_and_bytes() -> None:
     wrapped = recalling("qwen3_next")
     facts = wrapped.describe()["recurrent"]
@@ -65,6 +66,7 @@ def test_the_facts_name_layers_kernel_and_bytes() -> None:
     assert wrap(tiny_hybrid("lfm2"), max_model_len=64).describe()["recurrent"]["calls"] == {"short convolution": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["granitemoehybrid", "lfm2"])
 def test_a_hybrid_class_with_attention_layers_only_is_a_plain_model(name: str) -> None:
     torch.manual_seed(0)
@@ -90,6 +92,7 @@ def test_batch_invariance_is_refused_by_name() -> None:
         check_backend_fits(probe_target(tiny_hybrid("qwen3_next")), backend)
 
 
+@pytest.mark.slow
 def test_a_cache_in_8_bits_is_refused_where_there_is_none_and_changes_nothing_between_drafts_and_none() -> None:
     with pytest.raises(InvalidInputError, match=r"kv_cache_dtype='fp8': no layer of Mamba2ForCausalLM attends"):
         wrap(tiny_hybrid("mamba2"), max_model_len=64, kv_cache_dtype="fp8")
@@ -117,6 +120,7 @@ def test_states_come_off_the_memory_for_pages() -> None:
         check_cache_fits(torch.device("cpu"), 1 << 40, 8, "kv_cache_tokens", state_bytes=9 << 30)
 
 
+@pytest.mark.slow
 def test_the_users_model_is_what_it_was() -> None:
     model = tiny_hybrid("qwen3_next")
     file = sys.modules[type(model).__module__]
@@ -132,6 +136,7 @@ def test_the_users_model_is_what_it_was() -> None:
     assert all(vars(file)[name] is value for name, value in functions.items())
 
 
+@pytest.mark.slow
 def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     """The functions of a modeling file are replaced for the threads in forwards of ours only."""
     engines, model = [recalling("qwen3_next") for _ in range(2)], tiny_hybrid("qwen3_next")
@@ -155,6 +160,7 @@ def test_two_engines_and_the_user_run_models_of_one_file_at_a_time() -> None:
     assert found == {0: [right] * 3, 1: [right] * 3, 2: [greedy_text("qwen3_next", PROMPTS[0], NEW)] * 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [False, True])
 def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_originals(
     after: bool, monkeypatch: pytest.MonkeyPatch
@@ -179,6 +185,7 @@ def test_an_interrupt_while_functions_are_replaced_leaves_no_forward_with_the_or
     wrapped.close()
 
 
+@pytest.mark.slow
 def test_an_interrupt_while_functions_are_put_back_is_made_good_at_the_close(monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped, plain = recalling("qwen3_next"), vars(recurrent)["_restore"]
     file = sys.modules[type(wrapped.hf_model).__module__]
@@ -196,6 +203,7 @@ def test_an_interrupt_while_functions_are_put_back_is_made_good_at_the_close(mon
     assert vars(file) == functions
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [4, 12])
 def test_rows_go_on_after_an_interrupt_in_the_midst_of_a_forward(after: int) -> None:
     """The states of the layers before were written then."""
@@ -260,6 +268,7 @@ def test_a_layer_called_alone_on_another_thread_is_served_by_the_originals(name:
     assert rounds == [right_of(name)] * 2 and found and all(found)
 
 
+@pytest.mark.slow
 def test_two_over_one_model_close_in_any_order() -> None:
     model = tiny_hybrid("falcon_h1")
     first, second = (recalling("falcon_h1", model, num_speculative_tokens=k) for k in (3, 2))
@@ -270,6 +279,7 @@ def test_two_over_one_model_close_in_any_order() -> None:
     assert not any(hooks_of(m) != (0, 0) or hasattr(m, "_specdec_recurrence") for m in model.modules())
 
 
+@pytest.mark.slow
 def test_streams_dropped_midway_leave_their_slots_as_good_as_new() -> None:
     wrapped = recalling("mamba2", max_num_seqs=2)
     for count in (1, 2, 4):
@@ -281,6 +291,7 @@ def test_streams_dropped_midway_leave_their_slots_as_good_as_new() -> None:
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_new_weights_in_place_are_used() -> None:
     model = tiny_hybrid("qwen3_next")
     wrapped = recalling("qwen3_next", model)
@@ -298,8 +309,9 @@ def test_new_weights_in_place_are_used() -> None:
     assert said(wrapped) == right != right_of("qwen3_next")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("lfm3" not in TYPES, reason="no lfm3 in this transformers")
-@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+@pytest.mark.parametrize("kind", ["sliding_attention", pytest.param("full_attention", marks=pytest.mark.long)])
 def test_windows_beside_recurrent_layers_say_the_same_with_their_pages_freed_and_kept(kind: str) -> None:
     torch.manual_seed(0)
     layers = ["conv", "sliding_attention", "conv", kind]
@@ -321,6 +333,7 @@ def test_windows_beside_recurrent_layers_say_the_same_with_their_pages_freed_and
         assert [p + list(c.token_ids) for p, c in zip(prompts, completions, strict=True)] == right
 
 
+@pytest.mark.slow
 def test_mamba2s_least_step_holds_for_every_token() -> None:
     """transformers clamps the step in a prefill alone; we say what its forward without a cache says."""
     torch.manual_seed(0)
@@ -334,7 +347,7 @@ def test_mamba2s_least_step_holds_for_every_token() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
+@pytest.mark.parametrize("name", ["qwen3_next", pytest.param("nemotron_h", marks=pytest.mark.long)])
 def test_long_prompts_say_the_same_in_chunks_of_every_size(name: str) -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(tiny_config(name, max_position_embeddings=4096)).eval()

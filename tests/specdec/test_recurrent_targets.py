@@ -26,8 +26,19 @@ KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
 """A type of each kind of layer; the others' tests are slow ones."""
 
 
-def types(quick: tuple[str, ...]) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in TYPES]
+def types(quick: tuple[str, ...], others: Any = pytest.mark.slow) -> list[Any]:
+    return [name if name in quick else pytest.param(name, marks=others) for name in TYPES]
+
+
+def settings() -> list[Any]:
+    """Every type with two settings, in turn, and one type with all of them; the other pairs are long ones."""
+    pairs = []
+    for i, name in enumerate(TYPES):
+        for j, setting in enumerate(SETTINGS):
+            slow = pytest.mark.slow if (j - 2 * i) % len(SETTINGS) < 2 else pytest.mark.long
+            marks = [slow] if name != "qwen3_next" else [pytest.mark.slow] * (setting not in ("K=0", "K=3"))
+            pairs.append(pytest.param(name, setting, marks=marks))
+    return pairs
 
 
 def served(name: str, drafts: int = 3, right: float = 0.6, prompts: Any = PROMPTS, **sizes: Any) -> Any:
@@ -41,7 +52,8 @@ def texts(completions: Any, prompts: Any) -> list[list[int]]:
     return [prompt + list(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
 
 
-@pytest.mark.parametrize("name", types(KINDS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", types(KINDS, pytest.mark.long))
 def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) -> None:
     wrapped = served(name, prompts=CROWD, max_num_batched_tokens=12, kv_cache_tokens=84)
     params = [SamplingParams(NEW, num_speculative_tokens=k) for k in (None, 0, 2, 1, None)]
@@ -52,8 +64,7 @@ def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) ->
     assert wrapped.self_test_error < 1e-4
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
-@pytest.mark.parametrize("name", types(("qwen3_next",)))
+@pytest.mark.parametrize(("name", "setting"), settings())
 def test_every_setting_says_what_transformers_says(name: str, setting: str) -> None:
     wrapped = served(name, **SETTINGS[setting])
     completions = wrapped.generate(PROMPTS, SamplingParams(NEW))
@@ -66,11 +77,13 @@ def test_every_setting_says_what_transformers_says(name: str, setting: str) -> N
         assert wrapped.engine_stats.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", types(KINDS))
 def test_the_small_copy_is_exact(name: str) -> None:
     assert str(wrap(tiny_hybrid(name), max_model_len=128).twin) == "exact"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "nemotron_h"])
 def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None:
     params = [SamplingParams(16, temperature=1.0, top_p=0.9, seed=seed) for seed in range(len(PROMPTS))]

@@ -219,6 +219,7 @@ def test_tokens_are_the_targets_own_and_drafts_those_of_its_true_states(options:
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_sampled_rows_draft_by_the_loop_too() -> None:
     wrapped = wrap(tiny_llama(), ToyHead(tiny_llama()), num_speculative_tokens=3)
     params = [SamplingParams(max_new_tokens=12, temperature=0.9 * (i % 2), seed=i) for i in range(len(PROMPTS))]

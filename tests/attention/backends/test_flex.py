@@ -152,6 +152,7 @@ def test_what_it_is() -> None:
     assert FlexBackend(CUDA).route(GROUP, KEY, HALF) == "torch FlexAttention, compiled, cache bfloat16"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_rounds_give_the_models_own_tokens(drafts: int) -> None:
     prompts = random_prompts((5, 33, 1))

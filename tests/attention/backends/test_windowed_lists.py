@@ -56,6 +56,7 @@ def attended(kind: str, free: bool) -> tuple[torch.Tensor, np.ndarray]:
     return out, batch.page_indices
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_lists_near_the_window_give_the_bits_of_whole_rows(kind: str) -> None:
     out, pages = attended(kind, True)

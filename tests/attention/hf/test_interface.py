@@ -58,6 +58,7 @@ def test_the_probe_reads_windows_softcap_and_sinks() -> None:
     assert all(k.has_sinks for k in keys)
 
 
+@pytest.mark.slow
 def test_the_users_own_generate_works_as_before() -> None:
     model = tiny_llama(context=0.35)
     before, attention = generated(model), attention_form(model)
@@ -69,6 +70,7 @@ def test_the_users_own_generate_works_as_before() -> None:
     assert attention_form(model) == attention
 
 
+@pytest.mark.slow
 def test_the_users_own_generate_may_run_between_two_rounds() -> None:
     model = tiny_llama(context=0.35)
     before = generated(model)
@@ -132,6 +134,7 @@ def test_a_module_that_attends_twice_is_refused() -> None:
         probe(model)
 
 
+@pytest.mark.slow
 def test_a_wrapped_model_can_be_wrapped_again() -> None:
     """The newer one works; the older one says so instead of answering with the wrong cache."""
     model = tiny_llama(context=0.35)
@@ -220,6 +223,7 @@ def test_two_threads_probe_two_models_at_once() -> None:
     assert found == [[layer.self_attn for layer in model.model.layers] for model in models]
 
 
+@pytest.mark.slow
 def test_a_forward_that_waited_while_the_guard_was_removed_leaves_the_gate() -> None:
     model = tiny_llama()
     hooks = guard(model)

@@ -70,6 +70,9 @@ print("griddepcontrol" in attend, "griddepcontrol" in stored)
 """
 
 
+FURTHER = pytest.param((128, 128, "*bf16"), marks=pytest.mark.long)
+
+
 def said(*arguments: object) -> list[str]:
     """What compiling prints, word by word."""
     around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -80,7 +83,7 @@ def said(*arguments: object) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dims", [(80, 80, "*fp8e4nv"), (192, 128, "*bf16"), (128, 128, "*bf16")])
+@pytest.mark.parametrize("dims", [(80, 80, "*fp8e4nv"), (192, 128, "*bf16"), FURTHER])
 def test_attention_and_cache_write(dims: tuple[int, int, str]) -> None:
     assert said(*dims) == ["True", "True"]
 

@@ -40,6 +40,7 @@ from tests.attention.kernels.recurrence_cases import (
 from tests.attention.kernels.token_by_token import StateRows
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dims", "vector", "tiling"),
     [
@@ -62,6 +63,7 @@ def test_a_round(
     checked(gated_delta, oracle.gated_delta, case | {"l2_normalize": not vector}, StateRows.of(ROUND), 1e-6, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dims", "block_dv"), [((16, 40), 16), ((24, 12), 16), ((32, 32), 32)])
 def test_a_round_of_the_token_kernel_and_of_other_tilings(
     dims: tuple[int, int], block_dv: int, monkeypatch: pytest.MonkeyPatch
@@ -74,6 +76,7 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("vector", [False, True])
 def test_which_kernel_serves_which_rows(vector: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By the tokens of a row, with and without the replayed ones; every row by one kernel, and as the rule says."""
@@ -119,7 +122,8 @@ def test_inverse_of_one_chunk(kind: str) -> None:
     close(out, (torch.eye(16) + A).double().inverse(), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.float16, marks=pytest.mark.long)])
 def test_many_rounds(dtype: torch.dtype) -> None:
     """200 rounds of gates near 0, keys that repeat, accepted drafts replayed and others rejected: the state stays
     within float32 of the rule's in float64, and every output with it."""
@@ -142,6 +146,7 @@ def test_many_rounds(dtype: torch.dtype) -> None:
     same_rings(ours["ring"], right["ring"])
 
 
+@pytest.mark.slow
 def test_half_precision_and_a_ring_of_fewer_heads() -> None:
     """Keys repeated before the call, each kept once."""
     torch.manual_seed(1)
@@ -150,6 +155,7 @@ def test_half_precision_and_a_ring_of_fewer_heads() -> None:
     checked(gated_delta, oracle.gated_delta, case, StateRows.of(ROUND), 1e-3, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("one_chunk", [False, True])
 def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sequence in rounds with drafts, of which some are accepted, has the outputs and the state of one long launch:
@@ -182,6 +188,7 @@ def test_rounds_follow_each_other(one_chunk: bool, monkeypatch: pytest.MonkeyPat
     same(true["state"][1], final)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dims", "vector", "dtype"),
     [

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -43,48 +44,55 @@ delta = common | {"HEADS": 32, "KEY_HEADS": 16, "RING_HEADS": 16, "DIM_K": 128, 
 delta["NORMALIZE"] = True
 ssd = common | {"HEADS": 128, "GROUPS": 8, "DIM_P": 64, "STATES": 128, "WIDTH": 128, "HAS_D": True}
 chunk = {"CHUNK": 64, "PRECISION": "tf32"}
-what, found = sys.argv[1], {}
-if what == "tokens":
-    for units in (32, 1024):
-        tiles = delta_tokens.delta_tiling(units, 128, 128)
-        sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block_dv}
-        for vector in (False, True):
-            own = delta | sizes | {"VECTOR_GATE": vector}
-            found[f"delta {units} {vector}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
-        tiles = ssd_tokens.ssd_tiling(units, 64, 128)
-        own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block_p}
-        found[f"ssd {units}"] = compiled(ssd_tokens._ssd_kernel, own, tiles.warps)
-if what == "scans":
-    sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
-    found["scan"] = compiled(scan._scan_kernel, common | sizes, scan._WARPS)
-    for one, (tokens, channels) in ((True, conv._SHORT), (False, conv._LONG)):
-        sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
-        sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
-        found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
-    found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
-if what == "delta chunks":
-    own = delta | chunk | {"VECTOR_GATE": False}
-    found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
-    found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
-if what == "delta short":
-    tiles = delta_short.short_tiling(1024, 128)
-    own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
-    for replay in (False, True):
-        found[f"short {replay}"] = compiled(delta_short._short_kernel, own | {"REPLAY": replay}, tiles.warps)
-print(json.dumps(found))
+told = {what: {} for what in ("tokens", "scans", "delta chunks", "delta short")}
+found = told["tokens"]
+for units in (32, 1024):
+    tiles = delta_tokens.delta_tiling(units, 128, 128)
+    sizes = {"PIECE": tiles.piece, "BLOCK_DV": tiles.block_dv}
+    for vector in (False, True):
+        own = delta | sizes | {"VECTOR_GATE": vector}
+        found[f"delta {units} {vector}"] = compiled(delta_tokens._delta_kernel, own, tiles.warps)
+    tiles = ssd_tokens.ssd_tiling(units, 64, 128)
+    own = ssd | {"PIECE": tiles.piece, "BLOCK_P": tiles.block_p}
+    found[f"ssd {units}"] = compiled(ssd_tokens._ssd_kernel, own, tiles.warps)
+found = told["scans"]
+sizes = {"CHANNELS": 8192, "STATES": 16, "WIDTH": 16, "BLOCK": scan._BLOCK, "HAS_D": True}
+found["scan"] = compiled(scan._scan_kernel, common | sizes, scan._WARPS)
+for one, (tokens, channels) in ((True, conv._SHORT), (False, conv._LONG)):
+    sizes = {"CHANNELS": 8192, "TAPS": 4, "RING_BLOCK": 8, "HAS_BIAS": False, "SILU": True, "ROWS": 32}
+    sizes |= {"ONE_BLOCK": one, "BLOCK_T": tokens, "BLOCK_C": channels}
+    found[f"conv {one}"] = compiled(conv._conv_kernel, common | sizes, 4)
+found["ssd chunks"] = compiled(ssd_chunks._ssd_chunks_kernel, ssd | chunk | {"BLOCK_P": 64}, stages=2)
+found = told["delta chunks"]
+own = delta | chunk | {"VECTOR_GATE": False}
+found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
+found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
+found = told["delta short"]
+tiles = delta_short.short_tiling(1024, 128)
+own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
+for replay in (False, True):
+    found[f"short {replay}"] = compiled(delta_short._short_kernel, own | {"REPLAY": replay}, tiles.warps)
+print(json.dumps(told))
 """
 HOPPER_SHARED = 227 << 10
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("what", ["tokens", "scans", "delta chunks", "delta short"])
-def test_for_hopper(what: str) -> None:
-    """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`)."""
+@pytest.fixture(scope="module")
+def compiled_kernels() -> dict[str, Any]:
+    """Facts of every kernel by its kind; one process compiles them all."""
     around = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    command = [sys.executable, "-c", COMPILE, what]
+    command = [sys.executable, "-c", COMPILE]
     done = subprocess.run(command, cwd=ROOT, env=around | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
-    for name, facts in json.loads(done.stdout.splitlines()[-1]).items():
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["tokens", "scans", "delta chunks", "delta short"])
+def test_for_hopper(compiled_kernels: dict[str, Any], what: str) -> None:
+    """Token by token, no tile of a state moves between threads: the tiling's reason (see `delta_tiling`)."""
+    assert compiled_kernels[what]
+    for name, facts in compiled_kernels[what].items():
         assert facts["dependent"], name
         assert facts["shared"] <= HOPPER_SHARED, name
         if what == "tokens":

@@ -42,6 +42,7 @@ def test_mamba2(heads: tuple[int, int], dims: tuple[int, int], dtype: torch.dtyp
     checked(ssd_scan, oracle.ssd_scan, case | ({} if has_d else {"D": None}), StateRows.of(ROUND), limit, 1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("heads", "dims", "dtype", "has_d"),
     [((1, 2), (24, 70), torch.float32, True), ((2, 2), (16, 16), torch.float16, False)],

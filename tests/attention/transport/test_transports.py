@@ -155,6 +155,7 @@ def test_a_deadline_that_is_over_reads_nothing(engines: Engines) -> None:
     assert read.settled and all((b.bytes == regions(range(4), 7)[0].bytes).all() for b in engines.bounds)
 
 
+@pytest.mark.slow
 def test_addresses_that_are_none_are_errors_by_name() -> None:
     engines = Engines(SocketTransport)
     for address in ({}, {"host": "127.0.0.1", "port": "x"}):
@@ -278,6 +279,7 @@ def test_between_two_processes_until_one_is_killed(kind: str) -> None:
         transport.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "error"),
     [pytest.param("SIGKILL", TransferError, marks=pytest.mark.slow), ("SIGSTOP", TransferTimeoutError)],

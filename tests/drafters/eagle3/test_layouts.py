@@ -75,6 +75,7 @@ def compared(layout: Layout, model: Any, prompt: list[int], completion: Any, sai
     return rounds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @torch.inference_mode()
 def test_drafts_and_logits_are_those_by_hand(name: str, tmp_path: Path) -> None:
@@ -127,6 +128,7 @@ def swapped_fc(head: Any) -> None:
     head.fc.weight.copy_(head.fc.weight.roll(head.fc.weight.shape[1] // 2, dims=1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "defect"),
     [

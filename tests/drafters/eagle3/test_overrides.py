@@ -63,6 +63,7 @@ def test_bad_ones(overrides: dict[str, Any], words: str, saved: Path) -> None:
         head_of(saved, **overrides)
 
 
+@pytest.mark.slow
 def test_not_for_other_heads() -> None:
     with pytest.raises(InvalidInputError, match="the head is loaded already; leave them out"):
         wrap(tiny_llama(), eagle3_head(tiny_llama()), head_overrides={"rope_theta": 1.0})

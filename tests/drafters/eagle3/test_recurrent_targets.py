@@ -38,6 +38,7 @@ def knowing_head(model: Any) -> Any:
     return head
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, 3])
 @pytest.mark.parametrize(
     "name", ["nemotron_h", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_next", "qwen3_5"))]

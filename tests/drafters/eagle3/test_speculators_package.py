@@ -111,6 +111,7 @@ def drafted(target: LlamaForCausalLM, folder: Path, head: str = "", **options: A
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WRITTEN)
 def test_the_engine_drafts_what_the_package_drafts_in_every_round(name: str, target: LlamaForCausalLM) -> None:
     folder = FILES / "written" / name
@@ -178,6 +179,7 @@ def test_the_trained_head_that_the_package_read_is_what_is_exported_today(tmp_pa
     assert digest(tensors | {"d2t": tensors["d2t"] + 1}) != digest(tensors)
 
 
+@pytest.mark.slow
 def test_the_trained_head_says_and_drafts_what_the_package_read_from_its_export(trained: LlamaForCausalLM) -> None:
     said = load_file(FILES / "built-in" / "expected.safetensors")
     facts = TargetFacts(256, 2048, 8, trained.get_input_embeddings().weight, trained.lm_head.weight)

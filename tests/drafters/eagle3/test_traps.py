@@ -104,6 +104,7 @@ def test_4_norm_before_residual_where_nobody_says_it(tmp_path: Path, facts: Targ
     )
 
 
+@pytest.mark.slow
 def test_5_the_rotary_embedding_is_the_heads_own(tmp_path: Path) -> None:
     model = target()
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": 500000.0}
@@ -140,6 +141,7 @@ def test_8_of_two_norms_in_a_further_layer_the_exporters(
     assert torch.equal(head.layers["1"].input_layernorm.weight, expected)
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_9_fc_once_where_its_input_is_as_wide_as_its_output(tmp_path: Path) -> None:
     make = Maker(12)
@@ -168,6 +170,7 @@ def test_10_a_bias_is_where_its_tensor_is(tmp_path: Path, facts: TargetFacts) ->
         load(package.write(tmp_path / "e", transformer_layer_config=nested), facts)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "layers"), [("modelopt", (FINAL_NORM,)), ("specforge", (2, 4, LAYERS))])
 @torch.inference_mode()
 def test_11_12_the_last_state_before_and_after_the_final_norm(
@@ -192,6 +195,7 @@ def test_11_12_the_last_state_before_and_after_the_final_norm(
     torch.testing.assert_close(seen[0][: len(prompt), -32:], last, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "deepseek_v3"])
 def test_13_14_15_modules_take_norms_and_rotation_from_the_target(
     name: str, tiny_case: Callable[..., Any], tmp_path: Path

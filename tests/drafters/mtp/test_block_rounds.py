@@ -33,6 +33,7 @@ PROMPTS = random_prompts((5, 33, 1, 17))
 GREEDY = SamplingParams(max_new_tokens=16, return_drafts=True)
 
 
+@pytest.mark.slow
 def test_drafts_from_graphs(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -57,6 +58,7 @@ def test_drafts_from_graphs(
     assert sum(graph.replays for graph in graphs_on_cpu) > 20 and free_everywhere(graphed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nemotron_h", "qwen3_5"])
 @torch.inference_mode()
 def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
@@ -82,6 +84,7 @@ def test_a_pass_is_one_compiled_graph(name: str, tiny_case: Callable[..., Any], 
     assert len(traced) == 1
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_two_modules_of_two_blocks_in_turn(make: Callable[..., SpeculativeModel]) -> None:  # noqa: F811
     """Tokens are the target's, drafts those of modules that recompute everything."""

@@ -113,6 +113,7 @@ def test_nan_is_refused(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
         load(case.write(tmp_path, {name: torch.full((32,), float("nan"))}), case)
 
 
+@pytest.mark.slow
 def test_block_fp8_is_multiplied_out(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     """DeepSeek-V3's storage: 8x16 blocks here, the last ones smaller; norms and eh_proj stay as they are."""
     case = tiny_case("deepseek_v3")
@@ -172,6 +173,7 @@ def test_a_missing_module_is_noticed(tmp_path: Path, tiny_case: Callable[..., An
         load(case.write(tmp_path, settings={"num_nextn_predict_layers": 2}), case)
 
 
+@pytest.mark.slow
 def test_speculators_names_are_mimos_but_the_embedding_comes_first(
     tmp_path: Path, tiny_case: Callable[..., Any]
 ) -> None:

@@ -134,6 +134,7 @@ def test_a_wrong_recycle_norm_is_refused_where_drafts_are_fed_back() -> None:
     assert isinstance(model.head, MtpHead) and model.head.spec.feedback == "pre_norm"
 
 
+@pytest.mark.slow
 def test_the_command_line_passes_the_convention_on() -> None:
     options = "--model gsm-deepseek --draft mtp -k 2 --device cpu --max-model-len 64 --mtp-feedback pre_norm"
     result = CliRunner().invoke(generate, ["Anna has 3 apples.", *options.split()])

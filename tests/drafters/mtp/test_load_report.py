@@ -66,6 +66,7 @@ def test_what_the_model_would_lack_is_refused(tmp_path: Path, tiny_case: Callabl
     assert "layers.4." not in str(error.value)
 
 
+@pytest.mark.slow
 def test_the_model_class_is_as_before(tmp_path: Path, tiny_case: Callable[..., Any]) -> None:
     """As before a load of ours: transformers' own first load adds to the class."""
     kinds, cases = (DeepseekV3ForCausalLM, Qwen2ForCausalLM), [tiny_case(name) for name in ("deepseek_v3", "mimo")]

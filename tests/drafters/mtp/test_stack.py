@@ -102,6 +102,7 @@ def make(tiny_case: Callable[..., Any], tmp_path: Path) -> Callable[[str, int], 
     return built
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "modules"), [("deepseek_v3", 2), ("deepseek_v3", 3), ("mimo", 2), ("ernie", 4)])
 @pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(SHORT, marks=pytest.mark.slow)])
 def test_rounds_over_the_caches_equal_full_recomputation(
@@ -111,6 +112,7 @@ def test_rounds_over_the_caches_equal_full_recomputation(
     assert make(name, modules).wrong(rounds) == []
 
 
+@pytest.mark.slow
 def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     """Planted: the second round's module 1 begins with the wrong vector."""
     rows = make("deepseek_v3", 2)
@@ -119,6 +121,7 @@ def test_an_uncarried_vector_shows(make: Callable[[str, int], Rows]) -> None:
     assert rows.wrong(ROUNDS[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2]
 )

@@ -108,7 +108,7 @@ def test_the_module_learns_and_drafts_better(bench: Bench, tmp_path: Path) -> No
     assert last.evaluation["tau"] > before + 0.3
 
 
-@pytest.mark.parametrize("calls", [4, 11])
+@pytest.mark.parametrize("calls", [pytest.param(4, marks=pytest.mark.long), 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     calls: int, bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

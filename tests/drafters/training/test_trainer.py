@@ -164,6 +164,7 @@ def drafts_accepted(head: Eagle3Head, target: LlamaForCausalLM, data: TrainingDa
     return sum(r / c for r, c in zip(right, chains, strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("calls", [4, 11])
 def test_a_killed_run_goes_on_with_the_same_result(
     target: LlamaForCausalLM, data: TrainingData, tmp_path: Path, calls: int
@@ -199,6 +200,7 @@ def test_a_run_that_forgets_its_optimizer_is_seen(target: LlamaForCausalLM, data
     assert not same(whole, cut)
 
 
+@pytest.mark.slow
 def test_other_runs_checkpoints_are_refused(target: LlamaForCausalLM, data: TrainingData, tmp_path: Path) -> None:
     train(CONFIG, fresh(target, data), data, features_of(target), nothing, tmp_path, quiet())
     with pytest.raises(InvalidInputError, match=r"learning_rate: 0\.003 -> 0\.1"):

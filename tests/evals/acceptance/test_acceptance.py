@@ -37,6 +37,7 @@ def plan_of(plant: SimpleNamespace, count: int = 12, ks: tuple[int, ...] = (1, 3
     return Plan(data, sweep(ks), plant.asking(max_new_tokens=64), **{"warmup": 0, **more})
 
 
+@pytest.mark.slow
 def test_document_recovers_what_was_planted(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = evaluate(plant, tmp_path / "run", plant.Model(rates=(0.8, 0.6, 0.5), length=120), plan_of(plant, 60))
     arms = {arm["name"]: arm for arm in document["arms"]}
@@ -48,6 +49,7 @@ def test_document_recovers_what_was_planted(plant: SimpleNamespace, tmp_path: Pa
     assert sum(arms["K=3"]["histogram"]) == sum(row["arms"]["K=3"]["rounds"] for row in document["questions"])
 
 
+@pytest.mark.slow
 def test_predicted_speedup_follows_from_the_planted_times(plant: SimpleNamespace, tmp_path: Path) -> None:
     model = plant.Model(rates=(0.8,), length=400, seconds=0.1)
     document = evaluate(plant, tmp_path / "run", model, plan_of(plant, 40, ks=(2, 4), predict_batch_sizes=(1, 8)))
@@ -64,6 +66,7 @@ class Killed(Exception):
     """Stands for the process being killed."""
 
 
+@pytest.mark.slow
 def test_a_killed_and_resumed_run_gives_the_same_document(plant: SimpleNamespace, tmp_path: Path) -> None:
     plan = plan_of(plant)
     whole = evaluate(plant, tmp_path / "whole", plant.Model(), plan)
@@ -116,6 +119,7 @@ def test_a_run_in_which_everything_fails_says_so(plant: SimpleNamespace, tmp_pat
         evaluate(plant, tmp_path / "run", plant.Model(poison="question"), plan_of(plant, 3))
 
 
+@pytest.mark.slow
 def test_batches_give_the_same_document_as_single_questions(plant: SimpleNamespace, tmp_path: Path) -> None:
     one = evaluate(plant, tmp_path / "one", plant.Model(), plan_of(plant, batch_size=1))
     five = evaluate(plant, tmp_path / "five", plant.Model(), plan_of(plant, batch_size=5))

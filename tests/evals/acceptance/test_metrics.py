@@ -69,6 +69,7 @@ def test_without_speculation_tau_is_one() -> None:
     assert np.isnan(value("acceptance_rate", sums))
 
 
+@pytest.mark.slow
 def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
     rates = (0.8, 0.6, 0.5)
     answers = planted(plant, plant.Model(rates=rates, length=200), 300)
@@ -99,6 +100,7 @@ def test_planted_tokens_after_the_stop_do_not_count(plant: SimpleNamespace) -> N
     assert value("tau_eagle", over) == 5.0
 
 
+@pytest.mark.slow
 def test_per_request_k_has_right_denominators(plant: SimpleNamespace) -> None:
     model = plant.Model(rates=(0.9, 0.7, 0.5), length=300)
     mixed = planted(plant, model, 100, k=1) + planted(plant, model, 100, k=3)
@@ -123,6 +125,7 @@ def test_interval_of_a_difference_is_paired() -> None:
     assert found.estimate == pytest.approx(0.5) and found.high - found.low < 1e-9
 
 
+@pytest.mark.slow
 def test_interval_covers_as_often_as_it_says() -> None:
     rng, inside = np.random.default_rng(5), 0
     for _ in range(200):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 pytest.importorskip("lm_eval")
 pytest.importorskip("scipy")
 
+import lm_eval
 from fakes import table_head
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import specdec
@@ -31,6 +34,7 @@ from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import ModelSpec, Worker
 from specdec.acceptance.accept import VerificationResult
+from specdec.cli.main import cli
 from specdec.errors import InvalidInputError
 from specdec.loading.builtin import builtin_names, builtin_path
 
@@ -55,7 +59,7 @@ def model() -> Any:
 
 
 def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
-    plan = AccuracyPlan(**{"tasks": ("specdec_arithmetic",), "k": K, "limit": 20, "chat_template": True, **more})
+    plan = AccuracyPlan(**{"tasks": ("specdec_arithmetic",), "k": K, "limit": 10, "chat_template": True, **more})
     worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
     facts = worker.facts()["main"]
     with RunStore(folder, settings(plan, facts)) as store:
@@ -66,10 +70,10 @@ def evaluate(model: Any, folder: Path, **more: Any) -> dict[str, Any]:
 def test_same_accuracy_and_same_answers(model: Any, tmp_path: Path) -> None:
     document = evaluate(model, tmp_path / "run")
     (row,) = document["scores"]
-    assert (row["task"], row["filter"], row["total"]) == ("specdec_arithmetic", "strict-match", 20)
-    assert row["right_a"] == row["right_b"] >= 14
+    assert (row["task"], row["filter"], row["total"]) == ("specdec_arithmetic", "strict-match", 10)
+    assert row["right_a"] == row["right_b"] >= 7
     assert row["p_value"] is None and row["only_a"] == row["only_b"] == 0
-    assert document["identical"] == {"questions": 20, "identical": 20, "differ": []}
+    assert document["identical"] == {"questions": 10, "identical": 10, "differ": []}
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
     for cached in document["timing"]["prefix_cache"].values():
         assert cached["hit_rate"] == cached["hit_tokens"] / cached["prompt_tokens"]
@@ -85,7 +89,7 @@ def test_a_planted_wrong_rule_drops_the_accuracy(model: Any, tmp_path: Path, mon
         return VerificationResult(num_drafts.clone(), target_ids.gather(1, num_drafts[:, None])[:, 0])
 
     monkeypatch.setattr(specdec.acceptance.judge, "accept_greedy", accepts_everything)
-    document = evaluate(model, tmp_path / "run", max_gen_toks=96)
+    document = evaluate(model, tmp_path / "run", limit=20, max_gen_toks=96)
     (row,) = document["scores"]
     assert row["p_value"] < 0.01 and row["high"] < 0
     assert document["identical"]["identical"] < 5
@@ -118,9 +122,8 @@ def test_a_killed_run_is_continued(model: Any, tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.slow
-def test_unknown_tasks_and_missing_data_are_named(model: Any, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="unknown task 'gsm9k'"):
-        evaluate(model, tmp_path / "a", tasks=("gsm9k",))
+def test_missing_data_is_named(model: Any, tmp_path: Path) -> None:
+    """(tests/evals/cli/test_commands.py has the unknown task: lm-eval reads 13,000 files for one.)"""
     with pytest.raises(DataError, match=r"test\.jsonl does not exist|train\.jsonl does not exist"):
         evaluate(model, tmp_path / "b", tasks=("gsm8k",), data_dir=tmp_path)
 
@@ -178,43 +181,47 @@ def test_scoring_agrees_with_the_model(model: Any) -> None:
 
 
 @pytest.mark.slow
-def test_stock_hf_model_gives_the_same_score(tmp_path: Path) -> None:
-    """lm-eval's own command line, its own hf model and ours, on the same task."""
+def test_stock_hf_model_gives_the_same_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our model through lm-eval's own command line, and lm-eval's own hf model, on the same task.
+
+    lm-eval's own tasks are left out: it would read their 13,000 files.
+    """
     pytest.importorskip("accelerate")
     folder = str(builtin_path("gsm-llama"))
-    found = []
-    for name, extra in (("hf", ",dtype=float32"), ("specdec", "")):
-        out = tmp_path / name / "results.json"
-        arguments = ["--model", name, "--model_args", f"pretrained={folder}{extra}", "--device", "cpu"]
-        arguments += [
-            "--tasks",
-            "specdec_arithmetic",
-            "--limit",
-            "12",
-            "--apply_chat_template",
-            "--output_path",
-            str(out),
-        ]
-        subprocess.run(
-            [
-                sys.executable,
-                "-m",
-                "specdec.cli.main",
-                "eval",
-                "lm-eval",
-                *arguments,
-                "--batch_size",
-                "4",
-                "--log_samples",
-            ],
-            check=True,
-            capture_output=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        )
-        (samples,) = (tmp_path / name).glob("samples_*.jsonl")
-        rows = [json.loads(line) for line in samples.read_text().splitlines()]
-        found.append([(row["prompt_hash"], row["resps"], row["exact_match"]) for row in rows])
-    assert found[0] == found[1] and len(found[0]) == 12
+    asked = ["eval", "lm-eval", "--model", "specdec", "--model_args", f"pretrained={folder}", "--device", "cpu"]
+    asked += [
+        "--limit",
+        "12",
+        "--tasks",
+        "specdec_arithmetic",
+        "--apply_chat_template",
+        "--batch_size",
+        "4",
+        "--log_samples",
+    ]
+    monkeypatch.setattr("lm_eval.tasks.TaskManager", partial(TaskManager, include_defaults=False))
+    monkeypatch.setattr(sys, "argv", ["specdec"])
+    cli([*asked, "--output_path", str(tmp_path / "results.json")], standalone_mode=False)
+    (samples,) = tmp_path.glob("samples_*.jsonl")
+    ours = [json.loads(line) for line in samples.read_text().splitlines()]
+    stock = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={folder},dtype=float32",
+        tasks=["specdec_arithmetic"],
+        limit=12,
+        batch_size=4,
+        device="cpu",
+        apply_chat_template=True,
+        task_manager=prepare(AccuracyPlan(("specdec_arithmetic",), K)).manager,
+        bootstrap_iters=0,
+    )
+    assert len(ours) == 12
+    assert [told(row) for row in ours] == [told(row) for row in stock["samples"]["specdec_arithmetic"]]
+
+
+def told(row: dict[str, Any]) -> tuple[Any, ...]:
+    """What lm-eval asked, was answered and made of it."""
+    return row["prompt_hash"], json.loads(json.dumps(row["resps"])), row["exact_match"]
 
 
 def test_mcnemar_by_hand() -> None:
@@ -245,16 +252,16 @@ TEST = "def check(candidate):\n    assert candidate(1) == 2\ncheck(f)\n"
     ],
 )
 def test_the_scorer_cannot_be_fooled_by_leaving_early(program: str, passed: bool) -> None:
-    assert humaneval.passes(f"{program}\n{TEST}", seconds=3.0) is passed
+    assert humaneval.passes(f"{program}\n{TEST}", seconds=3.0 if "while" not in program else 0.5) is passed
 
 
 @pytest.mark.slow
 def test_what_a_candidate_started_is_ended_with_it(tmp_path: Path) -> None:
     mark = tmp_path / "alive"
-    child = f"import time; time.sleep(3); open({str(mark)!r}, 'w')"
+    child = f"import time; time.sleep(1); open({str(mark)!r}, 'w')"
     program = f"import subprocess, sys\nsubprocess.Popen([sys.executable, '-c', {child!r}])\n{GOOD}"
     assert humaneval.passes(f"{program}\n{TEST}", seconds=2.0)
-    subprocess.run(["sleep", "3.5"], check=True)
+    subprocess.run(["sleep", "1.5"], check=True)
     assert not mark.exists()
 
 

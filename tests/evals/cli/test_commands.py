@@ -63,6 +63,7 @@ def test_a_failed_question_shows_in_the_exit_code(invoke: Invoke, data: str) -> 
     assert result.exit_code == 1 and "failed: question 3" in result.output
 
 
+@pytest.mark.slow
 def test_compare_two_heads_and_two_k(invoke: Invoke, data: str, tmp_path: Path) -> None:
     result = invoke("compare", "head-a", "head-b", "--model", "m", "--data", data, "--output", "c.json")
     assert result.exit_code == 0 and "head-b less head-a, paired" in result.output

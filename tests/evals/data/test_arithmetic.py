@@ -88,6 +88,7 @@ def test_splits_share_no_question_whatever_the_seeds() -> None:
     assert train.isdisjoint(heldout)
 
 
+@pytest.mark.slow
 def test_questions_of_one_call_are_all_different() -> None:
     assert len({p.question for p in problems("train", 3_000, seed=9)}) == 3_000
 

@@ -177,6 +177,7 @@ def resamples_from_p(rng: random.Random) -> int:
     return rng.choices(list(PROBS), list(PROBS.values()))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rule", "passes"), [(right, True), (resamples_from_p, False)])
 def test_the_distribution_test_tells_right_rules_from_wrong(plant: SimpleNamespace, rule: Any, passes: bool) -> None:
     sampling = Sampling(samples=2000)

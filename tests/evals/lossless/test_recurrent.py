@@ -19,6 +19,7 @@ from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 pytest.importorskip("scipy")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [False, True])
 def test_a_mamba2_target_says_the_same_with_and_without_drafts(
     plant: SimpleNamespace, planted: bool, monkeypatch: pytest.MonkeyPatch

@@ -65,6 +65,7 @@ class Page(HTMLParser):
             assert self.open.pop() == tag
 
 
+@pytest.mark.slow
 def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, tmp_path: Path) -> None:
     document = document_of(plant, tmp_path, sweep((1, 3)))
     text = printed(document)

@@ -41,6 +41,7 @@ def checked(model: SpeculativeModel, head: Any = "gsm-llama-eagle3", **overrides
         return check_agreement(wrapped, CHATS)
 
 
+@pytest.mark.slow
 def test_chains_are_what_the_rounds_accepted(model: SpeculativeModel) -> None:
     done = model.generate(CHATS, SamplingParams(max_new_tokens=40))
     passages = [Passage.of(one, model.device) for one in done]
@@ -59,6 +60,7 @@ def test_chains_are_what_the_rounds_accepted(model: SpeculativeModel) -> None:
     assert compared > 15
 
 
+@pytest.mark.slow
 def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
     found = checked(model)
     assert found.verdict == "fine" and found.best is None and len(found.tried) >= 8
@@ -67,6 +69,7 @@ def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
     assert not any(tried.is_better for tried in found.tried)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wrong", "right", "cause"),
     [
@@ -90,6 +93,7 @@ def test_a_wrong_reading_is_found_and_named(
     assert found.best is found.tried[0] and found.best.gain > 0.1
 
 
+@pytest.mark.slow
 def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel) -> None:
     head = model.head
     assert isinstance(head, Eagle3Head)
@@ -115,6 +119,7 @@ def test_readings_share_the_heads_tensors_and_leave_it_alone(model: SpeculativeM
     assert head.spec is spec
 
 
+@pytest.mark.slow
 def test_without_drafts_there_is_nothing_to_check(model: SpeculativeModel) -> None:
     with (
         SpeculativeModel.from_pretrained(model.hf_model, tokenizer=model.tokenizer, max_num_seqs=1) as alone,
@@ -129,6 +134,7 @@ def test_the_check_leaves_no_hook_on_the_target(model: SpeculativeModel) -> None
     assert hooks_of(model.hf_model) == before
 
 
+@pytest.mark.slow
 def test_prompts_that_are_too_long_to_compare_are_refused(model: SpeculativeModel) -> None:
     with pytest.raises(InvalidInputError, match="tokens with its answer; at most 1024 are compared"):
         check_agreement(model, "eggs " * 1100)

@@ -57,6 +57,7 @@ def test_an_installed_copy_is_read_from_its_metadata(
     assert find_plugins([], root=tmp_path)["eval"].entry.value == EVAL[1]
 
 
+@pytest.mark.slow
 def test_a_package_that_shadows_evals_is_named_and_the_rest_works(tmp_path: Path) -> None:
     (tmp_path / "evals").mkdir()
     (tmp_path / "evals" / "__init__.py").write_text("")
@@ -75,6 +76,7 @@ def test_a_folder_that_is_no_package_shadows_nothing(tmp_path: Path) -> None:
     assert "Measure acceptance" in specdec("--help", first=tmp_path).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "says"),
     [
@@ -94,6 +96,7 @@ def test_a_command_that_cannot_be_loaded_says_why(tmp_path: Path, module: str | 
     assert ran.returncode == 2 and says in ran.stderr and "Traceback" not in ran.stderr
 
 
+@pytest.mark.slow
 def test_another_distribution_adds_a_command(tmp_path: Path) -> None:
     distribution(tmp_path, "tool", "serve = some_tool:serve")
     (tmp_path / "some_tool.py").write_text(
@@ -103,6 +106,7 @@ def test_another_distribution_adds_a_command(tmp_path: Path) -> None:
     assert specdec("serve", first=tmp_path).stdout == "served\n"
 
 
+@pytest.mark.slow
 def test_two_commands_of_one_name_are_refused(tmp_path: Path) -> None:
     distribution(tmp_path, "tool", "eval = some_tool:serve")
     done = specdec("--help", first=tmp_path)

@@ -72,6 +72,7 @@ def rewritten(layer: Layer, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], 
         return torch.compile(layer, fullgraph=True, backend=backend)(x), after
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("read", [False, True])
 def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     read: bool, monkeypatch: pytest.MonkeyPatch
@@ -91,6 +92,7 @@ def test_what_only_fp8_layers_read_is_quantised_where_it_is_computed(
     layers.release()
 
 
+@pytest.mark.slow
 def test_an_erased_graph_has_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators of the quantised results that nothing reads would run all the same: custom operators are not pure."""
     graphs: list[Graph] = []

@@ -420,7 +420,7 @@ def test_other_rotations_of_both_stay(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_every_layer_of_a_draft_head_rotates_by_one_operator(layers: int) -> None:
     """Queries and keys reach the attention as the views that eager code has: the compiler adds no copies."""
     head = make_head(eagle3_spec(head_dim=16, num_layers=layers)).to(HALF)

@@ -104,6 +104,7 @@ def test_another_layout_is_another_form(compiled: list[GraphModule]) -> None:
     assert len(compiled) == 5
 
 
+@pytest.mark.slow
 def test_few_attentions_are_compiled_as_one(compiled: list[GraphModule]) -> None:
     run(Layers((1.0,) * 2))
     assert len(compiled) == 1

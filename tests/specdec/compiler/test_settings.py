@@ -55,6 +55,7 @@ def test_fusing_twice_finds_nothing_more(block: Block) -> None:
     assert fuse_siblings(block, lambda: block(x), Alterations(block)) == 0
 
 
+@pytest.mark.slow
 def test_compiled_code_takes_the_sizes_of_fused_weights_as_constants(block: Block) -> None:
     """Else every stride of what it reads is an argument, and its kernels load a number at a time."""
     fuse_siblings(block, lambda: block(torch.randn(3, 16)), Alterations(block))

@@ -158,6 +158,7 @@ def test_neither_prompts_nor_rows_that_decode_wait_for_the_other(
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "most_prefill", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(512, marks=pytest.mark.slow)]
 )

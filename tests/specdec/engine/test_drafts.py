@@ -40,6 +40,7 @@ def test_drafts_equal_the_oracle_round_by_round(kind: str, options: dict[str, in
     assert any(c.stats.preemptions for c in completions) == ("kv_cache_tokens" in options)
 
 
+@pytest.mark.slow
 def test_drafts_of_requests_with_different_k_equal_the_oracle() -> None:
     head = head_of("table")
     params = [replace(PARAMS, num_speculative_tokens=k) for k in (5, 1, 3, 0, 2, 5)]
@@ -88,6 +89,7 @@ def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     assert spoiled >= 2
 
 
+@pytest.mark.slow
 def test_reading_the_neighbours_true_states_fails_the_oracle(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the draft prefill reads the target's states one row too late."""
     import drafters.loops.chain.arrays

@@ -31,6 +31,7 @@ def test_tokens_are_those_of_transformers_greedy_generate(num_drafts: int) -> No
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", [0.35, pytest.param(1.0, marks=pytest.mark.slow)])
 def test_tokens_are_right_when_attention_decides_most_of_them(context: float) -> None:
     model = tiny_llama(context=context)
@@ -39,6 +40,7 @@ def test_tokens_are_right_when_attention_decides_most_of_them(context: float) ->
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24, context=context) for p in PROMPTS]
 
 
+@pytest.mark.slow
 def test_a_reduced_draft_vocabulary_changes_no_token() -> None:
     model = tiny_llama()
     head = table_head(model, known=range(0, 64, 2))
@@ -79,6 +81,7 @@ def test_each_request_may_have_its_own_k() -> None:
     assert [max(map(len, c.drafts)) for c in completions] == [0, 5, 2, 5, 1, 3]
 
 
+@pytest.mark.slow
 def test_requests_join_and_leave_between_rounds() -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3, max_num_seqs=4, max_num_batched_tokens=32)
@@ -97,6 +100,7 @@ def test_requests_join_and_leave_between_rounds() -> None:
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_one_copy_each_way_a_round() -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3)

@@ -66,6 +66,7 @@ def eagle3(**options: Any) -> Any:
     return wrap(tiny_llama(), table_head(tiny_llama(), known=range(0, 64, 2), aux_layers=(1, 2, 3)), **SIZES | options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "there"),
     [
@@ -133,9 +134,12 @@ def test_streams_report_the_first_token_too() -> None:
     assert "".join(u.text for u in updates) == expected.text and len(updates) > 3
 
 
-@pytest.mark.parametrize(
-    "name", ["lfm2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "qwen3_next", "mamba2", "jamba"))]
-)
+FURTHER = (("qwen3_next", pytest.mark.slow), ("mamba2", pytest.mark.slow))
+FURTHER += (("falcon_h1", pytest.mark.long), ("jamba", pytest.mark.long))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lfm2", *(pytest.param(n, marks=m) for n, m in FURTHER)])
 def test_states_of_recurrent_layers_move(name: str) -> None:
     def load() -> Any:
         model = tiny_hybrid(name)
@@ -153,6 +157,7 @@ def test_states_of_recurrent_layers_move(name: str) -> None:
     assert lived(d.resume(handoffs)) != expected
 
 
+@pytest.mark.slow
 def test_windowed_groups_move_what_their_windows_show() -> None:
     prompts = random_prompts((5, 70, 1, 41))
 
@@ -170,6 +175,7 @@ def test_windowed_groups_move_what_their_windows_show() -> None:
     assert lived(moved(p, d, prompts, PARAMS)) == lived(stays.generate(prompts, PARAMS))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::specdec.SpecdecWarning")
 def test_quantised_targets_move_between_equal_weights() -> None:
     """Weights of two tensors, as torchao's: numbers and scales are part of the fingerprint."""
@@ -190,6 +196,7 @@ def test_quantised_targets_move_between_equal_weights() -> None:
         other.resume(handoff)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "phi3"])
 def test_longrope_requests_keep_their_factors(kind: str) -> None:
     """Prompts around the length at which factors change; a Phi-3 that is just there reads all again in D."""
@@ -228,6 +235,7 @@ def test_stop_strings_and_eos_there() -> None:
     assert lived(moved(p, d, [PROMPTS[1]] * 2, params)) == lived(expected)
 
 
+@pytest.mark.slow
 def test_preempted_after_the_move() -> None:
     """D has pages for little more than the prompts: requests that came lose them, and read their tokens again."""
     p, d, stays = eagle3(), eagle3(kv_cache_tokens=88), eagle3()
@@ -311,6 +319,7 @@ def test_weights_that_changed_in_place_are_refused() -> None:
         d.resume(p.prefill(PROMPTS[0], GREEDY))
 
 
+@pytest.mark.slow
 def test_a_lease_ends_and_pages_are_free() -> None:
     p, d = eagle3(), eagle3()
     engine_of(p).moving.grace = 0.05
@@ -336,6 +345,7 @@ def test_a_lease_serves_once() -> None:
         d.resume(handoffs)
 
 
+@pytest.mark.slow
 def test_held_pages_survive_an_interrupt_and_a_failed_round(monkeypatch: pytest.MonkeyPatch) -> None:
     """All tables are made anew then; pages that another engine may be reading are not among the free ones."""
     p, d, stays = eagle3(enable_prefix_caching=True), eagle3(), eagle3()
@@ -375,6 +385,7 @@ def test_prompts_that_are_not_held_at_once_are_refused() -> None:
     assert p.prefill(PROMPTS[1], long)[0].moved.limit == 123
 
 
+@pytest.mark.slow
 def test_pages_there_are_waited_for() -> None:
     """D is full: its own requests go on until the one that comes finds pages."""
     p, d, stays = eagle3(), eagle3(kv_cache_tokens=88), eagle3()
@@ -425,6 +436,7 @@ def test_pages_of_a_late_read_are_in_quarantine_until_nothing_writes_to_them() -
     assert free_everywhere(d)
 
 
+@pytest.mark.slow
 def test_closed_iterators_and_models_hold_nothing() -> None:
     p, d = eagle3(), eagle3()
     stream = d.stream_resumed(p.prefill(PROMPTS[1], GREEDY)[0])
@@ -507,6 +519,7 @@ def bytes_of(wrapped: Any, pages: Any) -> list[Any]:
     return wrapped.runners[0].layers[0].keys[list(pages)[:-1]].tolist()
 
 
+@pytest.mark.slow
 def test_threads_share_both_engines() -> None:
     p, d, stays = eagle3(enable_prefix_caching=True), eagle3(enable_prefix_caching=True), eagle3()
     prompts = random_prompts((9, 21, 13, 30, 9, 17), seed=2)

@@ -32,6 +32,7 @@ def ahead(**options: Any) -> Any:
     return wrapped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -57,6 +57,7 @@ def found_by(completions: list[Any]) -> list[tuple[int, int]]:
 SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -96,6 +97,7 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
     assert found_by(wrapped.generate(PROMPTS[:1], params)) == [(24, 24)]
 
 
+@pytest.mark.slow
 def test_a_conversation_finds_its_own_answers() -> None:
     """Pages of generated tokens are found once their request has ended: all but those of its last round."""
     head = head_of("table")
@@ -116,6 +118,7 @@ def test_samples_of_one_prompt_read_it_once() -> None:
     assert lived(samples) == lived(alone)
 
 
+@pytest.mark.slow
 def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=3)
     without = replace(PARAMS, cache_prefix=False)
@@ -127,6 +130,7 @@ def test_the_switch_of_a_request_neither_takes_nor_leaves() -> None:
         SamplingParams(cache_prefix="no")  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_rows_from_graphs_may_list_more_pages_than_there_are(graphs_on_cpu: list[Any]) -> None:  # noqa: F811
     """Eight rows of 26 pages each, 25 of them the same, in a pool of 70."""
     common = random_prompts((100,), seed=5)[0]
@@ -151,6 +155,7 @@ def test_pages_of_an_aborted_request_are_found() -> None:
     assert completion.stats.cached_tokens == 24 and completion.token_ids == hf_greedy(PROMPTS[0], NEW)
 
 
+@pytest.mark.slow
 def test_a_preempted_request_finds_its_own_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as they were not needed meanwhile; generated ones among them."""
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=3, kv_cache_tokens=88)
@@ -163,6 +168,7 @@ def test_a_preempted_request_finds_its_own_pages(monkeypatch: pytest.MonkeyPatch
     assert [c.token_ids for c in completions] == [hf_greedy(p, 24) for p in PROMPTS[:3]]
 
 
+@pytest.mark.slow
 def test_new_weights_empty_the_cache() -> None:
     """An optimiser's step and load_state_dict are noticed; what is written through .data needs refresh()."""
     target = tiny_llama()
@@ -242,7 +248,9 @@ def test_a_page_that_serves_whatever_follows_it_changes_drafts(monkeypatch: pyte
 
 @pytest.mark.slow
 @pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
-@pytest.mark.parametrize(("target", "draft"), [("gsm-llama", "auto"), ("gsm-deepseek", "mtp")])
+@pytest.mark.parametrize(
+    ("target", "draft"), [("gsm-llama", "auto"), pytest.param("gsm-deepseek", "mtp", marks=pytest.mark.long)]
+)
 def test_prompts_of_five_shots_share_them(target: str, draft: str, unchecked: None) -> None:
     """EAGLE-3, and a multi-token-prediction module over MLA. Nothing that is found is given up because of the head."""
     sizes: dict[str, Any] = {"max_num_seqs": 8, "max_model_len": 1024, "kv_cache_tokens": 8192, "device": "cpu"}

@@ -284,7 +284,8 @@ def cache_of(engine: Engine) -> PrefixCache:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("modules", "graphs", "requests"), [(1, False, 3500), (1, True, 3500), (2, True, 1500), (3, False, 1500)]
+    ("modules", "graphs", "requests"),
+    [pytest.param(1, False, 3500, marks=pytest.mark.long), (1, True, 3500), (2, True, 1500), (3, False, 1500)],
 )
 def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bool, requests: int) -> None:
     traffic = Traffic(modules + graphs, modules, graphs)
@@ -296,6 +297,7 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
     assert 0.2 < stats.cached_tokens / stats.prefix_query_tokens < stats.prefix_hit_rate
 
 
+@pytest.mark.slow
 def test_pages_are_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     withdrawn = count_calls(monkeypatch, SharedPages, "withdraw")
     Traffic(3).run(200)

@@ -121,6 +121,7 @@ def test_a_stream_adds_up_to_the_completion() -> None:
         assert completion.finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_stream_never_shows_a_part_of_a_stop_string() -> None:
     text = text_of(hf_greedy(PROMPTS[1], NEW))
     stop = text[12:16]
@@ -131,6 +132,7 @@ def test_a_stream_never_shows_a_part_of_a_stop_string() -> None:
     assert shown == text[: text.find(stop)]
 
 
+@pytest.mark.slow
 def test_closing_a_stream_frees_everything() -> None:
     wrapped = wrapped_with()
     stream = wrapped.stream(PROMPTS, SamplingParams(max_new_tokens=NEW))
@@ -141,6 +143,7 @@ def test_closing_a_stream_frees_everything() -> None:
     assert wrapped.generate(PROMPTS[0], SamplingParams(max_new_tokens=NEW))[0].token_ids == hf_greedy(PROMPTS[0], NEW)
 
 
+@pytest.mark.slow
 def test_an_abort_leaves_the_others_alone() -> None:
     wrapped = wrapped_with()
     engine = engine_of(wrapped)

@@ -67,6 +67,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_all_rounds_run_the_model_of_the_graphs(
     drafts: int,
@@ -107,7 +108,7 @@ def test_all_rounds_run_the_model_of_the_graphs(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("defect", [False, True])
+@pytest.mark.parametrize("defect", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_rounds_of_any_shape_run_what_was_compiled_for_the_graphs(
     defect: bool,
     recorded_on_cpu: list[Replayed],  # noqa: F811
@@ -138,6 +139,7 @@ def rounded(target: Any, sizes: list[int], error: Callable[[int], float]) -> Cal
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kv_cache_tokens", "longest"), [(400, 128), (100, 32)])
 def test_the_self_test_compares_bits(kv_cache_tokens: int, longest: int) -> None:
     target = wrap(tiny_llama().double(), kv_cache_tokens=kv_cache_tokens, max_model_len=64).target
@@ -171,6 +173,7 @@ def test_matmuls_are_compared(defect: bool, monkeypatch: pytest.MonkeyPatch) -> 
     return None
 
 
+@pytest.mark.slow
 def test_mixtures_are_refused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target, head = mla_mixture_pair()
     with pytest.raises(UnsupportedModelError, match="DeepseekV2ForCausalLM is a mixture of experts"):

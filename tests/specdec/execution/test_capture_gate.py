@@ -76,6 +76,7 @@ def own_logits(model: Any) -> torch.Tensor:
         return model(torch.tensor([PROMPTS[0]])).logits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["at the start", "in a round"])
 def test_a_forward_of_the_users_never_sees_the_experts_in_the_form_of_a_capture(
     when: str,

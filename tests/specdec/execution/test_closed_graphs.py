@@ -49,6 +49,7 @@ def test_closing_gives_projections_their_own_memory_back(graphs_on_cpu: list[Rep
         assert (state_of(target), state_of(head)) == before
 
 
+@pytest.mark.slow
 def test_a_dropped_model_gives_them_back_too(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target = tiny_llama()
     before = state_of(target)
@@ -76,6 +77,7 @@ def test_the_last_of_two_engines_gives_them_back(graphs_on_cpu: list[Replayed]) 
     assert state_of(target) == before
 
 
+@pytest.mark.slow
 def test_values_that_were_written_meanwhile_stay(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     """An optimiser that was made before wrapping holds the parameters that the engine reads."""
     target, other = tiny_llama(), tiny_llama(seed=3)
@@ -113,6 +115,7 @@ def test_projections_that_were_moved_are_fused_anew(graphs_on_cpu: list[Replayed
     assert num_siblings(target) == 0
 
 
+@pytest.mark.slow
 def test_hooks_and_parameters_of_the_user_stay_while_fused(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     target, seen = tiny_llama(), []
     target.model.layers[1].self_attn.q_proj.register_forward_hook(lambda *args: seen.append(args))

@@ -44,6 +44,7 @@ def graphed(folder: Path, sizes: dict[str, Any], groups: int) -> None:
     assert {type(m) for m in target.modules()}.isdisjoint({SiblingFp8Linear, Fp8Linear})
 
 
+@pytest.mark.slow
 def test_rounds_from_graphs(graphs_on_cpu: list[Replayed], tmp_path: Path) -> None:  # noqa: F811
     graphed(write(tmp_path / "target", LLAMA), LLAMA, 2 * 2)
     assert any(graph.replays for graph in graphs_on_cpu)
@@ -56,7 +57,7 @@ def test_experts_and_latent_attention_from_graphs(graphs_on_cpu: list[Replayed],
     graphed(write(tmp_path / "target", DEEPSEEK), DEEPSEEK, 2 + 1)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_compiled_rounds(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     tmp_path: Path,

@@ -33,6 +33,7 @@ def eager(**options: Any) -> Any:
 ENGINES = {"graphs": graphs, "eager": eager}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("there", "here"),
     [
@@ -74,6 +75,7 @@ def test_what_drafts_were_drawn_from_moves() -> None:
     assert lived(d.resume(spoiled)) != expected
 
 
+@pytest.mark.slow
 def test_distributions_in_half_precision_are_refused() -> None:
     """They would be rounded: the drafts' acceptance would no longer be exact."""
     p, d = eager(), graphs()

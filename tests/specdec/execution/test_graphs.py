@@ -289,7 +289,7 @@ def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "temperature"),
-    [(3, 0.0), (3, 0.9), pytest.param(0, 0.9, marks=pytest.mark.slow), pytest.param(5, 0.9, marks=pytest.mark.slow)],
+    [(3, 0.0), (5, 0.9), *(pytest.param(k, 0.9, marks=pytest.mark.long) for k in (0, 3))],
 )
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
@@ -349,6 +349,7 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     assert found == [[1, 0, 1], [0, 2, 1], [0, 2, 0]]
 
 
+@pytest.mark.slow
 def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted defect: the verification is not planned anew."""
     graphed = with_graphs(table_head(tiny_llama()), num_speculative_tokens=3, max_num_seqs=5)
@@ -364,6 +365,7 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
     assert [c.token_ids for c in completions] != [hf_greedy(p, 24) for p in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "drawn", "sampled"),
     [(0, "greedy", 2), (1, "probabilistic", 6), (3, "probabilistic", 12), (3, "greedy", 3)],
@@ -389,6 +391,7 @@ def test_every_captured_graph_is_reported(
     assert report.segment_graphs == 3 * (layers + 1) + (2 * (1 + 1) if num_drafts else 0)
 
 
+@pytest.mark.slow
 def test_rows_that_decode_beside_a_long_prompt_find_their_graphs(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -482,7 +485,7 @@ def test_an_mla_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], draft
     assert sum(g.replays for g in graphs_on_cpu) > 20
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:
     """Target and module traced without a break; what they compute is that of the eager path."""
     compiler = torch.compile
@@ -498,6 +501,7 @@ def test_an_mla_mixture_is_one_compiled_graph(recorded_on_cpu: list[Replayed], m
     assert sum(g.replays for g in recorded_on_cpu) > 20
 
 
+@pytest.mark.slow
 def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -520,8 +524,10 @@ def test_without_drafts_a_round_is_launched_before_the_last_one_is_read(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [1, 3])
-@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize(
+    ("num_drafts", "ahead"),
+    [(3, True), (1, False), *(pytest.param(*pair, marks=pytest.mark.long) for pair in ((1, True), (3, False)))],
+)
 def test_with_drafts_a_round_is_launched_before_the_commit(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int, ahead: bool
 ) -> None:
@@ -558,6 +564,7 @@ def test_with_drafts_a_round_is_launched_before_the_commit(
     assert free_everywhere(early)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 2])
 def test_no_read_is_larger_than_its_buffer(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch, num_drafts: int
@@ -572,6 +579,7 @@ def test_no_read_is_larger_than_its_buffer(
     assert 0 < max(result.packed.numel() for result, _ in reads) <= 2 * (num_drafts + 1)
 
 
+@pytest.mark.slow
 def test_nothing_is_launched_ahead_when_somebody_could_join(
     graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

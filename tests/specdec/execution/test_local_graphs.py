@@ -36,6 +36,8 @@ LENGTHS = (40, 14, 45, 3, 20, 9)
 PARAMS = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in LENGTHS]
 SIZES = {"num_speculative_tokens": 3, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 """Prompts come in pieces, beside verifications, and rows join and leave."""
+EAGER: dict[str, Any] = {}
+"""Answers of eager rounds, which no test of this file changes: most ask for the same ones."""
 
 
 def local_head(target: Any) -> TableHead:
@@ -64,10 +66,14 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     """The requests whose tokens, drafts or rounds from graphs are not those of eager rounds."""
     target = llama4(False, chunk)
     head = make(target)
-    eager, graphed = (answers(target, head, graphs, **options) for graphs in (False, True))
+    asked = f"{make} {chunk} {options}"
+    if asked not in EAGER:
+        EAGER[asked] = answers(target, head, False, **options)
+    eager, graphed = EAGER[asked], answers(target, head, True, **options)
     return [i for i, (one, other) in enumerate(zip(eager, graphed, strict=True)) if one != other]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chunk", "options"),
     [
@@ -117,7 +123,7 @@ def test_sampled_rows(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     assert differing(params=params) == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_target_is_one_compiled_graph(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
@@ -181,7 +187,7 @@ PLANTED = {"the second virtual row is always empty": second_rows_empty, "chunks 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.slow)],
+    ["the second virtual row is always empty", pytest.param("chunks begin a page late", marks=pytest.mark.long)],
 )
 def test_planted_virtual_rows_are_seen(
     graphs_on_cpu: list[Replayed],  # noqa: F811

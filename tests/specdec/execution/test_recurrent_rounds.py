@@ -44,9 +44,14 @@ def with_graphs(name: str, drafts: int, prompts: list[list[int]] = PROMPTS, **op
     return wrapped
 
 
-@pytest.mark.parametrize("drafts", [3, 0])
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", *(pytest.param(n, marks=pytest.mark.slow) for n in ("falcon_h1", "jamba", "lfm2", "mamba2"))]
+    ("name", "drafts"),
+    [
+        *(("qwen3_next", 3), ("qwen3_next", 0), ("falcon_h1", 3), ("jamba", 0), ("lfm2", 3), ("mamba2", 0)),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("falcon_h1", 0), ("jamba", 3))),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("lfm2", 0), ("mamba2", 3))),
+    ],
 )
 def test_tokens_are_transformers_own(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -79,6 +84,7 @@ class Compiled:
         return module.forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     ["qwen3_next", *(pytest.param(n, marks=pytest.mark.long) for n in TYPES if n != "qwen3_next")],
@@ -116,7 +122,7 @@ def test_what_cannot_be_captured_runs_without_graphs_and_says_so(graphs_on_cpu: 
     assert wrapped.graphs.startswith("off: recurrent layers")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_compiled_model_says_the_same(
     recorded_on_cpu: list[Replayed],  # noqa: F811
     capturable: None,

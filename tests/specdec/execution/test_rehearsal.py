@@ -95,7 +95,7 @@ def test_launches_find_what_a_rehearsal_compiled(tmp_path: Path) -> None:
     assert after == [[], GREEDY]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_kernel_that_is_not_kept_is_compiled_again(tmp_path: Path) -> None:
     """Planted defect."""
     _, again, *_ = run("planted", tmp_path)

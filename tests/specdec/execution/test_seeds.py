@@ -99,10 +99,13 @@ def joining(wrapped: Any) -> Found:
     return [each for _, each in sorted(found.items())]
 
 
-@pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "name",
-    [name if name in ("chunks", "preempted") else pytest.param(name, marks=pytest.mark.slow) for name in BATCHES],
+    ("name", "drawn"),
+    [
+        pytest.param(name, drawn, marks=pytest.mark.slow if (i + j) % 2 == 0 else pytest.mark.long)
+        for i, name in enumerate(BATCHES)
+        for j, drawn in enumerate(DRAWN)
+    ],
 )
 def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str) -> None:
     wrapped = loaded(execution, drawn, **BATCHES[name])
@@ -114,7 +117,8 @@ def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str)
     assert free_everywhere(wrapped)
 
 
-@pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("drawn", [DRAWN[0], pytest.param(DRAWN[1], marks=pytest.mark.long)])
 def test_joining_as_alone(execution: dict[str, Any], drawn: str) -> None:
     assert joining(loaded(execution, drawn, **BATCHES["chunks"])) == rounds_alone(drawn)
 
@@ -133,6 +137,7 @@ def differ(found: Found) -> list[bool]:
 SAMPLED = [not own.greedy for own in PARAMS]
 
 
+@pytest.mark.slow
 def test_uniforms_of_a_row_are_seen(execution: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted: uniforms follow the row of the batch instead of the request. Greedy rows stay."""
 

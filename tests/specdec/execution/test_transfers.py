@@ -70,9 +70,10 @@ def transfers_a_round(
     return float(sent / ROUNDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "prompts", "copies"),
-    [(0, 0, 3.0), pytest.param(1, 1, 4.0, marks=pytest.mark.slow), pytest.param(1, 0, 4.0, marks=pytest.mark.slow)],
+    [(0, 0, 3.0), pytest.param(1, 1, 4.0, marks=pytest.mark.long), pytest.param(1, 0, 4.0, marks=pytest.mark.slow)],
 )
 def test_mixed_rounds(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -85,9 +86,10 @@ def test_mixed_rounds(
     assert transfers_a_round(monkeypatch, mixed_rounds, rows, prompts) == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rows", "copies"),
-    [(0, 2.0), pytest.param(0.5, 3.0, marks=pytest.mark.slow), pytest.param(1, 3.0, marks=pytest.mark.slow)],
+    [(0, 2.0), pytest.param(0.5, 3.0, marks=pytest.mark.long), pytest.param(1, 3.0, marks=pytest.mark.slow)],
 )
 def test_rounds_in_which_every_row_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -98,6 +100,7 @@ def test_rounds_in_which_every_row_verifies(
     assert transfers_a_round(monkeypatch, full_rounds, rows) == copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [False, True])
 def test_sampling_is_laid_out_while_the_device_verifies(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -133,6 +136,7 @@ def test_sampling_is_laid_out_while_the_device_verifies(
     assert len(before) > 4 and (set(before) == launched) == (not planted)
 
 
+@pytest.mark.slow
 def test_a_copy_more_is_seen(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     """Planted: every round is sent twice; its draft steps are not."""
     plain = GraphExecutor.send

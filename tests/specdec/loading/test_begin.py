@@ -41,6 +41,7 @@ def test_nothing_is_begun_for_a_target_that_is_refused() -> None:
     assert not told
 
 
+@pytest.mark.slow
 def test_kernels_begin_to_be_built_before_the_model_is_probed(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     probe = specdec.loading.parts.probe_target

@@ -94,6 +94,7 @@ def test_the_route_names_the_limits(
     assert backend.route(group, key, torch.bfloat16).endswith(words)
 
 
+@pytest.mark.slow
 def test_requests_that_share_pages_say_what_they_say_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Target and head in two levels, by the reference: prompts beside rows that decode, tokens and drafts unchanged."""
     model, (prefix,) = tiny_llama(), random_prompts((21,), seed=5)

@@ -45,6 +45,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, stage: str, error: Exception) -> Non
     monkeypatch.setattr(specdec.execution.graphs, f"{stage}_bucket", fails)
 
 
+@pytest.mark.slow
 def test_the_default_is_graphs_where_there_are_any(graphs_on_cpu: list[Replayed]) -> None:  # noqa: F811
     with warnings.catch_warnings():
         warnings.simplefilter("error", SpecdecWarning)
@@ -54,6 +55,7 @@ def test_the_default_is_graphs_where_there_are_any(graphs_on_cpu: list[Replayed]
     assert isinstance(plain.executor, EagerExecutor) and plain.graphs == "off: backend 'torch' has none"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["compile", "capture"])
 def test_what_cannot_be_compiled_or_captured_runs_without_and_says_so(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -73,6 +75,7 @@ def test_what_cannot_be_compiled_or_captured_runs_without_and_says_so(
     assert [c.token_ids for c in completions] == [hf_greedy(p, 8) for p in PROMPTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["compile", "capture"])
 def test_asked_for_it_is_an_error_and_the_model_is_as_it_was(
     graphs_on_cpu: list[Replayed],  # noqa: F811
@@ -87,12 +90,14 @@ def test_asked_for_it_is_an_error_and_the_model_is_as_it_was(
     assert not any(any(hooks_of(m)) for m in target.modules())
 
 
+@pytest.mark.slow
 def test_a_bug_of_ours_is_no_reason(graphs_on_cpu: list[Replayed], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     broken(monkeypatch, "capture", InvariantError("a plan changed"))
     with pytest.raises(InvariantError, match="a plan changed"):
         load()
 
 
+@pytest.mark.slow
 def test_a_wrong_model_is_refused_before_what_the_compiler_said(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -52,6 +52,7 @@ def scales_of(wrapped: Any) -> list[tuple[float, float]]:
     return [(round(kv.key_scale, 6), round(kv.value_scale, 6)) for kv in wrapped.target.runner.layers]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", NAMES)
 def test_scales_of_the_checkpoint_are_used_and_shown(kind: str, tmp_path: Path) -> None:
     folder, model = modelopt(tmp_path, scales(kind)), plain_llama()
@@ -70,6 +71,7 @@ def test_scales_of_the_checkpoint_are_used_and_shown(kind: str, tmp_path: Path) 
         assert plain.describe()["kv_cache_scales"] is None
 
 
+@pytest.mark.slow
 def test_a_wrong_scale_in_the_file_shows(tmp_path: Path) -> None:
     """One that cuts values off, as if the tensor of another model stood there."""
     wrong = [PAIRS[0], (1e-7, 1e-7), PAIRS[2]]
@@ -80,6 +82,7 @@ def test_a_wrong_scale_in_the_file_shows(tmp_path: Path) -> None:
         assert cut > 10 * right.self_test_error  # 0.225 and 0.014
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_cache_of_compressed_tensors_is_what_the_model_itself_computes_with(tmp_path: Path) -> None:
     need("compressed-tensors")
@@ -125,6 +128,7 @@ def test_contradictions_are_refused(case: str, tmp_path: Path) -> None:
         wrap(folder, kv_cache_dtype="fp8")
 
 
+@pytest.mark.slow
 def test_a_dynamic_scheme_has_no_scales(tmp_path: Path) -> None:
     plain_llama().save_pretrained(tmp_path)
     said = {"quant_method": "modelopt", "kv_cache_scheme": {**FP8_SCHEME, "dynamic": True, "strategy": "token"}}
@@ -144,6 +148,7 @@ def test_other_scales_than_the_checkpoint_has_are_refused(tmp_path: Path) -> Non
         wrap(folder, kv_cache_dtype="fp8", kv_cache_scales=PAIRS[:2])
 
 
+@pytest.mark.slow
 def test_scales_of_a_vision_tower_and_of_modules_are_not_the_targets(tmp_path: Path) -> None:
     stray = {
         "model.visual.layers.0.attn.k_scale": torch.tensor(9.0),

@@ -131,6 +131,7 @@ def test_real_checkpoints_run_from_graphs(
         assert len(siblings) == (0 if name.startswith("torchao") else 15), "what is decompressed is fused"
 
 
+@pytest.mark.slow
 def test_what_cannot_be_compiled_is_named(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,

@@ -96,6 +96,7 @@ def make(kind: str, rows: int, vocab: int, dtype: torch.dtype) -> torch.Tensor:
     return logits.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [k if k == "banned" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS])
 def test_filters(kind: str) -> None:
     """Every kind of logits meets every third row of parameters, the plain ones all of them."""
@@ -135,6 +136,7 @@ def test_any_short_row(row: list[float], temperature: float, top_k: int, top_p: 
     check(torch.tensor([row]), parameters([(temperature, top_k, top_p, min_p)]))
 
 
+@pytest.mark.slow
 def test_bits_do_not_depend_on_the_batch() -> None:
     """Alone, in a batch in another order, as rows of a wider matrix."""
     sampling = parameters(FOUR)
@@ -202,6 +204,7 @@ class Round:
         return target_probs(self.logits[self.index.flatten()], self.sampling.rows(owner)).view(*self.index.shape, -1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_acceptance(n: int) -> None:
     """One-hot q, the head's, and both in one batch; greedy rows keep their verdict."""

@@ -133,6 +133,7 @@ def test_narrow_weights_have_programs_enough(rows: int) -> None:
     assert {tiling_of(tokens, rows, 128).splits for tokens in (1, 48)} == {1}
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])
 def test_the_kernel_of_experts(pairs: tuple[int, int, int]) -> None:
@@ -176,6 +177,7 @@ def block() -> Block:
     return Block().requires_grad_(False).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*runs on a CPU")
 def test_siblings_are_one_matmul_of_one_quantised_input(block: Block) -> None:
     """In compiled code; the layers are what they were afterwards, in memory of their own."""
@@ -214,6 +216,7 @@ def test_two_layers_that_end_inside_a_block_are_not_fused(block: Block) -> None:
     layers.release()
 
 
+@pytest.mark.slow
 def test_operators_are_registered_as_the_compiler_needs_them() -> None:
     x, x_scale, weight, scale = operands(3, 100, 200)
     index = torch.tensor([[0, 1], [1, 0], [1, 1]])

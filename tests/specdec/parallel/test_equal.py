@@ -67,9 +67,14 @@ def test_deepseek_with_its_module(two_ranks: Any) -> None:
     compare("gsm-deepseek", "mtp", TEXTS, num_speculative_tokens=4, max_model_len=96, max_num_seqs=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["one-kv-head", "gpt-oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3-moe", "odd-vocabulary"))],
+    [
+        *("one-kv-head", "gpt-oss"),
+        pytest.param("odd-vocabulary", marks=pytest.mark.slow),
+        pytest.param("qwen3-moe", marks=pytest.mark.long),
+    ],
 )
 def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) -> None:
     from fakes import LetterTokenizer

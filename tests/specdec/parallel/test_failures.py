@@ -64,12 +64,14 @@ def answer(model: Any) -> list[int]:
     return list(model.generate(PROMPT, PARAMS)[0].token_ids)
 
 
+@pytest.mark.slow
 def test_a_bad_prompt_is_told_to_nobody(model: Any, answer: list[int]) -> None:
     with pytest.raises(InvalidInputError, match="outside the vocabulary"):
         model.generate([[1, 2], [3, 4000]], PARAMS)
     assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
 
 
+@pytest.mark.slow
 def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -> None:
     started = time.monotonic()
     ids = torch.tensor([[1, 2, 3]])
@@ -82,6 +84,7 @@ def test_a_forward_of_one_rank_alone_is_refused(model: Any, answer: list[int]) -
     assert model.generate(PROMPT, PARAMS)[0].token_ids == answer
 
 
+@pytest.mark.slow
 def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int], interruptible: None) -> None:
     for delay in (0.05, 0.11, 0.2):
         timer = threading.Timer(delay, signal.raise_signal, [signal.SIGINT])
@@ -97,6 +100,7 @@ def test_an_interrupt_leaves_the_model_usable(model: Any, answer: list[int], int
     assert model.usage().requests == 0
 
 
+@pytest.mark.slow
 def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folders: Callable[[str], Path]) -> None:
     class Broken(LetterTokenizer):
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
@@ -111,6 +115,7 @@ def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folde
         assert own.usage().requests == 0
 
 
+@pytest.mark.slow
 def test_two_models_take_turns_on_several_threads(
     two_ranks: Any, model: Any, answer: list[int], folders: Callable[[str], Path]
 ) -> None:
@@ -152,7 +157,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
     model.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         (pid,) = pids_of(own)
@@ -165,6 +170,7 @@ def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], eve
         assert time.monotonic() - started < SOON
 
 
+@pytest.mark.slow
 def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_test: None) -> None:
     """Rank 0 waits in a sum when it happens: the other process was stopped before."""
     with load(folders("one-kv-head")) as own:
@@ -206,7 +212,7 @@ def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_tes
     own.close()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
     own = load(folders("one-kv-head"))
     pids, inner = pids_of(own), own.hf_model

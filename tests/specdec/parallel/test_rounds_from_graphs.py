@@ -37,7 +37,7 @@ def tokens(model: Any, params: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("draft", ["auto", None])
+@pytest.mark.parametrize("draft", ["auto", pytest.param(None, marks=pytest.mark.long)])
 def test_they_are_the_rounds_of_one_rank(
     graphs: Callable[[bool], None], draft: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -86,7 +86,7 @@ def test_compiled_shares_say_the_same(
     assert found[0] == found[1]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wrong_drafts_of_a_rank_are_overwritten_in_the_verification(graphs: Callable[[bool], None]) -> None:
     graphs(False)
     with SpeculativeModel.from_pretrained(

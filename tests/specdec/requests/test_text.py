@@ -157,6 +157,7 @@ def test_every_stream_is_what_the_definition_says(name: str, most: int, whole: i
     run()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_the_text_of_a_request_without_stops_is_the_tokenizers(name: str) -> None:
     @settings(max_examples=examples(60), deadline=None)

@@ -18,11 +18,12 @@ from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
 from specdec.ops.fp8 import FP8, dequantised
 from specdec.target import fp8, rereading
-from specdec.target.fp8 import Fp8Layers, unrounded_activations
+from specdec.target.fp8 import Fp8Layers
 from specdec.target.probing import probe_target
 from specdec.target.selftest import self_test
 from specdec.target.target import Target
 from specdec.target.twin import _build
+from specdec.target.unrounded import unrounded_activations
 from tests.fp8 import LLAMA, QWEN, multiplied_out, quantised, write
 from tests.specdec.ops.test_fp8 import Block
 
@@ -38,17 +39,19 @@ def target(folder: Path, sizes: dict[str, Any], dtype: torch.dtype) -> Target:
     return Target(probed, GroupRunner(TorchBackend(CPU), group, dtype, CPU), (), 0)
 
 
+@pytest.mark.slow
 def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """32 layers in bfloat16, as the 8B shape on an H200: 0.37 there, with rounding."""
     deep = target(tmp_path / "target", {**SMALL, "num_hidden_layers": 32}, torch.bfloat16)
     assert self_test(deep) < 0.12
-    monkeypatch.setattr(fp8, "_rounds", lambda: True)
+    monkeypatch.setattr(fp8, "are_rounded", lambda: True)
     with pytest.raises(UnsupportedModelError, match=r"error 0\.[23].* \(allowed for torch.bfloat16: 0.2\)"):
         self_test(deep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("sizes", [SMALL, QWEN], ids=["linear", "experts"])
 @pytest.mark.parametrize("defect", ["slot", "position"])
@@ -111,6 +114,7 @@ def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: py
     layers.release()
 
 
+@pytest.mark.slow
 def test_compiled_code_rounds_always_and_so_does_what_comes_after() -> None:
     """Code that is compiled inside, or run inside, is the code of the rounds; an error leaves nothing behind."""
     from tests.specdec.compiler.test_passes import rewritten

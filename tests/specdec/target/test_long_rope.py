@@ -98,8 +98,13 @@ def said(wrapped: Any, prompts: Any) -> list[list[int]]:
     return [c.token_ids for c in wrapped.generate(prompts, SamplingParams(max_new_tokens=NEW))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "drafts"), [("llama", 0), ("llama", 3), ("phi3", 0), ("phi3", 3), ("minicpm3", 3), ("phimoe", 3)]
+    ("kind", "drafts"),
+    [
+        *(("llama", 3), ("phi3", 0), ("minicpm3", 3)),
+        *(pytest.param(*pair, marks=pytest.mark.long) for pair in (("llama", 0), ("phi3", 3), ("phimoe", 3))),
+    ],
 )
 @pytest.mark.usefixtures("every_self_test")
 def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) -> None:
@@ -118,7 +123,10 @@ def test_each_request_has_the_factors_that_it_has_alone(kind: str, drafts: int) 
             assert sum(sum(r.accepted for r in c.stats.rounds) for c in wrapped.generate(prompts)) > 0
 
 
-@pytest.mark.parametrize(("kind", "drafts"), [("llama", 3), ("phi3", 3), ("phi3", 0)])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "drafts"), [("llama", 3), ("phi3", 0), pytest.param("phi3", 3, marks=pytest.mark.long)]
+)
 def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cpu: None) -> None:  # noqa: F811
     prompts, answers = answers_of(kind)
     head = scripted(kind) if drafts else None
@@ -127,6 +135,7 @@ def test_rounds_from_graphs_choose_by_token(kind: str, drafts: int, graphs_on_cp
     assert [said(wrapped, prompt)[0] for prompt in prompts] == answers  # alone, rounds are launched ahead
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str) -> None:
     prompts, answers = answers_of(kind)
@@ -136,6 +145,7 @@ def test_a_request_that_is_preempted_and_read_again_keeps_its_factors(kind: str)
         assert wrapped.engine_stats.preemptions > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["llama", "phi3"])
 def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> None:
     """The same first tokens in a short prompt, in a long one, and in a long one again."""
@@ -153,6 +163,7 @@ def test_pages_with_short_and_with_long_factors_are_not_shared(kind: str) -> Non
         assert [c.stats.cached_tokens for c in completions] == found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_tables_hold_what_the_modules_compute(kind: str) -> None:
     """cos and sin bit by bit, in compiled code as well; afterwards the module is as it was."""
@@ -187,6 +198,7 @@ def test_a_model_whose_generate_is_not_certain_is_limited_to_short_factors() -> 
     assert max_model_len(None, model_of("phi3")) == TINY["max_position_embeddings"]
 
 
+@pytest.mark.slow
 def test_requests_that_stay_short_need_no_rule() -> None:
     with wrap(model_of("phi3"), max_model_len=ORIGINAL, **OPTIONS) as wrapped:
         assert wrapped.config.long_rope is None

@@ -33,12 +33,14 @@ def test_scales_of_the_whole_batch_are_refused(dtype: torch.dtype) -> None:
     neighbour_test(plain_llama().to(dtype))
 
 
+@pytest.mark.slow
 def test_half_precision_would_not_notice_by_its_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Why layers are asked: the self-test of logits lets such a model pass in bfloat16."""
     monkeypatch.setattr("specdec.target.selftest.neighbour_test", lambda model: None)
     wrap(llama_of(RoundedByTensor, torch.bfloat16)).close()
 
 
+@pytest.mark.slow
 def test_rounding_each_token_for_itself_is_allowed_and_said() -> None:
     model = llama_of(RoundedByRow)
     assert rounds_activations(model) and not rounds_activations(plain_llama())
@@ -47,6 +49,7 @@ def test_rounding_each_token_for_itself_is_allowed_and_said() -> None:
     assert found["layers"] == "3 RoundedByRow" and found["activations"].startswith("rounded at every call")
 
 
+@pytest.mark.slow
 def test_quantised_weights_alone_round_no_token() -> None:
     model: Any = plain_llama()
     for layer in model.model.layers:

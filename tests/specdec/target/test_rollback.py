@@ -72,6 +72,7 @@ def model_of(name: str, drafts: int = 3) -> Any:
     return wrap(tiny_hybrid(name), head, num_speculative_tokens=drafts, max_model_len=128)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba"])
 def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
     wrapped = model_of(name)
@@ -84,6 +85,7 @@ def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
             pytest.fail(f"not seen: {defect}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("drafts", [1, 2])
 def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
     target = model_of("qwen3_next", drafts).target
@@ -93,6 +95,7 @@ def test_few_drafts_show_a_wrong_replay_as_well(drafts: int) -> None:
             self_test(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", [d for d in DEFECTS if d != "wrong slot"])
 def test_the_small_copy_shows_it_too(defect: str, every_self_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("attention.recurrence.runner.recurrences_of", lambda device: DEFECTS[defect])
@@ -108,6 +111,7 @@ WRONG_INDEX: dict[str, tuple[str, Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", WRONG_INDEX)
 def test_wrong_arithmetic_of_the_engine_shows_in_the_tokens(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wrapped = model_of("qwen3_next")

@@ -43,6 +43,7 @@ def wrapped(kind: str, **options: Any) -> SpeculativeModel:
     return SpeculativeModel.from_pretrained(model, head, tokenizer=NumberTokenizer(), **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", SPARSE)
 @pytest.mark.usefixtures("every_self_test")
 def test_up_to_as_many_tokens_as_an_indexer_chooses_attention_is_dense(kind: str) -> None:
@@ -77,6 +78,7 @@ def test_a_length_beyond_what_an_indexer_chooses_is_refused_by_name() -> None:
         wrapped("deepseek_v32", max_model_len=THRESHOLD + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("every_self_test")
 def test_two_attentions_a_layer() -> None:
     _, answers = answered("longcat_flash")

@@ -68,6 +68,7 @@ def build(kind: str, options: dict[str, Any]) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind",
     [n if n in ("llama", "qwen2", "gemma2", "gpt_oss") else pytest.param(n, marks=pytest.mark.slow) for n in RIGHT],

@@ -51,6 +51,7 @@ def check(shared: SharedRows, table: np.ndarray, computed: np.ndarray) -> None:
         assert computed[row] >= pages[row] * SIZE
 
 
+@pytest.mark.slow
 def test_random_batches_one_after_the_other(shared: SharedRows) -> None:
     """Requests come and go, in place, as the engine's tables are written."""
     rng, table, computed, shares = np.random.default_rng(0), own_table(), np.full(ROWS, 9), 0

@@ -66,10 +66,10 @@ def rounds(
 @pytest.mark.parametrize(
     ("name", "modules", "drafts", "options"),
     [
-        ("deepseek_v3", 2, 2, SHORT_OF_PAGES),
+        pytest.param("deepseek_v3", 2, 2, SHORT_OF_PAGES, marks=pytest.mark.long),
         ("deepseek_v3", 2, 5, SHORT_CHUNKS),
         ("deepseek_v3", 3, 4, SHORT_OF_PAGES),
-        ("deepseek_v3", 3, 4, SHORT_CHUNKS),
+        pytest.param("deepseek_v3", 3, 4, SHORT_CHUNKS, marks=pytest.mark.long),
         ("mimo", 2, 3, SHORT_CHUNKS),
     ],
 )
@@ -100,7 +100,7 @@ SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5,
     ("modules", "options"),
     [
         (2, {}),
-        (3, {}),
+        pytest.param(3, {}, marks=pytest.mark.long),
         (3, {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}),
         (3, {"page_size": 1}),
     ],
@@ -197,7 +197,7 @@ def test_sampled_requests_run_and_repeat(make: Callable[..., SpeculativeModel]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts"), [(2, 3), (3, 5)])
+@pytest.mark.parametrize(("modules", "drafts"), [pytest.param(2, 3, marks=pytest.mark.long), (3, 5)])
 def test_neighbours_and_preemption_change_no_round(
     modules: int, drafts: int, make: Callable[..., SpeculativeModel]
 ) -> None:

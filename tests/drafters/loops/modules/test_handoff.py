@@ -14,6 +14,7 @@ from tests.specdec.engine.test_handoff import PARAMS, PROMPTS, SIZES, lived, mov
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.usefixtures("graphs_on_cpu")
 def test_vectors_that_modules_carry_move(graphs: bool, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
