@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, is_packed, packed_scratch
+from attention.backends.flashinfer.parts import whole_batch
 from attention.backends.flashinfer.wrapper import FixedShape, Kernel, Route
 from attention.backends.reference import TorchBackend
 from attention.batch.host import rows_batch

@@ -26,8 +26,8 @@ import click
 import numpy as np
 import torch
 
-from attention.backends.flashinfer.backend import whole_batch
 from attention.backends.flashinfer.packed import PackedKernel, packed_scratch
+from attention.backends.flashinfer.parts import whole_batch
 from attention.backends.flashinfer.sharing import SharedRows, Sharing, worth_sharing
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage

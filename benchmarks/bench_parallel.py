@@ -1,157 +1,188 @@
-"""Time of a round of a target divided among GPUs, at a published shape with random weights, through from_pretrained.
+"""Time of a round of a target divided among GPUs, at published widths with random weights, through from_pretrained.
 
     python -m benchmarks.bench_parallel --shape llama-3.1-8b --tensor-parallel-size 1,2 --drafts 0,5 --out tp.jsonl
-    python -m benchmarks.bench_parallel --shape llama-70b --layers 8,24 --tensor-parallel-size 1,2 --out tp.jsonl
+    python -m benchmarks.bench_parallel --shape llama-70b --layers 8,24 --drafts 0 --rows 1,32 --out tp.jsonl
+    python -m benchmarks.bench_parallel --shape deepseek-v3 --drafts 1 --out tp.jsonl
+    python -m benchmarks.bench_parallel --report tp.jsonl
 
-Every rank reads its share from a checkpoint, so the pair is written to a folder first (--folder; 16 GB for the 8B
-shape, 45 for 24 layers of the 70B one). Acceptance is synthetic, as in `benchmarks.bench_round`, whose measure of a
-step this is.
---trace measures what each kernel takes on rank 0; of the sums that includes waiting for the other rank. With
-SPECDEC_COLLECTIVES=nccl sums are NCCL's alone.
+Every rank of several reads its share from a folder, as of any checkpoint; the matrices in it are drawn on the rank's
+GPU when they are read (`benchmarks.drawn_weights`), so that the folder takes no room. Acceptance is synthetic, as in
+`benchmarks.bench_round`, whose measure of a step this is. Each batch is printed and appended to --out at once.
+
+With several ranks further lines have what a round's exchanges take alone. With SPECDEC_COLLECTIVES=nccl sums are
+NCCL's. With --hold several processes can load and capture at once and measure one after the other. --report sets
+measured lines against each other: ranks, (step of 24 layers - step of 8)/16, and the two kinds of collectives.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import shutil
 import tempfile
 import time
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import click
 import numpy as np
-import torch
-from transformers import LlamaConfig
+from transformers.models.auto import AutoModelForCausalLM
 
-from benchmarks.bench_round import Moments, full_rounds, measure, numbers, prompts
+from benchmarks.bench_round import Moments, measure, numbers, prompts
 from benchmarks.document import provenance
+from benchmarks.drawn_weights import in_every_rank
+from benchmarks.hold import wait_for
 from benchmarks.kinds import Kind
-from benchmarks.shapes import SHAPES, random_pair
+from benchmarks.parallel_report import report
+from benchmarks.parallel_shapes import SHAPES, write_pair
+from benchmarks.rank_work import floor_ms
 from benchmarks.synthetic import DrawnAcceptance, Tokenizer, decide
-from benchmarks.trace import traced
-from drafters.eagle3.checkpoint import save_eagle3
-from drafters.eagle3.head import Eagle3Head
+from specdec.engine.ranked import LeadingEngine
 from specdec.model import SpeculativeModel
 
-_TRACED_ROUNDS = 12
+_LEAST_VOCAB = 4000
 
 
-def llama_70b(layers: int) -> LlamaConfig:
-    """So many layers of Llama 3's 70B shape."""
-    return LlamaConfig(
-        vocab_size=128_256,
-        hidden_size=8192,
-        intermediate_size=28_672,
-        num_hidden_layers=layers,
-        num_attention_heads=64,
-        num_key_value_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-5,
-        tie_word_embeddings=False,
-        max_position_embeddings=8192,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-        rope_parameters={"rope_type": "default", "rope_theta": 500_000.0},
+class Words(Tokenizer):
+    """Of a text any ids, one for each word: the self-test of a multi-token-prediction module reads a text."""
+
+    def __call__(self, text: str, **options: Any) -> dict[str, list[int]]:
+        """See the class."""
+        return {"input_ids": [zlib.crc32(word.encode()) % _LEAST_VOCAB for word in text.split()]}
+
+
+def open_model(
+    target: Path, draft: str, size: int, drafts: int, rows: list[int], longest: int, device: str
+) -> SpeculativeModel:
+    """A model for batches of so many rows of `longest` tokens; on a GPU CUDA graphs are required.
+
+    One rank's is given loaded: matrices that are drawn on the GPU would go through the host's memory otherwise.
+    """
+    dtype, tokens = ("bfloat16", 2048) if device == "cuda" else ("float32", 256)
+    options: dict[str, Any] = {"max_num_batched_tokens": tokens, "max_num_prefill_tokens": tokens}
+    loaded: Any = target
+    if size == 1:
+        loaded = AutoModelForCausalLM.from_pretrained(target, dtype=dtype, device_map={"": device}).eval()
+    else:
+        options |= {"tensor_parallel_size": size, "device": device, "dtype": dtype}
+    return SpeculativeModel.from_pretrained(
+        loaded,
+        draft if drafts else None,
+        num_speculative_tokens=drafts,
+        tokenizer=Words(),
+        max_num_seqs=max(rows),
+        max_model_len=longest,
+        kv_cache_tokens=max(rows) * longest,
+        enable_prefix_caching=False,
+        cuda_graphs=device == "cuda",
+        **options,
     )
 
 
-def write_pair(shape: str, layers: int | None, folder: Path, device: str) -> tuple[Path, Path]:
-    """Folders of a random target and of its head."""
-    name = shape if layers is None else f"{shape}-{layers}"
-    if layers is not None:
-        SHAPES[name] = lambda: llama_70b(layers)
-    target, head = folder / name / "target", folder / name / "head"
-    if not (target / "config.json").exists():
-        pair = random_pair(name, torch.bfloat16, torch.device(device))
-        if not isinstance(pair.head, Eagle3Head):
-            raise click.UsageError(f"--shape {shape}: only pairs with an EAGLE-3 head are written to folders")
-        pair.target.save_pretrained(target)
-        save_eagle3(pair.head, head)
-        del pair
-        gc.collect()
-        torch.cuda.empty_cache()
-    return target, head
+def measure_batch(
+    model: SpeculativeModel, read: Moments, rows: int, prompt: int, new_tokens: int, repeats: int
+) -> dict[str, Any]:
+    """The step of a full batch of so many rows, and its floor."""
+    drafts, ids = model.num_speculative_tokens, prompts(rows, (prompt, prompt), model.target.vocab_size)
+    model.generate(ids, Kind().params(rows, min(new_tokens, 48)))
+    line, _ = measure(model, read, ids, Kind().params(rows, new_tokens), repeats)
+    line |= floor_ms(model, rows, drafts, prompt + new_tokens / 2)
+    return line | {"over_floor": line["step_ms_median"] / line["floor_ms"]}
 
 
-def measure_one(
-    target: Path,
-    head: Path,
-    size: int,
-    drafts: int,
-    rows: list[int],
-    new_tokens: int,
-    traced_rows: list[int],
-    device: str,
-) -> list[dict[str, Any]]:
-    """One line for every batch of so many rows."""
-    started, prompt = time.perf_counter(), 512 if device == "cuda" else 24
-    dtype = "bfloat16" if device == "cuda" else "float32"
-    longest = prompt + new_tokens + 16
-    sizes = {"max_num_seqs": max(rows), "max_model_len": longest, "kv_cache_tokens": max(rows) * longest}
-    sizes |= {"max_num_batched_tokens": 8192, "max_num_prefill_tokens": 8192}
-    options: dict[str, Any] = {"num_speculative_tokens": drafts, "dtype": dtype, "tokenizer": Tokenizer(), **sizes}
-    lines: list[dict[str, Any]] = []
-    where = {"tensor_parallel_size": size, "device": device}
-    with SpeculativeModel.from_pretrained(target, head if drafts else None, **where, **options) as model:
-        start_s, read = time.perf_counter() - started, Moments()
-        vocab = model.target.vocab_size
-        decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), model.device))
-        model.executor.reads.after_read = read.note
+def lines_of(
+    model: SpeculativeModel, rows: list[int], prompt: int, new_tokens: int, repeats: int
+) -> Iterator[dict[str, Any]]:
+    """One for each batch, then one for the exchanges of each: what fails there takes no step away."""
+    read, vocab, steps = Moments(), model.target.vocab_size, {}
+    decide(model, DrawnAcceptance(0.8, vocab, np.random.default_rng(0), model.device))
+    model.executor.reads.after_read = read.note
+    for count in rows:
+        found = measure_batch(model, read, count, prompt, new_tokens, repeats)
+        steps[count] = found["step_ms_median"]
+        yield {"benchmark": "parallel", "rows": count} | found
+    if isinstance(model.engine, LeadingEngine):
         for count in rows:
-            ids, params = prompts(count, (prompt, prompt), vocab), Kind().params(count, new_tokens)
-            model.generate(ids, Kind().params(count, min(new_tokens, 48)))
-            line, _ = measure(model, read, ids, params, 3)
-            line |= {"tensor_parallel_size": size, "drafts": drafts, "rows": count, "start_s": start_s}
-            line |= {"graphs": model.graphs, "parallel": model.describe()["tensor_parallel"]}
-            click.echo(f"TP={size} K={drafts} rows={count}: {line['step_ms_median']:.2f} ms, graphs {model.graphs}")
-            if count in traced_rows:
-                with full_rounds(model, read, ids, params) as go_on:
-                    line["trace"] = traced(lambda go_on=go_on: go_on(_TRACED_ROUNDS))
-            lines.append(line)
-    return lines
+            tokens = count * (model.num_speculative_tokens + 1)
+            alone = model.engine.run("benchmarks.rank_work:exchanges_ms", tokens, count)
+            alone["sums_share"] = alone["sums_ms"] / steps[count]
+            yield {"benchmark": "parallel exchanges", "rows": count, "tokens": tokens} | alone
+
+
+def in_words(line: dict[str, Any]) -> str:
+    """A measured line."""
+    kind = f"{line['shape']}-{line['layers']} TP={line['tensor_parallel_size']} K={line['drafts']}"
+    text, how = f"{kind} rows={line['rows']}", (line["parallel"] or {"collectives": "one rank"})["collectives"]
+    if line["benchmark"] == "parallel":
+        step, least = line["step_ms_median"], line["floor_ms"]
+        return f"{text}: {step:.3f} ms, floor {least:.3f} ({step / least:.2f}), {how}, graphs {line['graphs']}"
+    return (
+        f"{text}, alone: {line['sums']} sums {line['sums_ms']:.3f} ms ({line['sums_share']:.1%} of a step), by NCCL or "
+        f"gloo {line['sums_by_group_ms']:.3f}, gather {line['gather_ms']:.3f}, broadcasts {line['broadcasts_ms']:.3f}"
+    )
 
 
 @click.command(help=__doc__)
-@click.option("--shape", type=click.Choice(["llama-70b", "llama-3.1-8b", "tiny"]), default="llama-3.1-8b")
-@click.option("--layers", default="24", show_default=True, help="Of llama-70b; one or several.")
+@click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.1-8b", show_default=True)
+@click.option("--layers", default="", help="One or several numbers.  [default: the shape's]")
+@click.option("--experts", type=int, default=64, show_default=True, help="Of a layer of deepseek-v3, which has 256.")
 @click.option("--tensor-parallel-size", "ranks", default="1,2", show_default=True)
 @click.option("--drafts", default="0,5", show_default=True)
 @click.option("--rows", default="1,8,32", show_default=True)
+@click.option("--prompt", type=int, default=512, show_default=True)
 @click.option("--new-tokens", type=int, default=192, show_default=True)
-@click.option("--trace", default="", help="Batch sizes that are also traced with CUPTI on rank 0.")
+@click.option("--repeats", type=int, default=2, show_default=True)
 @click.option("--folder", type=click.Path(path_type=Path), help="Where pairs are written and kept; default a new one.")
-@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
+@click.option("--device", type=click.Choice(["cuda", "cpu"]), default="cuda", show_default=True)
+@click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
+@click.option("--report", "measured", type=click.Path(exists=True, path_type=Path), help="Only compare these lines.")
 def main(
     shape: str,
     layers: str,
+    experts: int,
     ranks: str,
     drafts: str,
     rows: str,
+    prompt: int,
     new_tokens: int,
-    trace: str,
+    repeats: int,
     folder: Path | None,
     device: str,
-    out: Path,
+    hold: Path | None,
+    out: Path | None,
+    measured: Path | None,
 ) -> None:
     """Measure every number of layers, ranks and drafts."""
+    if measured is not None:
+        click.echo(report([json.loads(line) for line in measured.read_text().splitlines()]))
+        return
+    if out is None:
+        raise click.UsageError("give --out, where JSON lines are appended, or --report")
+    in_every_rank()
     place = folder or Path(tempfile.mkdtemp(prefix="bench-parallel-"))
+    facts: dict[str, Any] = {"shape": shape, "prompt": prompt, "new_tokens": new_tokens}
+    facts |= {"collectives": os.environ.get("SPECDEC_COLLECTIVES", "auto"), **provenance()}
+    facts |= {"experts": experts} if "deepseek" in shape else {}
     try:
-        for depth in numbers(layers) if shape == "llama-70b" else [None]:
-            target, head = write_pair(shape, depth, place, device)
+        for depth in numbers(layers) or [SHAPES[shape][0]]:
+            target, draft = write_pair(shape, depth, experts, place)
             for size in numbers(ranks):
                 for k in numbers(drafts):
-                    found = measure_one(target, head, size, k, numbers(rows), new_tokens, numbers(trace), device)
-                    facts = {"benchmark": "parallel", "shape": shape, "layers": depth, **provenance()}
-                    facts |= {"collectives": os.environ.get("SPECDEC_COLLECTIVES", "auto")}
-                    with out.open("a") as file:
-                        file.writelines(json.dumps(facts | line) + "\n" for line in found)
-            if folder is None:
-                shutil.rmtree(target.parent)
+                    started, longest = time.perf_counter(), prompt + new_tokens + 16
+                    with open_model(target, draft, size, k, numbers(rows), longest, device) as model:
+                        own = {"layers": depth, "tensor_parallel_size": size, "drafts": k, "graphs": model.graphs}
+                        own |= {"start_s": time.perf_counter() - started, "start": model.start_seconds}
+                        own |= {"parallel": model.describe()["tensor_parallel"]}
+                        if hold is not None:
+                            wait_for(hold)
+                        for found in lines_of(model, numbers(rows), prompt, new_tokens, repeats):
+                            line = facts | own | found
+                            click.echo(in_words(line))
+                            with out.open("a") as file:
+                                file.write(json.dumps(line) + "\n")
     finally:
         if folder is None:
             shutil.rmtree(place, ignore_errors=True)

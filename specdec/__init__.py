@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from specdec.shadowing import check_sibling
 
 if TYPE_CHECKING:
-    from specdec.engine.sharing import StreamUpdate
+    from specdec.engine.streams import StreamUpdate
     from specdec.errors import (
         CacheTooSmallError,
         ClosedModelError,
@@ -79,7 +79,7 @@ _HOMES = {
     "Handoff": "specdec.requests.handoff",
     "SamplingParams": "specdec.requests.sampling",
     "SpeculativeModel": "specdec.model",
-    "StreamUpdate": "specdec.engine.sharing",
+    "StreamUpdate": "specdec.engine.streams",
 }
 """Where the public names are defined that are not in `specdec.errors`."""
 

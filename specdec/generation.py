@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
-from specdec.engine.sharing import SharedEngine, Stream
+from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
+from specdec.engine.streams import Stream
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion

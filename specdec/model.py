@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -16,10 +15,11 @@ from attention.backends.building import Build
 from attention.cache.kv_cache import KVFormat, KVLayout
 from drafters.base import Head
 from drafters.mtp.convention import Concat, Feedback
+from specdec.closing import Closing
 from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
 from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
 from specdec.engine.sharing import SharedEngine
-from specdec.errors import ClosedModelError, InvalidInputError, NotCopyableError
+from specdec.errors import InvalidInputError
 from specdec.execution.base import Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.assembly import assemble
@@ -29,7 +29,6 @@ from specdec.loading.leading import load_on_all_ranks
 from specdec.loading.memory import memory_named
 from specdec.loading.parts import Parts, load_parts
 from specdec.loading.progress import startup_progress
-from specdec.moving import Moving
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
@@ -38,11 +37,9 @@ from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
 
 MODEL_FORMAT = KVFormat()
-_FREED = ("target", "head", "runners", "engine", "_live")
-"""What `SpeculativeModel.close` lets go of."""
 
 
-class SpeculativeModel(Moving):
+class SpeculativeModel(Closing):
     """The public face: load, generate, stream.
 
     Threads: `generate`, `generate_iter`, `stream`, `describe` and `engine_stats` may be called on any thread, and from
@@ -274,53 +271,6 @@ class SpeculativeModel(Moving):
         with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
             return cls(**_arguments(parts, options), ranks=ranks)
 
-    def close(self) -> None:
-        """End what runs, free caches, buffers and graphs, and leave `hf_model` as it was before. Idempotent.
-
-        Requests and streams that are not finished raise ClosedModelError, after what was reported to them before. Waits
-        for a round or a forward that runs on another thread. `hf_model`, `tokenizer`, `config`, `engine_stats` and what
-        the self-test found stay readable. Of a tensor-parallel model the other ranks' processes end; where a GPU waits
-        for a lost one, nothing can be freed before this process ends.
-
-        Raises:
-            SpecdecError: called from inside a round (from the tokenizer or a hook of the model).
-        """
-        self._shared.close()  # from here on every step can be done twice: an interrupted close() is called again
-        if self.ranks is not None:
-            self.ranks.close()
-        device = self.device
-        if device.type == "cuda" and self.ranks is not None and self.ranks.lost:
-            return  # a sum may still wait on the device for a rank that is gone, and so would whoever waits for it
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        self._close_transfer()
-        if [vars(self).pop(name) for name in _FREED if name in vars(self)]:
-            gc.collect()  # compiled code and graphs refer to themselves
-        self._alterations.undo()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Only for what `close` has freed. Raises ClosedModelError, or AttributeError for any other name."""
-            if name in _FREED and "_shared" in vars(self):
-                raise ClosedModelError(f"this SpeculativeModel is closed: its {name.lstrip('_')} is freed")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Raises NotCopyableError: pickle, copy and deepcopy end here."""
-        raise NotCopyableError(
-            "a SpeculativeModel cannot be copied or pickled: it holds caches and device memory; call "
-            "SpeculativeModel.from_pretrained where it is needed (in the other process)"
-        )
-
     @property
     def num_speculative_tokens(self) -> int:
         """K, drafts a round."""
@@ -340,11 +290,6 @@ class SpeculativeModel(Moving):
     def start_seconds(self) -> dict[str, float]:
         """Where the seconds of the start went, by step."""
         return dict(self._steps)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the target lives."""
-        return self.hf_model.device
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,42 +2,30 @@
 
 from __future__ import annotations
 
-import threading
 import time
-import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Literal
 
-import torch
-
-from attention.cache.handoff import Bound, EngineTable, RankTable, bind, check_fingerprints, plan
+from attention.cache.handoff import EngineTable
 from attention.runner import GroupRunner
-from attention.transport.base import Read, ReadPlan, Transport
-from attention.transport.local import LocalTransport, synchronize
-from attention.transport.nixl_agent import NixlTransport
-from attention.transport.sockets import SocketTransport
+from attention.transport.base import Transport
 from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
-from specdec.engine.sharing import Stream, StreamUpdate
+from specdec.engine.streams import Stream, StreamUpdate
 from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
 from specdec.generation import Generation
 from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
-from specdec.requests.request import Completion, Update
+from specdec.requests.request import Completion
 from specdec.requests.submission import Params, Resumption, submissions
-from specdec.target.fingerprint import target_fingerprint, weights_fingerprint
-from specdec.target.live import WeightVersions, adapter_layers, adapter_states, in_words
+from specdec.transfer.end import TRANSPORTS
+from specdec.transfer.link import Link
 from specdec.values import short
 
-TRANSPORTS: dict[str, Callable[..., Transport]] = {
-    "local": LocalTransport,
-    "sockets": SocketTransport,
-    "nixl": NixlTransport,
-}
 TIMEOUT_SECONDS = 30.0
 OnFailure = Literal["raise", "prefill"]
 
@@ -57,25 +45,31 @@ class Moving(Generation):
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
         """Choose how keys and values get from this model into others and from others into this one.
 
-        Both models of a move need the same transport. Without this call it is "local".
+        Both models of a move need the same transport. Without this call it is "local"; a model that is divided among
+        ranks (tensor_parallel_size) has none without it, because its ranks are several processes.
 
         Args:
             transport: "local", between models of this process; "sockets", TCP between processes and hosts, with nothing
-                to install; "nixl", NIXL (extra `[transfer]`); or a `Transport`.
-            options: of "sockets": host (default "127.0.0.1") and port, where it listens; of "nixl": backends.
+                to install; "nixl", NIXL (extra `[transfer]`); or a `Transport`, of a model that is not divided.
+            options: of "sockets": host (default "127.0.0.1") and port, where it listens (rank r of a divided model on
+                port + r); of "nixl": backends.
 
         Returns:
             What a handoff tells its next engine about this one.
 
         Raises:
-            InvalidInputError: an unknown transport, NIXL is not installed, or the model is divided among ranks.
-            TransferError: it cannot be opened, or requests that moved away are still held.
+            InvalidInputError: an unknown transport, NIXL is not installed, or a transport of one process for a model
+                that is divided among several.
+            TransferError: it cannot be opened (on a rank that is named), or requests that moved away are still held.
         """
-        if isinstance(transport, str):
-            if transport not in TRANSPORTS:
-                raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
-            transport = TRANSPORTS[transport](**options)
-        return self._linked(transport, instead=True).table()
+        if isinstance(transport, str) and transport not in TRANSPORTS:
+            raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
+        if self.ranks is not None and transport not in ("sockets", "nixl"):
+            raise InvalidInputError(
+                f"transport={short(transport)}: this model is divided among {self.ranks.size} ranks, which are "
+                "processes of their own; allowed are sockets, nixl"
+            )
+        return self._linked(transport, options, instead=True).table()
 
     def prefill(
         self, prompts: Prompts, params: Params = None, *, lease_seconds: float = LEASE_SECONDS
@@ -175,10 +169,10 @@ class Moving(Generation):
         moved, link = handoff.moved, self._opened()
         if moved is None:
             raise HandoffMismatchError("a handoff without a request")
-        segments = link.segments(handoff)
+        link.check(handoff)
         number = self._reserved(moved, time.monotonic() + timeout)
         try:
-            link.fetch(handoff, segments, number, timeout)
+            link.fetch(handoff, number, timeout)
         except TransferError:
             if on_failure == "raise":
                 raise
@@ -223,176 +217,32 @@ class Moving(Generation):
             )
 
     def _opened(self) -> Link:
-        return self._link or self._linked(LocalTransport(), instead=False)
-
-    def _linked(self, transport: Transport, instead: bool) -> Link:
-        """Open a transport; instead: of the one that is open, else that one stays (another thread's)."""
-        if self.ranks is not None:
+        if self._link is None and self.ranks is not None:
             raise InvalidInputError(
-                f"this model is divided among {self.ranks.size} ranks (tensor_parallel_size): its requests cannot move "
-                "to or from other models yet; load it with tensor_parallel_size=1"
+                f"this model is divided among {self.ranks.size} ranks, which are processes of their own: say how "
+                'requests move before they do, open_transfer("sockets") or open_transfer("nixl"), in both models'
             )
+        return self._link or self._linked("local", {}, instead=False)
+
+    def _linked(self, transport: str | Transport, options: dict[str, Any], instead: bool) -> Link:
+        """Open a transport; instead: of the one that is open, else that one stays (another thread's)."""
         with self._shared.between_rounds():
             if self._link is not None and not instead:
                 return self._link
+            self.engine.usage()  # what was read meanwhile is held no longer
             held = self.engine.moving.num_held
             if held:
                 raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")
             self._close_transfer()
-            link = Link(self, transport)
-            self.engine.moving.finished, self.engine.moving.revoke = transport.finished, transport.revoke
-            self._link = link
+            self._link = link = Link(self, transport, options)
             return link
 
     def _close_transfer(self) -> None:
         link, self._link = self._link, None
         if link is not None:
-            link.transport.close()
+            link.close()
 
 
 def _ended(handoff: Handoff) -> Completion:
     assert handoff.completion is not None
     return handoff.completion
-
-
-class Link:
-    """A model's end of a transport: its regions, and what must be equal at the other end."""
-
-    def __init__(self, model: Any, transport: Transport) -> None:
-        """model: a `SpeculativeModel`."""
-        self.transport = transport
-        self._model = model
-        self._engine_name = f"specdec-{uuid.uuid4().hex}"
-        device = str(model.device)
-        bounds: list[Bound] = []
-        for runner in model.runners:
-            bounds += bind(runner.group.name, runner.group, runner.layers)
-        address = transport.start(self._engine_name, bounds, device)
-        self._bounds = tuple(bounds)
-        self.rank = RankTable(0, device, tuple(bound.region for bound in bounds), address)
-        self._versions = WeightVersions(model.hf_model, model.head)
-        self._weights: dict[str, Any] | None = None
-        self._looking = threading.Lock()
-
-    @property
-    def groups(self) -> list[str]:
-        """The cache groups, in the order of an engine's pools."""
-        return [runner.group.name for runner in self._model.runners]
-
-    def table(self) -> EngineTable:
-        """What others need to know of this engine; its weights are looked at once, and again when they change."""
-        with self._looking:
-            if self._weights is None or self._versions.changed():
-                self._weights = fingerprint(self._model)
-            return EngineTable(self._engine_name, self.transport.name, self._weights, (self.rank,))
-
-    def handed_over(self, update: Update, lease_seconds: float) -> Handoff:
-        """What `prefill` returns of a request that has left, or ended with its first token.
-
-        Raises:
-            RequestFailedError, RoundFailedError: the request failed.
-        """
-        if update.error is not None:
-            raise update.error
-        departure = update.departure
-        if departure is None:
-            return Handoff(self.table(), "", 0.0, None, {}, {}, update.completion)
-        blocks = dict(zip(self.groups, departure.pages, strict=True))
-        self.transport.grant(departure.lease, blocks)
-        expires = time.time() + lease_seconds
-        return Handoff(self.table(), departure.lease, expires, departure.moved, blocks, departure.tensors)
-
-    def segments(self, handoff: Handoff) -> Any:
-        """What is read of the source.
-
-        Raises:
-            HandoffMismatchError: it cannot move here. InvalidInputError, CacheTooSmallError: see `Engine.check_moved`.
-        """
-        source = handoff.source
-        if source.transport != self.transport.name:
-            raise HandoffMismatchError(
-                f"the request was handed over by transport {source.transport!r}, and this model has "
-                f"{self.transport.name!r}: call open_transfer({source.transport!r})"
-            )
-        own = self.table().fingerprint
-        if set(handoff.blocks) != set(self.groups):
-            raise HandoffMismatchError(
-                f"cache groups {sorted(handoff.blocks)} there and {sorted(self.groups)} here; load both models with "
-                "the same hybrid_kv_cache and max_model_len"
-            )
-        check_fingerprints(own, source.fingerprint)
-        self._model.engine.check_moved(handoff.moved)
-        refused = self._model.executor.moves.refuses(handoff.tensors) or self._wrong_drafts(handoff.tensors)
-        if refused:
-            raise HandoffMismatchError(refused)
-        return plan(self.rank, source.ranks)
-
-    def _wrong_drafts(self, tensors: Mapping[str, torch.Tensor]) -> str:
-        """Why drafts cannot be verified here, "" when they can: an id outside of the vocabulary would end a round."""
-        drafts, most = tensors.get("drafts"), self._model.num_speculative_tokens
-        if drafts is None:
-            return ""
-        vocab, count = self._model.target.num_embeddings, len(drafts) if drafts.dim() == 1 else -1
-        if drafts.dtype != torch.int64 or not 0 < count <= most or not 0 <= drafts.min() <= drafts.max() < vocab:
-            return f"it brings drafts {drafts.tolist()}; allowed are 1 to {most} ids from 0 to {vocab - 1}"
-        width = self._model.head.draft_vocab_size
-        shapes = {"draft_probs": (count, width), "draft_logits": (count, width), "draft_stats": (count, 4)}
-        wrong = [name for name, shape in shapes.items() if name in tensors and tuple(tensors[name].shape) != shape]
-        return f"it brings {wrong[0]} of shape {tuple(tensors[wrong[0]].shape)}" if wrong else ""
-
-    def fetch(self, handoff: Handoff, segments: Any, number: int, timeout: float) -> None:
-        """Fill the reserved pages. After an error they are free, or in quarantine while anything may write to them.
-
-        Raises:
-            TransferError, TransferTimeoutError: see `Moving.resume`.
-        """
-        engine, read = self._model.engine, None
-        try:
-            left = min(timeout, handoff.expires - time.time())
-            if left <= 0:
-                raise TransferError(f"the lease of the request is over since {-left:.1f} s: its pages are not held")
-            deadline = time.monotonic() + left
-            pages = engine.moving.pages_of(number)
-            here = dict(zip(self.groups, pages, strict=True))
-            for group, own in here.items():
-                if len(own) != len(handoff.blocks[group]):
-                    raise HandoffMismatchError(
-                        f"cache group {group}: {len(handoff.blocks[group])} pages there and {len(own)} here for a "
-                        "request of the same length"
-                    )
-            synchronize([bound.bytes for bound in self._bounds[:1]])  # rounds in vain write to pages that were free
-            read_plan = ReadPlan(handoff.source, handoff.lease, self.rank, segments, handoff.blocks, here)
-            read = self.transport.read(read_plan)
-            read.wait(deadline)
-            if time.monotonic() > deadline:
-                raise TransferError("the lease of the request ended while its pages were read")
-        except BaseException:
-            self._drop(number, read)
-            raise
-        self.transport.finish(read_plan)
-
-    def _drop(self, number: int, read: Read | None) -> None:
-        with self._model._shared.between_rounds():
-            self._model.engine.drop(number, lambda: read is None or read.settled)
-
-
-@torch.no_grad()
-def fingerprint(model: Any) -> dict[str, Any]:
-    """By name, all that must be equal for a request to go on in another engine with the same tokens and drafts."""
-    head, states = model.head, model.target.states
-    modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))
-    adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
-    scales = {r.group.name: [list(pair) for pair in r.group.format.scales] for r in model.runners}
-    found: dict[str, Any] = {
-        "head": None if head is None else type(head).__name__,
-        "target weights": target_fingerprint(model.hf_model) + (f", adapters {adapters}" if adapters else ""),
-        "scales of an fp8 cache": scales,
-        "recurrent states": None if states is None else [list(t.shape) for t in states.of_row(0)],
-        "draft_sampling": None if head is None else model.config.draft_sampling,
-        "modules of the head": None if head is None else modules,
-    }
-    if head is not None:
-        form = (repr(getattr(head, "spec", "")), head.attention_specs, head.aux_layers, head.draft_vocab_size)
-        weights = weights_fingerprint(head) if isinstance(head, torch.nn.Module) else ""
-        found["head weights"] = f"{weights} {form}"
-    return found

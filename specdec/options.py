@@ -7,16 +7,14 @@ commands, the evaluation workers' ModelSpec, and lm-eval's model arguments. It i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, get_args
 
 from drafters.mtp.convention import Concat, Feedback
 from specdec.config import BACKENDS, DRAFT_SAMPLING, KV_CACHE_DTYPES, KV_CACHE_LAYOUTS, MAX_NUM_PREFILL_TOKENS, SEEDS
 from specdec.errors import InvalidInputError
-from specdec.values import MOST_COUNT, choice, flag, scale_pairs, share, short, whole
+from specdec.option_kinds import Choice, Flag, Kind, Name, Overrides, Scales, Share, Switch, Whole
 
 if TYPE_CHECKING:
     import torch
@@ -24,174 +22,6 @@ if TYPE_CHECKING:
 Use = Literal["model", "ignore"]
 """What of the model's own generation_config applies."""
 _Options = TypeVar("_Options", bound="LoadOptions")
-
-
-class Kind:
-    """What values an option takes. The base class takes any: they are read where they are used (device, dtype)."""
-
-    def read(self, name: str, value: Any) -> Any:
-        """The value as it is kept.
-
-        Raises:
-            InvalidInputError: another type, or outside what is allowed.
-        """
-        return value
-
-    def from_word(self, name: str, word: Any) -> Any:
-        """A value as a command line or lm-eval gives it, before it is read.
-
-        Raises:
-            InvalidInputError: a text that this kind cannot be written as.
-        """
-        return word
-
-
-@dataclass(frozen=True)
-class Whole(Kind):
-    """A whole number from `least` to `most`."""
-
-    least: int
-    most: int = MOST_COUNT
-
-    def read(self, name: str, value: Any) -> int:
-        return whole(name, value, self.least, self.most)
-
-
-@dataclass(frozen=True)
-class Share(Kind):
-    """A number in (0, 1]."""
-
-    def read(self, name: str, value: Any) -> float:
-        return share(name, value)
-
-
-@dataclass(frozen=True)
-class Flag(Kind):
-    """True or False."""
-
-    def read(self, name: str, value: Any) -> bool:
-        return flag(name, value)
-
-
-@dataclass(frozen=True)
-class Switch(Kind):
-    """True, False or "auto"; as a word yes, no or auto."""
-
-    def read(self, name: str, value: Any) -> bool | Literal["auto"]:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is none of the three.
-        """
-        if isinstance(value, str) and value == "auto":
-            return "auto"
-        try:
-            return flag(name, value)
-        except InvalidInputError:
-            raise InvalidInputError(f"{name}={short(value)}: allowed are 'auto', True and False") from None
-
-    def from_word(self, name: str, word: Any) -> Any:
-        return {"yes": True, "no": False}.get(word, word) if isinstance(word, str) else word
-
-
-@dataclass(frozen=True)
-class Choice(Kind):
-    """One of some words. `hint`: added to the message about another one."""
-
-    words: tuple[str, ...]
-    hint: str = ""
-
-    def read(self, name: str, value: Any) -> str:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is none of the words.
-        """
-        if self.hint and not (isinstance(value, str) and value in self.words):
-            raise InvalidInputError(f"{name}={short(value)}: {self.hint}")
-        return choice(name, value, self.words)
-
-
-@dataclass(frozen=True)
-class Name(Kind):
-    """A text that is not empty; `allowed` says of what, for the message."""
-
-    allowed: str
-
-    def read(self, name: str, value: Any) -> str:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is no text, or an empty one.
-        """
-        text = str(value) if isinstance(value, PurePath) else value
-        if not isinstance(text, str) or not text:
-            raise InvalidInputError(f"{name}={short(value)}: allowed is {self.allowed}, or None")
-        return text
-
-    def from_word(self, name: str, word: Any) -> Any:
-        """lm-eval reads a commit of digits only as a number."""
-        return str(word) if isinstance(word, int) and not isinstance(word, bool) else word
-
-
-@dataclass(frozen=True)
-class Scales(Kind):
-    """A pair of positive numbers (keys, values) for each layer; as a word K:V;K:V;…"""
-
-    def read(self, name: str, value: Any) -> tuple[tuple[float, float], ...]:
-        return scale_pairs(name, value)
-
-    def from_word(self, name: str, word: Any) -> Any:
-        """See `Kind.from_word`.
-
-        Raises:
-            InvalidInputError: a part of the word is no pair.
-        """
-        if not isinstance(word, str):
-            return word
-        pairs = [tuple(pair.split(":")) for pair in word.split(";")]
-        if any(len(pair) != 2 for pair in pairs):
-            raise InvalidInputError(f"{name}={short(word)}: give a pair for each layer, as in 0.5:0.25;0.5:0.5")
-        return pairs
-
-
-@dataclass(frozen=True)
-class Overrides(Kind):
-    """Keys and values; as words KEY=VALUE, one each or joined by ';', the value in JSON or a plain text."""
-
-    def read(self, name: str, value: Any) -> dict[str, Any] | None:
-        """See `Kind.read`.
-
-        Raises:
-            InvalidInputError: it is no mapping of texts to values.
-        """
-        if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-            raise InvalidInputError(
-                f"{name}={short(value)}: allowed is a mapping of keys of the head's config.json to values, or None"
-            )
-        return dict(value) or None
-
-    def from_word(self, name: str, word: Any) -> Any:
-        """See `Kind.from_word`.
-
-        Raises:
-            InvalidInputError: a word without '='.
-        """
-        if isinstance(word, Mapping) or word is None:
-            return word
-        words = word if isinstance(word, (list, tuple)) else [word]
-        pairs = [pair for text in words for pair in str(text).split(";") if pair.strip()]
-        bare = [pair for pair in pairs if "=" not in pair]
-        if bare:
-            raise InvalidInputError(f"{name}={short(bare[0])}: give KEY=VALUE, as in rope_theta=500000")
-        return {key.strip(): _json_or_text(value) for key, _, value in (pair.partition("=") for pair in pairs)} or None
-
-
-def _json_or_text(word: str) -> Any:
-    try:
-        return json.loads(word)
-    except ValueError:
-        return word
 
 
 _EVERYWHERE = frozenset({"run", "eval", "train"})

@@ -8,6 +8,7 @@ import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,8 +19,9 @@ from specdec.errors import InvariantError
 from specdec.model import SpeculativeModel
 from specdec.parallel.group import join_group
 from specdec.parallel.inbox import Ear, Inbox
-from specdec.parallel.messages import Close, Done, Failed, Join, Load, Started
+from specdec.parallel.messages import Close, CloseTransfer, Done, Failed, Fetch, Join, Load, OpenTransfer, Started
 from specdec.parallel.ranks import Ranks
+from specdec.transfer.ranks import FollowedTransfers
 
 
 class SilentTokenizer:
@@ -47,6 +49,7 @@ class Follower:
         self._device = torch.device(join.device, join.rank) if join.device == "cuda" else torch.device(join.device)
         self._collectives = join_group(join.rank, join.size, self._device, join.rendezvous)
         self._models: dict[int, SpeculativeModel] = {}
+        self._transfers: dict[int, FollowedTransfers] = {}
 
     def run(self) -> None:
         """Do what rank 0 does. It ends when rank 0 cuts the line, see `Inbox`."""
@@ -56,7 +59,10 @@ class Follower:
                 self._load(number, message)
             elif isinstance(message, Close):
                 if number in self._models:  # else its load failed
+                    self._transfers.pop(number).close()
                     self._models.pop(number).close()
+            elif isinstance(message, (OpenTransfer, CloseTransfer, Fetch)):
+                self._transfers[number].follow(message)
             else:
                 engine: Any = self._models[number].engine
                 with engine.ranks.together():
@@ -73,7 +79,14 @@ class Follower:
             self._inbox.say(_failed(error))
             return
         self._models[number] = model
+        self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, partial(_end, self._inbox))
         self._inbox.say(Done(number))
+
+
+def _end(inbox: Inbox, error: BaseException) -> None:
+    """The last words of this process, on any thread; other threads may wait for ranks that are at another place."""
+    inbox.say(_failed(error))
+    os._exit(1)
 
 
 def _failed(error: BaseException) -> Failed:
@@ -98,8 +111,7 @@ def main(descriptor: int, parent: int) -> None:
             raise InvariantError(f"rank 0 began with {type(join).__name__}")
         Follower(inbox, join).run()
     except BaseException as error:
-        inbox.say(_failed(error))
-        os._exit(1)  # other threads may wait for ranks that are at another place
+        _end(inbox, error)
 
 
 if __name__ == "__main__":

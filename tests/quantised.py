@@ -59,8 +59,10 @@ def plain_llama() -> LlamaForCausalLM:
     return model
 
 
-def compressed_tensors(preset: str, folder: Path, kv_cache: Mapping[str, Any] | None = None) -> None:
+def compressed_tensors(preset: str, folder: Path, kv_cache: Mapping[str, Any] | None = None, model: Any = None) -> None:
     """A checkpoint of compressed-tensors, calibrated by the weights alone; static activation scales are 0.05.
+
+    model: what is quantised, by default `plain_llama`.
 
     kv_cache: a `kv_cache_scheme`; the scale of layer i is then 0.02 · (i + 1) for keys and half of that for values.
     """
@@ -73,7 +75,7 @@ def compressed_tensors(preset: str, folder: Path, kv_cache: Mapping[str, Any] | 
     )
     from compressed_tensors.quantization.utils import calculate_qparams
 
-    model, scheme = plain_llama(), preset_name_to_scheme(preset, ["Linear"])
+    model, scheme = model or plain_llama(), preset_name_to_scheme(preset, ["Linear"])
     if scheme.weights.group_size:
         scheme.weights.group_size = 32
     kinds = {"W4A16": "pack-quantized", "W8A8": "int-quantized"}

@@ -31,7 +31,7 @@ import torch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import HandoffMismatchError
 
-VERSION = 1
+VERSION = 2
 """Of the tables. An engine that reads another version refuses by name."""
 
 
@@ -160,18 +160,22 @@ class Bound:
     bytes: torch.Tensor
 
 
-def bind(name: str, group: CacheGroup, layers: Sequence[LayerKV], head0: int = 0) -> tuple[Bound, ...]:
+def bind(
+    name: str, group: CacheGroup, layers: Sequence[LayerKV], head0: int = 0, own_part: int = 0
+) -> tuple[Bound, ...]:
     """The regions of a cache group on this rank: of every layer the keys, then the values; MLA's latents alone.
 
     Args:
         name: of the group, the same in every engine of the model; page numbers of the group are the regions' blocks.
         head0: the first of the model's heads that this rank holds; latents are whole on every rank.
+        own_part: which part of each layer's heads that is, where parts are of equal size: with 2 heads a layer here,
+            part 3 begins at head 6.
     """
     found: list[Bound] = []
     for number, layer in enumerate(layers):
         parts = {"latents": layer.keys} if layer.value_in_key else {"keys": layer.keys, "values": layer.values}
         for part, tensor in parts.items():
-            first = 0 if layer.value_in_key else head0
+            first = 0 if layer.value_in_key else head0 + own_part * tensor.shape[layer.slot_and_head[1]]
             found.append(_bound(f"{name}/{number}/{part}", name, tensor, layer, first, group.page_size))
     return tuple(found)
 

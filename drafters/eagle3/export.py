@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import MISSING, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -90,7 +90,7 @@ def export_eagle3(
     _check_layout(layout)
     if num_speculative_tokens < 1:
         raise InvalidInputError(f"num_speculative_tokens={num_speculative_tokens}: give at least 1")
-    problems = _problems(head.spec, layout)
+    problems = problems_of(head.spec, layout)
     if problems:
         raise InvalidInputError(f"this head cannot be written in the {layout} layout: " + "; ".join(problems))
     if layout == "specforge":
@@ -105,13 +105,32 @@ def export_eagle3(
     return _write(_made(folder), tensors, _config(head.spec, verifier, stored, num_speculative_tokens))
 
 
+def shares_embedding(head: Eagle3Head, embedding: torch.Tensor, stored: torch.dtype) -> bool:
+    """Whether a head's own embedding is a copy of its target's, as the speculators layout has it.
+
+    Args:
+        embedding: [V, H] the target's. stored: dtype of the head's files, to which such a copy was rounded.
+    """
+    own = head.embed_tokens.weight if head.spec.own_embed else None
+    return own is not None and own.shape == embedding.shape and torch.equal(own, embedding.to(stored).to(own))
+
+
+def with_shared_embedding(head: Eagle3Head, embedding: torch.Tensor) -> Eagle3Head:
+    """The same head without an embedding of its own: it reads the target's, [V, H]."""
+    spec = replace(head.spec, own_embed=False)
+    lm_head = head.lm_head.weight if head.target_lm_head is None else head.target_lm_head
+    made = Eagle3Head(spec, embedding, lm_head, offsets_of(head.target_ids))
+    made.load_state_dict({name: t for name, t in head.state_dict().items() if not name.startswith("embed_tokens.")})
+    return made.eval().requires_grad_(False)
+
+
 def _check_layout(layout: str) -> None:
     if layout not in LAYOUTS:
         raise InvalidInputError(f"layout={layout!r}: allowed are {', '.join(LAYOUTS)}")
 
 
-def _problems(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
-    """What of a head the layout, or the engine that reads it, cannot express; empty when it can."""
+def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
+    """What of a head the layout, or the engine that reads it, cannot express, by field; empty when it can."""
     known = _ALWAYS | _MORE[layout]
     problems = [
         f"{f.name} = {getattr(spec, f.name)!r} (it has no place in it)"

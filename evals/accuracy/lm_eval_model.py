@@ -271,7 +271,7 @@ class SpecdecLM(EngineLM):
             batch_size: lm-eval's; more than 1 replaces max_num_seqs.
             max_length: lm-eval's name for max_model_len.
             options: load options, see LoadOptions. lm-eval's command line gives device="cuda:0" when nothing was asked
-                for, so on a machine without CUDA that means the default device.
+                for, so on a machine without CUDA, and for a model divided among GPUs, that means the default device.
 
         Raises:
             InvalidInputError: an unknown model argument; what `SpeculativeModel.from_pretrained` raises.
@@ -308,7 +308,8 @@ def _load_options(given: dict[str, Any], batch_size: int | str, max_length: int 
         options["max_model_len"] = max_length
     if str(batch_size).isdigit() and int(batch_size) > 1:
         options["max_num_seqs"] = int(batch_size)
-    if options.get("device") == "cuda:0" and not torch.cuda.is_available():
+    divided = str(options.get("tensor_parallel_size", 1)) != "1"  # whose rank 0 is on cuda:0 anyway
+    if options.get("device") == "cuda:0" and (divided or not torch.cuda.is_available()):
         del options["device"]
     return LoadOptions.from_words(options)
 

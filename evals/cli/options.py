@@ -47,7 +47,9 @@ OWN_NAMES = {"num_speculative_tokens": "--k", "max_num_seqs": "--batch-size", "s
 model_options = added(
     (
         click.option(
-            "--model", default=None, help="Built-in name, folder or hub name; default gsm-llama with its head."
+            "--model",
+            default=None,
+            help="Built-in name, folder or hub name, also of a head that names its target; default gsm-llama.",
         ),
         load_options("eval", without=OWN_NAMES),
     )
@@ -57,7 +59,7 @@ draft_option = click.option(
     "--draft",
     default="auto",
     show_default=True,
-    help="Folder or hub name of the head; auto = the built-in one.",
+    help="Folder or hub name of the head; auto = the built-in one, or the one given alone as --model.",
 )
 
 data_options = added(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
 from jinja2.exceptions import TemplateError
 
 from evals.data.datasets import Question
-from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.errors import InvalidInputError
+from specdec.user_warnings import warn_user
 
 NO_TEMPLATE = (
     "the tokenizer has no chat template: prompts are sent as plain text. A head trained on templated conversations "
@@ -19,7 +19,7 @@ NO_TEMPLATE = (
 
 def warn_without_template() -> None:
     """Warn that prompts go out as plain text, and what that costs."""
-    warnings.warn(NO_TEMPLATE, SpecdecWarning, stacklevel=2)
+    warn_user(NO_TEMPLATE)
 
 
 def opening(question: Question, system: str | None) -> list[dict[str, str]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,7 +20,7 @@ from filelock import FileLock, Timeout
 from evals.data.datasets import digest
 from evals.errors import OutputError, RunStoreError
 from evals.runs.answers import Answer, from_json, to_json
-from specdec.errors import SpecdecWarning
+from specdec.user_warnings import warn_user
 
 LOCK = ".lock"
 _REMEDY = "remove the folder or use another --run-dir"
@@ -97,11 +96,9 @@ class RunStore:
         lines = content[:whole].split(b"\n")[:-1]
         answers = [self._answer(line, number) for number, line in enumerate(lines, 1)]
         if whole < len(content):
-            warnings.warn(
+            warn_user(
                 f"{self._path}:{len(lines) + 1}: the last line was cut off when an earlier run ended; it is dropped, "
-                "and its questions are asked again",
-                SpecdecWarning,
-                stacklevel=2,
+                "and its questions are asked again"
             )
             with _named(self._path):
                 os.truncate(self._path, whole)

@@ -12,7 +12,10 @@ from specdec.cli.options import examples, pick_options
 from specdec.errors import InvalidInputError
 
 if TYPE_CHECKING:
+    import torch
+
     from drafters.eagle3.export import ExportLayout
+    from drafters.eagle3.head import Eagle3Head
     from specdec.options import LoadOptions
 
 _LAYOUTS = ("speculators", "specforge")
@@ -89,6 +92,9 @@ def _exported(
     outline = outline_target(named) if named is not None and (target or is_available(named)) else None
     facts = target_of_files(path, overrides) if outline is None else outline.facts
     loaded = load_eagle3(path, facts, torch.float32, "cpu", overrides)
+    stored = stored_dtype(path)
+    if layout == "specforge":
+        loaded = _sharing(loaded, named, None if outline is None else outline.facts.embedding, stored)
     shares = not (loaded.spec.own_embed and loaded.spec.own_lm_head)
     if outline is None and layout == "speculators" and with_target_tensors and shares:
         raise InvalidInputError(
@@ -108,10 +114,30 @@ def _exported(
         out,
         layout,
         verifier=None if name is None else Verifier(name, kinds),
-        dtype=getattr(torch, dtype) if dtype else stored_dtype(path),
+        dtype=getattr(torch, dtype) if dtype else stored,
         num_speculative_tokens=num_speculative_tokens,
         with_target_tensors=with_target_tensors,
     )
+
+
+def _sharing(head: Eagle3Head, named: str | None, embedding: torch.Tensor | None, stored: torch.dtype) -> Eagle3Head:
+    """The head without the copy of its target's embedding that the speculators layout holds; specforge has no place.
+
+    Raises:
+        InvalidInputError: it has an embedding and no place for it, and the target is not there to say whose it is.
+    """
+    from drafters.eagle3.export import problems_of, shares_embedding, with_shared_embedding
+
+    problems = problems_of(head.spec, "specforge")
+    if embedding is None and any(said.startswith("own_embed") for said in problems):
+        where = "its files name no target" if named is None else f"its target {named} is not on this machine"
+        raise InvalidInputError(
+            f"this head cannot be written in the specforge layout: {'; '.join(problems)}. A copy of the target's "
+            f"embedding, as the speculators layout holds it, is left out, but {where}: give --target"
+        )
+    if embedding is None or not shares_embedding(head, embedding, stored):
+        return head  # an embedding of its own is refused by name
+    return with_shared_embedding(head, embedding)
 
 
 def _eagle_head(head: str, target: str | None) -> str:
@@ -119,7 +145,8 @@ def _eagle_head(head: str, target: str | None) -> str:
     from drafters.checkpoints.layouts import Layout
     from drafters.eagle3.checkpoint import check_kind, open_head
     from drafters.mtp.checkpoint import has_mtp
-    from specdec.loading.heads import AUTO_HEAD, MTP_HEAD, resolve_head
+    from specdec.loading.builtin import AUTO_HEAD
+    from specdec.loading.heads import MTP_HEAD, resolve_head
 
     if head in (AUTO_HEAD, MTP_HEAD) and target is None:
         raise InvalidInputError(f"HEAD {head!r} belongs to a target: give --target")

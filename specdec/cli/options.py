@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from specdec.options import Choice, Flag, Kind, LoadOptions, Overrides, Share, Switch, Whole, option_of
+from specdec.option_kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
+from specdec.options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
 
 if TYPE_CHECKING:

@@ -157,7 +157,7 @@ class Engine(Visited):
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
         if self.moving.active:
-            self.moving.collect(self.scheduler.pools())
+            self._collect()
         return self.scheduler.usage(len(self._requests))
 
     @property
@@ -251,7 +251,7 @@ class Engine(Visited):
         """
         with self._change, Isolated(self._fail_round):
             if self.moving.active:
-                self.moving.begin_round(self.scheduler.pools())
+                self._begin_moving()
             launched = self._launched() or self._launcher.first()  # first: fill the pipeline
             if launched is None:
                 self.moving.pause(bool(self.scheduler.waiting))
@@ -323,7 +323,7 @@ class Engine(Visited):
                 update = request.take(committed.round_of(j), now)
             if fault.error is not None:
                 update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
-            updates.append(self._departures.reported(request, update, self.scheduler))
+            updates.append(self._departures.reported(request, update))
         self._publish(updates)
 
     def _publish(self, updates: list[Update]) -> list[Update]:

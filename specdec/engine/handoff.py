@@ -10,9 +10,10 @@ After an interrupt or a failed round all tables are made anew; these pages stay 
 
 from __future__ import annotations
 
+import hashlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -49,23 +50,46 @@ class _Late:
     settled: Callable[[], bool]
 
 
+@dataclass(frozen=True)
+class Due:
+    """What is to be released now. Clocks and peers decide it, so of several ranks rank 0 finds it for all.
+
+    Attributes:
+        leases: of requests that were read, or that nobody will read. reads: numbers of reservations whose late reads
+            write to nothing any more.
+    """
+
+    leases: tuple[str, ...]
+    reads: tuple[int, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.leases or self.reads)
+
+
 class Moving:
     """Pages aside of one engine.
 
     Attributes:
         grace: see `GRACE_SECONDS`.
         finished: gives leases of which the transport says that they were read. revoke: tells it that one is over.
+        grant: tells it that the pages of a lease may be read. confirm: called with all that a round has granted,
+            before anybody is told of it; of several ranks, where they wait for each other.
     """
 
     def __init__(self) -> None:
         self._held: dict[str, _Held] = {}
+        self._over: list[str] = []
         self._filling: dict[int, Pages] = {}
-        self._late: list[_Late] = []
+        self._late: dict[int, _Late] = {}
         self._not_yet: dict[int, int] = {}
         self._next = 0
+        self._num_leases = 0
+        self.secret = secrets.token_bytes(32)
         self.grace = GRACE_SECONDS
         self.finished: Callable[[], Sequence[str]] = lambda: ()
         self.revoke: Callable[[str], None] = lambda lease: None
+        self.grant: Callable[[str, Pages], None] = lambda lease, pages: None
+        self.confirm: Callable[[Mapping[str, Pages]], None] = lambda granted: None
 
     @property
     def num_held(self) -> int:
@@ -89,13 +113,22 @@ class Moving:
 
     def late_pages(self) -> set[int]:
         """Pages of the target's first group that are in quarantine."""
-        return {page for late in self._late for page in late.pages[0]}
+        return {page for late in self._late.values() for page in late.pages[0]}
 
     def hold(self, pages: Pages, lease_seconds: float) -> str:
-        """Hold the pages of a request that leaves; its lease."""
-        lease = secrets.token_hex(16)
+        """Hold the pages of a request that leaves, and let them be read; its lease.
+
+        A lease is 128 bits that nobody can guess: of the engine's secret and a count, so that ranks have the same.
+        """
+        self._num_leases += 1
+        lease = hashlib.sha256(self.secret + self._num_leases.to_bytes(8, "little")).hexdigest()[:32]
         self._held[lease] = _Held(pages, time.monotonic() + lease_seconds + self.grace)
+        self.grant(lease, pages)
         return lease
+
+    def end(self, lease: str) -> None:
+        """Nobody will read these pages: they are among the next that are due."""
+        self._over.append(lease)
 
     def release(self, pools: Sequence[BlockTables], leases: Iterable[str]) -> None:
         """These requests were read, or nobody will: their pages are free. Unknown leases are over already."""
@@ -105,22 +138,25 @@ class Moving:
                 self.revoke(lease)
                 release_aside(pools, held.pages)
 
-    def collect(self, pools: Sequence[BlockTables]) -> None:
-        """Release what was read, what is overdue, and what has left quarantine."""
+    def due(self) -> Due:
+        """What was read, what is overdue or ended here, and what may leave quarantine."""
+        leases: list[str] = []
         if self._held:
             now = time.monotonic()
             over = [lease for lease, held in self._held.items() if held.until <= now]
-            self.release(pools, [*self.finished(), *over])
-        if self._late:
-            done = [late for late in self._late if late.settled()]
-            self._late = [late for late in self._late if late not in done]
-            for late in done:
-                release_aside(pools, late.pages)
+            ended, self._over = self._over, []
+            leases = [lease for lease in dict.fromkeys((*ended, *self.finished(), *over)) if lease in self._held]
+        return Due(tuple(leases), tuple(number for number, late in self._late.items() if late.settled()))
 
-    def begin_round(self, pools: Sequence[BlockTables]) -> None:
+    def settle(self, pools: Sequence[BlockTables], due: Due) -> None:
+        """Release what is due."""
+        self.release(pools, due.leases)
+        for number in due.reads:
+            release_aside(pools, self._late.pop(number).pages)
+
+    def begin_round(self) -> None:
         """A round begins; who asks `may_fill` between two rounds asks after it."""
         self._not_yet = {number: left - 1 for number, left in self._not_yet.items() if left > 1}
-        self.collect(pools)
 
     def reserve(self, pools: Sequence[BlockTables], moved: MovedRequest, without_head: bool, rounds: int) -> int:
         """Pages for a request that comes; their number. Raises OutOfPagesError: too few are free now.
@@ -158,12 +194,17 @@ class Moving:
         if settled():
             release_aside(pools, pages)
         else:
-            self._late.append(_Late(pages, settled))
+            self._late[number] = _Late(pages, settled)
+
+    def watch(self, number: int, settled: Callable[[], bool]) -> None:
+        """Ask this whether nothing writes to the pages of a late read any more; nothing is done for any other."""
+        if number in self._late:
+            self._late[number] = replace(self._late[number], settled=settled)
 
     def keep(self, pools: Sequence[BlockTables]) -> None:
         """In pools that replace others: all that is aside stays aside."""
         every = [*(held.pages for held in self._held.values()), *self._filling.values()]
-        for pages in (*every, *(late.pages for late in self._late)):
+        for pages in (*every, *(late.pages for late in self._late.values())):
             keep_aside(pools, pages)
 
 
@@ -210,6 +251,7 @@ class Departures:
         schedule, drafting = scheduler.leaving_drafts(leaving)
         made = drafts_for(schedule) if drafting else []
         drafts = {request.id: tensors for request, tensors in zip(drafting, made, strict=True)}
+        granted: dict[str, Pages] = {}
         for request in leaving:
             assert request.hand_off is not None
             own = drafts.get(request.id, {})
@@ -217,14 +259,16 @@ class Departures:
             pages = scheduler.leave(request)
             lease = self._moving.hold(pages, request.hand_off)
             self._leaving[request.id] = Departure(request.moved, lease, pages, tensors)
+            granted[lease] = pages
+        self._moving.confirm(granted)
 
-    def reported(self, request: Request, update: Update, scheduler: Crossing) -> Update:
+    def reported(self, request: Request, update: Update) -> Update:
         """What is reported of a request: of one that leaves its departure, unless its first token ends it."""
         departure = self._leaving.pop(request.id, None)
         if departure is None:
             return update
         if update.last:
-            self._moving.release(scheduler.pools(), [departure.lease])
+            self._moving.end(departure.lease)
             return update
         tensors = {name: tensor.cpu() for name, tensor in departure.tensors.items()}
         return replace(update, departure=replace(departure, moved=request.moved, tensors=tensors))

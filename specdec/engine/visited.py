@@ -30,6 +30,15 @@ class Visited(ABC):
     @abstractmethod
     def _queue(self, request: Request) -> int: ...
 
+    def _collect(self) -> None:
+        """Pages that nobody needs any more are free."""
+        self.moving.settle(self.scheduler.pools(), self.moving.due())
+
+    def _begin_moving(self) -> None:
+        """A round begins, and there are pages aside."""
+        self.moving.begin_round()
+        self._collect()
+
     def _take_id(self) -> int:
         self._next_id += 1
         return self._next_id - 1
@@ -66,7 +75,7 @@ class Visited(ABC):
         """
         self._admission.check_moved(moved)
         with self._change:
-            self.moving.collect(self.scheduler.pools())
+            self._collect()
             without_head = self.scheduler.head_pages is not None and not moved.num_drafts
             rounds = 0 if self.inflight is None else ROUNDS_IN_VAIN
             return self.moving.reserve(self.scheduler.pools(), moved, without_head, rounds)

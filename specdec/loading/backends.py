@@ -3,7 +3,6 @@ exception."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,7 +16,8 @@ from attention.cache.kv_cache import FP8, KVFormat, KVLayout
 from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
-from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.errors import InvalidInputError
+from specdec.user_warnings import warn_user
 
 _STORED = {"auto": None, "fp8": FP8}
 _LAYOUTS: dict[str, KVLayout | None] = {"auto": None, "NHD": "NHD", "HND": "HND"}
@@ -206,10 +206,8 @@ def _warn_of_flex() -> None:
     reason = 'FlashInfer is not installed (pip install "specdec-hf[cuda]")'
     if torch.version.hip is not None:
         reason = "this torch is built for ROCm, on which this library is not tested"
-    warnings.warn(
-        f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more",
-        SpecdecWarning,
-        stacklevel=3,
+    warn_user(
+        f"{reason}: backend='auto' is 'flex', which has no CUDA graphs and is slower; backend='flex' says this no more"
     )
 
 

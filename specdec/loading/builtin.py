@@ -9,6 +9,8 @@ from pathlib import Path
 from specdec.errors import InvalidInputError
 
 GSM_LLAMA = "gsm-llama"
+AUTO_HEAD = "auto"
+"""The head that belongs to what was given as the target: a built-in one's, or the head itself that was given alone."""
 BUILTIN_HEADS = {GSM_LLAMA: "gsm-llama-eagle3", "gsm-deepseek": "gsm-deepseek"}
 """Built-in targets, and the head that draft="auto" means for each."""
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import gc
-import warnings
 from typing import TYPE_CHECKING
 
 import torch
 
 from attention.hf.weights import runs_plainly
 from specdec.config import EngineConfig
-from specdec.errors import InvariantError, KernelBuildError, SpecdecWarning
+from specdec.errors import InvariantError, KernelBuildError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.backends import GraphChoice
 from specdec.loading.progress import log
 from specdec.loading.warming import loading_thread
 from specdec.target.target import Target
+from specdec.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from specdec.execution.graphs import GraphExecutor
@@ -94,11 +94,9 @@ class Graphs:
         model = self._parts[0].hf_model
         quantised = dict.fromkeys(type(layer).__name__ for layer in model.modules() if not runs_plainly(layer))
         name = type(model).__name__ + (f" with quantised layers ({', '.join(quantised)})" if quantised else "")
-        warnings.warn(
+        warn_user(
             f"{name} runs without CUDA graphs, several times slower in small batches: {reason}. "
-            "cuda_graphs=True shows the whole error, cuda_graphs=False is silent",
-            SpecdecWarning,
-            stacklevel=2,
+            "cuda_graphs=True shows the whole error, cuda_graphs=False is silent"
         )
 
 

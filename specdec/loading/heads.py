@@ -19,13 +19,12 @@ from drafters.mtp.convention import MtpConvention
 from drafters.mtp.spec import mtp_target
 from drafters.mtp.stack import MtpStack
 from specdec.errors import HeadLoadError, HeadMismatchError, InvalidInputError
-from specdec.loading.builtin import BUILTIN_HEADS, builtin_name, resolve
+from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, resolve
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.objects import check_head_place, check_head_type
 from specdec.target.probing import TargetProbe
 from specdec.values import short
 
-AUTO_HEAD = "auto"
 MTP_HEAD = "mtp"
 _NO_EAGLE = (
     "they are read with an EAGLE head's configuration, and this is a multi-token-prediction module, for which "

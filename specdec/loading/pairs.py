@@ -15,7 +15,7 @@ from huggingface_hub import try_to_load_from_cache
 from drafters.checkpoints.hub import is_hub_name, looks_local
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.builtin import resolve
+from specdec.loading.builtin import AUTO_HEAD, resolve
 from specdec.loading.progress import log
 from specdec.values import short
 
@@ -55,12 +55,14 @@ class Pair:
 def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
     """The target and head that a user named; of a head given alone as the target, the target that it names.
 
-    Such names are in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
+    draft="auto" beside a head means that head, as it means the built-in one beside a built-in target. Such names are
+    in heads of the package speculators (`speculators_config.verifier`) and of DeepSpec.
 
     Raises:
         InvalidInputError: a revision beside a head given alone, which has none for its target.
     """
-    if draft is not None or not isinstance(target, (str, Path)):
+    given = draft is not None and not (isinstance(draft, (str, Path)) and str(draft) == AUTO_HEAD)
+    if given or not isinstance(target, (str, Path)):
         return Pair(target, draft)
     named = target_named_by(_config_of(resolve(target)))
     if named is None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 from attention.backends.base import AttentionBackend, CascadeBackend
 from drafters.loops.base import DraftLoop, SharesPages
-from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.errors import InvalidInputError
+from specdec.user_warnings import warn_user
 
 
 def choose_prefix_caching(
@@ -32,7 +32,7 @@ def choose_prefix_caching(
     if recurrent:
         reason = "the target's recurrent layers keep the state of a row's last token alone, none of a prefix"
         if asked is True:
-            warnings.warn(f"enable_prefix_caching=True has no effect: {reason}", SpecdecWarning, stacklevel=6)
+            warn_user(f"enable_prefix_caching=True has no effect: {reason}")
         return f"off: {reason}"
     reason, instead = "", "False or 'auto'"
     if windowed:

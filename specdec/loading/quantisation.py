@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import warnings
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,8 +20,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import import_utils
 
 from attention.hf.weights import is_quantised
-from specdec.errors import ModelLoadError, SpecdecWarning
+from specdec.errors import ModelLoadError
 from specdec.target.neighbours import rounds_activations
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 _SHOWN = ("bits", "group_size", "desc_act", "weights", "weight_bits", "format", "fmt")
@@ -247,11 +247,9 @@ def _why_dense(model: PreTrainedModel, method: str) -> str:
 def warn_of_dense(name: str, model: PreTrainedModel, found: Quantisation | None) -> None:
     """Say once that weights which are small on disk are not so in memory."""
     if found is not None and found.dequantised:
-        warnings.warn(
+        warn_user(
             f"{name}: the weights are quantised by {found}, and run dequantised in {_dtype(model)}, without what that "
-            f"saves in memory and time: {found.dequantised}",
-            SpecdecWarning,
-            stacklevel=2,
+            f"saves in memory and time: {found.dequantised}"
         )
 
 

@@ -86,7 +86,7 @@ def load_quanto(
 
 def _stored_dtype(config: PreTrainedConfig, tensors: Mapping[str, torch.Tensor]) -> torch.dtype:
     """The dtype of the model that was quantised: its configuration's, else that of the scales, which is the same."""
-    if config.dtype is not None:
+    if isinstance(config.dtype, torch.dtype):  # a name was made one when the configuration was read
         return config.dtype
     found = {tensor.dtype for name, tensor in tensors.items() if name.endswith(_SCALES) and tensor.is_floating_point()}
     return found.pop() if len(found) == 1 else torch.get_default_dtype()

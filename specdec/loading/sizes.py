@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.indexer import dense_up_to
 from drafters.base import Head
 from specdec.config import LongRopeRule
-from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.errors import InvalidInputError
 from specdec.target.long_rope import find_long_rope
+from specdec.user_warnings import warn_user
 
 DEFAULT_DRAFTS = 5
 
@@ -62,11 +61,9 @@ def max_model_len(asked: int | None, model: PreTrainedModel) -> int:
         return asked
     length = min(n for n in (most, original) if n is not None)
     if dense is not None and dense < length:
-        warnings.warn(
+        warn_user(
             f"{type(model).__name__} takes requests of up to index_topk={dense} tokens instead of {length}: beyond, it "
-            "attends to the keys that its indexer chooses, which is not served. max_model_len says so from now on",
-            SpecdecWarning,
-            stacklevel=6,  # the caller of from_pretrained
+            "attends to the keys that its indexer chooses, which is not served. max_model_len says so from now on"
         )
         return dense
     return int(length)

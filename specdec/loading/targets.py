@@ -159,7 +159,7 @@ def _from_pretrained(
     model, info = loaded
     check_complete(checkpoint.name, model, info)
     if plan is not None and ranks is not None:
-        take_share(model, plan, ranks.rank, ranks.size)
+        ranks.part = take_share(model, plan, ranks.rank, ranks.size)
     return model
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from specdec.errors import InvalidInputError, SpecdecWarning
+from specdec.errors import InvalidInputError
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 _TEMPLATE_FILE = "chat_template.json"
@@ -81,9 +81,7 @@ def warn_of_another_vocabulary(tokenizer: Any, vocab_size: int) -> None:
     if not hasattr(type(tokenizer), "__len__"):
         return
     if len(tokenizer) > vocab_size:
-        warnings.warn(
+        warn_user(
             f"the tokenizer has {len(tokenizer)} tokens and the target {vocab_size}: it may be another model's; "
-            "prompts with ids beyond the target's vocabulary are refused",
-            SpecdecWarning,
-            stacklevel=3,
+            "prompts with ids beyond the target's vocabulary are refused"
         )

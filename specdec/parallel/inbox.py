@@ -20,6 +20,7 @@ class Inbox:
     def __init__(self, connection: Connection, parent: int) -> None:
         """parent: process id of rank 0."""
         self._connection = connection
+        self._speaking = threading.Lock()
         self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self.later: deque[tuple[int, Any]] = deque()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
@@ -34,8 +35,9 @@ class Inbox:
         return self._messages.get()
 
     def say(self, message: Any) -> None:
-        """A word back to rank 0."""
-        self._connection.send(message)
+        """A word back to rank 0, on any thread."""
+        with self._speaking:
+            self._connection.send(message)
 
     def _read(self) -> None:
         try:

@@ -78,6 +78,77 @@ class Run:
 
 
 @dataclass(frozen=True)
+class SubmitLeaving:
+    """`Engine.submit_leaving` of this `Submission`."""
+
+    request: Any
+
+
+@dataclass(frozen=True)
+class Reserve:
+    """`Engine.reserve` of this `MovedRequest`."""
+
+    moved: Any
+
+
+@dataclass(frozen=True)
+class Resume:
+    """`Engine.resume`. data: a `Handoff` of request and tensors, as bytes. number: of its pages, None without any."""
+
+    data: bytes
+    number: int | None
+
+
+@dataclass(frozen=True)
+class Drop:
+    """`Engine.drop`. settled: whether the pages are free at once; else rank 0 says later that they are."""
+
+    number: int
+    settled: bool
+
+
+@dataclass(frozen=True)
+class Release:
+    """`Moving.settle` of these leases and late reads."""
+
+    leases: tuple[str, ...]
+    reads: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class OpenTransfer:
+    """Let others read this rank's pages: `open_transfer` with these, by a name of the engine and its secret.
+
+    round: which opening of this model it is; the rank says `Opened` with it.
+    """
+
+    transport: str
+    options: dict[str, Any]
+    engine: str
+    secret: bytes
+    round: int
+
+
+@dataclass(frozen=True)
+class CloseTransfer:
+    """No longer."""
+
+
+@dataclass(frozen=True)
+class Fetch:
+    """Fill this rank's reserved pages, beside the rounds; the rank says `Fetched`.
+
+    Attributes:
+        number: of the reservation. deadline: `time.monotonic` seconds, which ranks of one machine share.
+        data: a `Handoff` of source, lease and blocks, as bytes.
+    """
+
+    number: int
+    deadline: float
+    data: bytes
+
+
+@dataclass(frozen=True)
 class Close:
     """Close the model."""
 
@@ -92,6 +163,45 @@ class Done:
     """Back to rank 0: the model of this number is loaded."""
 
     number: int
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Back to rank 0: the answer to `OpenTransfer`. table: of this rank, JSON; "" where it failed, by `error`."""
+
+    model: int
+    round: int
+    table: str
+    error: str = ""
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What it answers."""
+        return ("opened", self.model, self.round)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """Back to rank 0: the answer to `Fetch`, and once more where pages were written to after it.
+
+    Attributes:
+        error: why it failed, "" where every byte is there. late: whether that is a `TransferTimeoutError`.
+        settled: whether nothing can be written to the pages any more.
+    """
+
+    model: int
+    number: int
+    error: str = ""
+    late: bool = False
+    settled: bool = True
+
+    @property
+    def key(self) -> tuple[str, int, int]:
+        """What it answers."""
+        return ("fetched", self.model, self.number)
+
+
+Answer = Opened | Fetched
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,23 @@ class Plan:
         return self.styles.get(pattern_of(name), _WHOLE)
 
 
+@dataclass(frozen=True)
+class Share:
+    """What of a target a rank has.
+
+    Attributes:
+        divided: names of tensors of which each rank has a part of its own.
+        repeated: of tensors that are parted among fewer ranks than there are: how many in a row have the same part.
+            Every other tensor is whole on every rank.
+        kv_copies: in attention modules with keys of their own, how many ranks in a row have the same KV heads, 1 where
+            they are divided among all ranks, N where every rank has all; as many numbers as there are kinds of layers.
+    """
+
+    divided: frozenset[str]
+    repeated: Mapping[str, int]
+    kv_copies: frozenset[int]
+
+
 def pattern_of(name: str) -> str:
     """A module's or parameter's name as plans have it.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 
-from specdec.parallel.messages import Done, Failed, Started
+from specdec.parallel.messages import Answer, Done, Failed, Started
 
 _GRACE = 2.0
 """Seconds for a process to end by itself."""
@@ -28,7 +28,7 @@ class Process:
 
     Attributes:
         line: the socket of `connection`. loaded: numbers of the models it has loaded.
-        failed: what it said of a load or a round that failed.
+        failed: what it said of a load or a round that failed. answers: what it said to what it was asked, by key.
     """
 
     rank: int
@@ -39,6 +39,7 @@ class Process:
     loaded: set[int] = field(default_factory=set)
     failed: Failed | None = None
     lost: str | None = None
+    answers: dict[tuple[str, int, int], Answer] = field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"
@@ -95,6 +96,8 @@ def _listen(process: Process, watched: Watched) -> None:
             process.started |= isinstance(message, Started)
             if isinstance(message, Done):
                 process.loaded.add(message.number)
+            if isinstance(message, Answer):
+                process.answers[message.key] = message
             if isinstance(message, Failed):
                 process.failed = message
                 threading.Thread(target=_end_waiting, args=(process, watched, watched.loading), daemon=True).start()

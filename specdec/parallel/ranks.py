@@ -12,6 +12,7 @@ from attention.checking import checking
 from specdec.errors import SpecdecError
 from specdec.parallel.collectives import Collectives
 from specdec.parallel.inbox import Ear
+from specdec.parallel.plan import Share
 from specdec.parallel.workers import Link
 
 _ALONE = (
@@ -30,7 +31,7 @@ class Ranks:
         device: this rank's.
         collectives: what carries sums, gathers and broadcasts.
         channel: rank 0's to the others' processes, or another rank's from rank 0.
-        lost: whether a rank was lost before `close`.
+        lost: whether a rank was lost before `close`. part: what of the target this rank has, once it is loaded.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class Ranks:
         self.collectives = collectives
         self.channel = channel
         self.lost = False
+        self.part: Share | None = None
         with torch.inference_mode(False):  # now: made while a graph is captured, it would be zero again in every replay
             self._differing = torch.zeros((), dtype=torch.int64, device=device)
 

@@ -16,16 +16,26 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from specdec.parallel.operators import gather_ranks, sum_ranks
-from specdec.parallel.plan import Plan, pattern_of
+from specdec.parallel.plan import Plan, Share, pattern_of
 
 _SUMMED = ("rowwise", "moe_tp_experts", "all_reduce")
 
 
-def take_share(model: Any, plan: Plan, rank: int, size: int) -> None:
-    """Turn a divided model into plain modules over rank's share, in place."""
+def take_share(model: Any, plan: Plan, rank: int, size: int) -> Share:
+    """Turn a divided model into plain modules over rank's share, in place; what that is."""
+    divided: set[str] = set()
+    repeated: dict[str, int] = {}
+    kv_copies: set[int] = set()
     for name, module in list(model.named_modules()):
-        _take_off(module)
+        divided |= {f"{name}.{part}" for part in _take_off(module)}
         style = plan.style_of(name)
+        if hasattr(module, "k_proj") and hasattr(module, "o_proj"):
+            own = plan.style_of(f"{name}.k_proj") != "replicate"
+            kv_copies.add(_kv_copies(module, size) if pattern_of(name) in plan.kv_cut else 1 if own else size)
+        if pattern_of(name) in plan.kv_cut:
+            for projection in ("k_proj", "v_proj"):
+                parts = dict(getattr(module, projection).named_parameters(recurse=False))
+                repeated |= {f"{name}.{projection}.{part}": _kv_copies(module, size) for part in parts}
         if isinstance(module, nn.Linear) and style != "replicate":
             module.out_features, module.in_features = module.weight.shape
         if pattern_of(name) in plan.kv_cut:
@@ -41,16 +51,25 @@ def take_share(model: Any, plan: Plan, rank: int, size: int) -> None:
     output = model.get_output_embeddings()
     if type(output) is nn.Linear:
         divide_rows(output, rank, size)
+    return Share(frozenset(divided), repeated, frozenset(kv_copies))
 
 
-def _take_off(module: nn.Module) -> None:
-    """Undo what transformers did to one module beside narrowing its parameters."""
+def _kv_copies(module: Any, size: int) -> int:
+    """Ranks that have the same one of a module's KV heads, which is whole yet."""
+    return size // (module.k_proj.out_features // module.head_dim)
+
+
+def _take_off(module: nn.Module) -> list[str]:
+    """Undo what transformers did to one module beside narrowing its parameters; names of those that it narrowed."""
+    divided = []
     if vars(module).pop("_is_hooked", False):
         vars(module).pop("forward", None)
     for name, parameter in list(module.named_parameters(recurse=False)):
         if isinstance(parameter, DTensor):
+            divided += [name] if any(not p.is_replicate() for p in parameter.placements) else []
             local = parameter.to_local().detach().contiguous()
             module._parameters[name] = nn.Parameter(local, requires_grad=False)
+    return divided
 
 
 def _keep_one_kv_head(module: Any, rank: int, size: int) -> None:

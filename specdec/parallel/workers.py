@@ -26,7 +26,7 @@ from typing import Any
 from specdec.errors import InvalidInputError, RanksLostError
 from specdec.parallel.collectives import Collectives
 from specdec.parallel.group import leave_group
-from specdec.parallel.messages import Close
+from specdec.parallel.messages import Answer, Close
 from specdec.parallel.processes import Process, Watched, end, start
 
 _LAST_WORDS = 2.0
@@ -158,6 +158,32 @@ class Workers:
             self._broken = reason
         self.end()
         return RanksLostError(self._broken + _AGAIN)
+
+    def answers(self, key: tuple[str, int, int]) -> dict[int, Answer]:
+        """What the processes said to what they were asked, by rank."""
+        with self._watched.changed:
+            return {each.rank: each.answers[key] for each in self._watched.processes if key in each.answers}
+
+    def wait_answers(self, key: tuple[str, int, int], deadline: float) -> dict[int, Answer]:
+        """As `answers`, once all have come, or at the deadline (`time.monotonic` seconds).
+
+        Raises:
+            RanksLostError: one that has not answered is lost.
+        """
+        with self._watched.changed:
+            while True:
+                left = [each for each in self._watched.processes if key not in each.answers]
+                if left and any(each.lost is not None for each in left):
+                    self.check()
+                if not left or time.monotonic() >= deadline:
+                    return self.answers(key)
+                self._watched.changed.wait(min(max(deadline - time.monotonic(), 0), 0.5))
+
+    def forget_answers(self, key: tuple[str, int, int]) -> None:
+        """They were read."""
+        with self._watched.changed:
+            for each in self._watched.processes:
+                each.answers.pop(key, None)
 
     def found_loss(self) -> str | None:
         """Why something just failed here: which rank is lost and how, if one is; waits for its last words."""

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from attention.hf.weights import memory_of
+from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integers of as many bytes as an element, to look at bits instead of numbers."""
 _CHUNK = 2**24
+_Mark = tuple[str, tuple[int, ...], str, int, list[int]]
+"""Of a tensor: name, shape, dtype, sum of all elements' bits, some elements' bits."""
 _SAMPLES = 64
 _NOT_THE_MODEL = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation")
 """Configuration keys that say where a model came from or how it is run, not what it computes."""
@@ -28,26 +33,74 @@ def weights_fingerprint(module: torch.nn.Module) -> str:
     evenly spaced elements are hashed: one pass over the memory, no copy to the host.
     """
     digest = hashlib.sha256()
+    for mark in _marks(module):
+        digest.update(repr(mark).encode())
+    return digest.hexdigest()[:16]
+
+
+def _marks(module: torch.nn.Module) -> list[_Mark]:
+    """Of all stored tensors, by name; of quantised weights that are made of several, of each of them."""
     stored = {name: tensor for name, tensor in module.state_dict().items() if isinstance(tensor, torch.Tensor)}
     parts = [(f"{n}.{i}" if i else n, part) for n, t in stored.items() for i, part in enumerate(memory_of(t))]
+    found: list[_Mark] = []
     for name, tensor in sorted(parts, key=lambda part: part[0]):
         bits = _bits(tensor)
         total = sum(int(chunk.sum(dtype=torch.int64)) for chunk in bits.split(_CHUNK))
         places = torch.linspace(0, max(len(bits) - 1, 0), min(_SAMPLES, len(bits)), dtype=torch.float64).long()
         sample = bits[places.to(bits.device)].tolist()
-        digest.update(repr((name, tuple(tensor.shape), str(tensor.dtype), total, sample)).encode())
-    return digest.hexdigest()[:16]
+        found.append((name, tuple(tensor.shape), str(tensor.dtype), total, sample))
+    return found
 
 
 def target_fingerprint(model: PreTrainedModel) -> str:
     """16 hex digits over a target's weights, configuration and end tokens; not over its name or place."""
+    return _with_configuration(model, weights_fingerprint(model))
+
+
+def _with_configuration(model: PreTrainedModel, weights: str) -> str:
     config = {key: value for key, value in model.config.to_dict().items() if key not in _NOT_THE_MODEL}
-    parts = (
-        weights_fingerprint(model),
-        json.dumps(config, sort_keys=True, default=str),
-        sorted(eos_ids(model.generation_config)),
-    )
+    parts = (weights, json.dumps(config, sort_keys=True, default=str), sorted(eos_ids(model.generation_config)))
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
+
+
+@torch.no_grad()
+def fingerprints_of_ranks(model: PreTrainedModel, ranks: Ranks | None) -> tuple[str, list[str]]:
+    """What a target is, however it is divided, and what each rank has of it. Of several ranks all call it.
+
+    The first is the same for any number of ranks: of each tensor of the whole model it has the number of elements and
+    the sum of all bits, which parts add up to, but no places, so a tensor with rows in another order is the same. The
+    others have places too, and are comparable between equal numbers of ranks.
+
+    Returns:
+        16 hex digits over weights, configuration and end tokens; and 16 of each rank's share of the weights.
+    """
+    marks = _marks(model)
+    own = hashlib.sha256(repr(marks).encode()).hexdigest()[:16]
+    totals = [(math.prod(shape), total) for _, shape, _, total, _ in marks]
+    shares = [own]
+    if ranks is not None and ranks.part is not None:
+        table = torch.tensor([[*map(_wrapped, pair)] for pair in [*totals, (int(own, 16), 0)]], device=ranks.device)
+        every = ranks.collectives.gather(table).tolist()
+        shares = [f"{rows[-1][0] % 2**64:016x}" for rows in every]
+        steps = [1 if m[0] in ranks.part.divided else ranks.part.repeated.get(m[0], ranks.size) for m in marks]
+        totals = [_added([rows[i] for rows in every[::step]]) for i, step in enumerate(steps)]
+    names = [(m[0], m[2], count, _wrapped(total)) for m, (count, total) in zip(marks, totals, strict=True)]
+    return _with_configuration(model, hashlib.sha256(repr(names).encode()).hexdigest()[:16]), shares
+
+
+def _added(parts: list[list[int]]) -> tuple[int, int]:
+    """Elements and bits of all parts of a tensor."""
+    return sum(count for count, _ in parts), sum(total for _, total in parts)
+
+
+def of_all_ranks(engine: Any) -> tuple[str, list[str]]:
+    """`fingerprints_of_ranks`, to be run on every rank (`LeadingEngine.run`)."""
+    return fingerprints_of_ranks(engine.target.hf_model, engine.ranks)
+
+
+def _wrapped(number: int) -> int:
+    """As int64, modulo 2^64."""
+    return (number + 2**63) % 2**64 - 2**63
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

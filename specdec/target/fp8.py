@@ -8,11 +8,8 @@ and the model's own forward and generate run through the same operators, on a CP
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,31 +17,13 @@ import torch
 from torch import nn
 from transformers.integrations.finegrained_fp8 import FP8Experts, FP8Linear
 
-from specdec.errors import SpecdecWarning, UnsupportedModelError
+from specdec.errors import UnsupportedModelError
 from specdec.ops.fp8 import BLOCK, FP8, fp8_linear, unrounded_linear
 from specdec.ops.fp8_experts import fp8_experts
+from specdec.target.unrounded import are_rounded
+from specdec.user_warnings import warn_user
 
 _LEAST_CAPABILITY = (8, 9)
-_ROUNDS: ContextVar[bool] = ContextVar("specdec_fp8_rounds", default=True)
-"""Whether layers round their activations: of this thread, so that other engines over the same modules go on."""
-
-
-@contextmanager
-def unrounded_activations() -> Iterator[None]:
-    """Inside, FP8 layers that run eagerly do not round their activations to 8 bits; compiled code rounds always.
-
-    So two forwards can be compared whose attentions differ by a last bit. Each layer multiplies its weight out, in the
-    dtype of its input, while it runs.
-    """
-    before = _ROUNDS.set(False)
-    try:
-        yield
-    finally:
-        _ROUNDS.reset(before)
-
-
-def _rounds() -> bool:
-    return torch.compiler.is_compiling() or _ROUNDS.get()
 
 
 class Fp8Linear(FP8Linear):
@@ -52,7 +31,7 @@ class Fp8Linear(FP8Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if _rounds():
+        if are_rounded():
             return fp8_linear(input, self.weight, self.weight_scale_inv, self.bias, self.activation_scale)
         return unrounded_linear(input, self.weight, self.weight_scale_inv, self.bias)
 
@@ -64,7 +43,7 @@ class Fp8Experts(FP8Experts):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """hidden_states [T, H], top_k_index [T, k] int64, top_k_weights [T, k] -> [T, H]."""
-        return fp8_experts(self, hidden_states, top_k_index, top_k_weights, _rounds())
+        return fp8_experts(self, hidden_states, top_k_index, top_k_weights, are_rounded())
 
 
 _KINDS = (FP8Linear, FP8Experts)
@@ -234,11 +213,9 @@ def _check_experts(name: str, module: Any) -> None:
 def _check_device(what: str, device: torch.device) -> None:
     """Refuse a GPU without 8-bit floats; on a CPU, say what it costs."""
     if device.type == "cpu":
-        warnings.warn(
+        warn_user(
             f"{what} is quantised in FP8 and runs on a CPU, which cannot multiply in 8 bits: weights are multiplied "
-            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised",
-            SpecdecWarning,
-            stacklevel=2,
+            "out in float32 whenever they are used, with the results of a GPU and many times slower than unquantised"
         )
     elif torch.version.hip is not None or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
         raise UnsupportedModelError(

@@ -6,7 +6,6 @@ to be read is checked on a text.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +16,9 @@ from transformers import PreTrainedModel
 from attention.backends.limits import HALF
 from attention.hf.weights import is_plain_weight
 from drafters.base import HasInputConvention, Head
-from specdec.errors import InvalidInputError, SpecdecWarning, UnsupportedModelError
+from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
-from specdec.target.fp8 import unrounded_activations
 from specdec.target.fp8_selftest import fp8_self_test
 from specdec.target.neighbours import neighbour_test, rounds_activations
 from specdec.target.probing import TargetProbe
@@ -37,6 +35,8 @@ from specdec.target.rereading import (
 from specdec.target.rollback import read_rollback, rollback_of
 from specdec.target.target import Target
 from specdec.target.twin import TwinReport, in_words
+from specdec.target.unrounded import unrounded_activations
+from specdec.user_warnings import warn_user
 
 _PROMPT_LENS = np.array([19, 5, 11])
 _VERIFY_LEN = 4
@@ -92,24 +92,21 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
     untested = [f"rows beyond {in_words(beyond)}"] if beyond else []
     untested += [f"errors below {_TOLERANCE[probed.model.dtype]:g}"] if half else []
     if untested:
-        warnings.warn(
+        warn_user(
             f"{type(probed.model).__name__}: {' and '.join(untested)} were not tested: there is no small copy of it to "
             f"test them by: {report.unbuilt}. Its own rows of up to {longest} tokens came out right. Compare a long "
-            "answer with the model's own generate, or give a smaller max_model_len",
-            SpecdecWarning,
-            stacklevel=2,
+            "answer with the model's own generate, or give a smaller max_model_len"
         )
     return error
 
 
-@unrounded_activations()
-@torch.inference_mode()
 def self_test(target: Target, longest: int = 0) -> float:
     """Read three ragged dummy prompts, then four more tokens each, and compare all logits with the eager forward.
 
     The verification is read once more as a batch of one row with logits for its last token alone. A recurrent target is
     verified twice, so that drafts are rejected and replayed (`rollback.py`), and then a row is read from its start.
-    FP8 layers do not round their activations here, so that what is compared is the attention; `fp8_self_test` has them.
+    Layers do not round their activations to 8 bits here, where that can be switched off (`unrounded_activations`), so
+    that what is compared is the attention; `fp8_self_test` has ours.
 
     Args:
         longest: tokens of the longest row; more where nothing else tests long rows. At least 23.
@@ -122,6 +119,12 @@ def self_test(target: Target, longest: int = 0) -> float:
         UnsupportedModelError: the target comes out wrong through the paged attention, fails in it, or has NaN.
         CacheTooSmallError: the cache cannot hold the test's tokens.
     """
+    with unrounded_activations(target.hf_model):
+        return _self_test(target, longest)
+
+
+@torch.inference_mode()
+def _self_test(target: Target, longest: int) -> float:
     recurrent = target.states is not None
     tail = rollback_of(target).num_tokens if recurrent else _VERIFY_LEN
     lens = _PROMPT_LENS + tail

@@ -17,7 +17,8 @@ from evals.runs.worker import ModelSpec, Worker
 from specdec.cli.main import cli
 from specdec.cli.options import offered
 from specdec.errors import InvalidInputError
-from specdec.options import Choice, Flag, LoadOptions, Overrides, Scales, Share, Switch, Whole, option_of
+from specdec.option_kinds import Choice, Flag, Overrides, Scales, Share, Switch, Whole
+from specdec.options import LoadOptions, option_of
 
 FIELDS = {each.name: each for each in fields(LoadOptions)}
 

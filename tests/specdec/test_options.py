@@ -21,7 +21,8 @@ from specdec.cli.options import load_options, offered
 from specdec.cli.train import train
 from specdec.errors import InvalidInputError
 from specdec.loading.backends import kv_format, kv_layout
-from specdec.options import Choice, Kind, LoadOptions, Option, Switch, Whole, option_of
+from specdec.option_kinds import Choice, Kind, Switch, Whole
+from specdec.options import LoadOptions, Option, option_of
 
 
 def keywords() -> list[tuple[str, Any, str]]:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attention.cache.handoff import (
+    VERSION,
     Bound,
     Descriptors,
     EngineTable,
@@ -309,7 +310,7 @@ def test_blocks_outside_of_a_region_are_refused() -> None:
         Descriptors(plan(table, [table]), table, True).index({"target": [3, 7]})
 
 
-def table_of(version: int = 1) -> EngineTable:
+def table_of(version: int = VERSION) -> EngineTable:
     rank = Whole(2, 8, torch.float32).rank(0, range(2)).table
     return EngineTable("e", "local", {"weights": "abc"}, (replace(rank, address={"port": 7}),), version)
 
@@ -322,10 +323,10 @@ def test_tables_are_plain_json_and_come_back_the_same() -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (table_of(2).to_json(), "version 2; this installation reads version 1"),
+        (table_of(9).to_json(), f"version 9; this installation reads version {VERSION}"),
         ("[]", "version 'list'"),
         ("{", "no region table"),
-        ('{"version": 1}', "no region table: KeyError"),
+        (f'{{"version": {VERSION}}}', "no region table: KeyError"),
         (table_of().to_json().replace('"heads": 2', '"heads": 3'), "is impossible"),
         (table_of().to_json().replace('"num_blocks": 7', '"num_blocks": -7'), "is impossible: {'num_blocks': -7}"),
         (table_of().to_json().replace('"base": ', '"base": "0x", "_": '), "no region table"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from drafters.eagle3.checkpoint import TargetFacts, load_eagle3
 from specdec.cli.export import export
@@ -126,6 +126,37 @@ def test_what_is_not_exported(arguments: list[str], message: str, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_head_with_its_targets_embedding_comes_back_without(tmp_path: Path) -> None:
+    """specforge -> speculators, which holds the target's embedding -> specforge: the same tensors and settings."""
+    made = {name: tmp_path / name for name in ("first", "between", "last")}
+    of_target = ("--target", "gsm-llama", "--dtype", "bfloat16")
+    run(export, "gsm-llama-eagle3", "--layout", "specforge", *of_target, "--out", str(made["first"]))
+    run(export, str(made["first"]), "--layout", "speculators", *of_target, "--out", str(made["between"]))
+    assert "embed_tokens.weight" in load_file(made["between"] / "model.safetensors")
+    run(export, str(made["between"]), "--layout", "specforge", "--out", str(made["last"]))
+    first, last = (load_file(made[name] / "model.safetensors") for name in ("first", "last"))
+    assert first.keys() == last.keys() and all(torch.equal(tensor, last[name]) for name, tensor in first.items())
+    assert (made["first"] / "config.json").read_text() == (made["last"] / "config.json").read_text()
+
+
+def test_an_embedding_of_its_own_is_not_left_out(tmp_path: Path) -> None:
+    out, folder = tmp_path / "out", tmp_path / "head"
+    run(export, "gsm-llama-eagle3", "--layout", "speculators", "--target", "gsm-llama", "--out", str(folder))
+    tensors = load_file(folder / "model.safetensors")
+    tensors["embed_tokens.weight"][5, 7] += 0.25
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInputError, match=r"own_embed \(SGLang replaces it by the target's embedding"):
+        run(export, str(folder), "--layout", "specforge", "--out", str(out))
+    config = json.loads((folder / "config.json").read_text())
+    config["speculators_config"]["verifier"]["name_or_path"] = "someone/target"
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        InvalidInputError, match=r"own_embed .*is left out, but its target someone/target is not .*--target"
+    ):
+        run(export, str(folder), "--layout", "specforge", "--out", str(out))
+    assert not out.exists()
+
+
 def test_heads_of_eagle_1_are_not_exported(tmp_path: Path) -> None:
     folder = head_layouts.eagle1().write(tmp_path / "eagle1")
     with pytest.raises(InvalidInputError, match="an EAGLE-1 or EAGLE-2 head, which neither layout holds"):
@@ -187,7 +218,7 @@ def test_the_built_in_head_is_exported_and_read_back(layout: str, tmp_path: Path
 
 def test_a_head_of_speculators_becomes_one_of_specforge_where_that_can_say_it(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    with pytest.raises(InvalidInputError, match=r"norm_before_residual = True.*own_embed"):
+    with pytest.raises(InvalidInputError, match=r"norm_before_residual = True.*own_embed.*give --target"):
         run(export, str(PLAIN), "--layout", "specforge", "--out", str(out))
     assert not out.exists()
     run(export, str(FILES / "written" / "converted"), "--layout", "specforge", "--out", str(out), "--target", _target())

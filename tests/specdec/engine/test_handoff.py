@@ -26,6 +26,7 @@ from fakes import (
 )
 
 import attention.transport.local
+from attention.cache.handoff import VERSION
 from attention.errors import HandoffMismatchError, TransferError, TransferTimeoutError
 from specdec import Handoff, SamplingParams
 from specdec.errors import CacheTooSmallError, InvalidInputError, OutOfPagesError, RequestFailedError
@@ -459,16 +460,17 @@ def test_bytes_of_another_version_and_cut_off_ones() -> None:
     (handoff,) = eagle3().prefill(PROMPTS[0], PARAMS[1])
     data = handoff.to_bytes()
     with pytest.raises(HandoffMismatchError, match="version 9"):
-        Handoff.from_bytes(data.replace(b'"version": 1', b'"version": 9', 1))
+        Handoff.from_bytes(data.replace(f'"version": {VERSION}'.encode(), b'"version": 9', 1))
     with pytest.raises(HandoffMismatchError, match="no handoff"):
         Handoff.from_bytes(data[:-1])
     assert b"pickle" not in data and Handoff.from_bytes(data).moved == handoff.moved
 
 
-def test_models_that_are_divided_among_ranks_are_refused() -> None:
+def test_models_that_are_divided_among_ranks_need_a_transport_between_processes() -> None:
     p = eagle3()
     p.ranks = SimpleNamespace(size=2)
-    for call in (p.open_transfer, lambda: p.prefill(PROMPTS[0], GREEDY)):
+    own = attention.transport.local.LocalTransport()
+    for call in (p.open_transfer, lambda: p.open_transfer(own), lambda: p.prefill(PROMPTS[0], GREEDY)):
         with pytest.raises(InvalidInputError, match="divided among 2 ranks"):
             call()
     p.ranks = None

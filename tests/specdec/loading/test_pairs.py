@@ -19,6 +19,7 @@ from specdec.loading.pairs import load_pair, pair_of
 from specdec.requests.sampling import SamplingParams
 from tests.head_layouts import LAYOUTS, SPECULATORS, target
 
+_DATA = ("--data", "arithmetic", "--limit", "1")
 SIZES: dict[str, Any] = {"max_num_seqs": 2, "page_size": 4, "kv_cache_tokens": 200, "num_speculative_tokens": 3}
 
 
@@ -74,6 +75,9 @@ def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
     assert pair_of(head, head).named_by is None, "a user's own draft is never replaced"
     assert pair_of(folder, None).target is folder
     assert pair_of("gsm-llama", None).target == "gsm-llama"
+    assert pair_of(folder, "auto").draft == pair_of("gsm-llama", "auto").draft == "auto", "of a target it is built in"
+    alone = pair_of(head, "auto")
+    assert (alone.target, alone.draft) == (str(folder), head)
     assert pair_of(tmp_path / "nothing", None).named_by is None
     with pytest.raises(InvalidInputError, match=r"is a head, whose config\.json names the target"):
         pair_of(head, None, revision="main")
@@ -81,6 +85,29 @@ def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
     assert pair_of(head, None).named_by is None
     (head / "config.json").write_text(json.dumps([1]))
     assert pair_of(head, None).named_by is None
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "How many is 3 times 4?", "-k", "3", "--max-new-tokens", "8", "--stats"],
+        ["eval", "acceptance", *_DATA, "--k", "3", "--max-new-tokens", "8", "--output", "found.json"],
+        pytest.param(["eval", "lossless", *_DATA, "--k", "3", "--mode", "greedy"], marks=pytest.mark.slow),
+        ["eval", "compare", "k=1", "k=3", *_DATA, "--max-new-tokens", "8"],
+    ],
+    ids=["generate", "acceptance", "lossless", "compare"],
+)
+def test_every_command_takes_a_head_alone(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exported head of gsm-llama, which names it."""
+    monkeypatch.chdir(tmp_path)
+    said = ["export", "gsm-llama-eagle3", "--layout", "speculators", "--target", "gsm-llama", "--out", "head"]
+    assert CliRunner().invoke(cli, said).exit_code == 0
+    result = CliRunner().invoke(cli, [*command, "--model", "head"])
+    assert result.exit_code == 0, result.output
+    if command[1] == "acceptance":
+        document = json.loads((tmp_path / "found.json").read_text())
+        loaded = document["provenance"]["settings"]["models"]["main"]
+        assert (loaded["target"], loaded["head"]) == ("gsm-llama", "Eagle3Head")
 
 
 def in_cache(hub: Path, name: str, folder: Path) -> None:

@@ -6,13 +6,19 @@ import contextlib
 import functools
 import importlib.util
 import sys
+import time
+import unittest.mock
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import specdec.engine.ranked
 import specdec.loading.targets
 import specdec.parallel.ranks
+from specdec.errors import TransferTimeoutError
+from specdec.transfer.end import RankEnd
 
 
 def nothing(engine: Any) -> int:
@@ -151,3 +157,85 @@ def wrong_drafts_of_graphs(engine: Any) -> None:
         return verify(round_, draft)
 
     engine.executor.verify = wrong
+
+
+def pages_in_use(engine: Any) -> list[int]:
+    """Pages of the target's first group that each rank has in use, and of them in quarantine: two numbers a rank."""
+    own = [engine.usage().target_pages, len(engine.moving.late_pages())]
+    found = engine.ranks.collectives.gather(torch.tensor(own, device=engine.ranks.device))
+    return [int(number) for number in found.flatten().tolist()]
+
+
+def page_digests(engine: Any, pages: list[int]) -> list[list[int]]:
+    """Of each rank, one number for keys and one for values of each of the target's layers in these pages (HND)."""
+    layers = engine.target.runner.runners[0].layers
+    own = torch.tensor([digest(t[pages]) for layer in layers for t in (layer.keys, layer.values)])
+    return list(engine.ranks.collectives.gather(own.to(engine.ranks.device)).tolist())
+
+
+def digest(pages: torch.Tensor) -> int:
+    """Of the bytes of some pages."""
+    return zlib.crc32(pages.contiguous().view(torch.uint8).cpu().numpy().tobytes())
+
+
+def wrong_head_range(engine: Any) -> None:
+    """Every rank takes its heads for the first ones, when a transport is opened next."""
+    _patches.enter_context(unittest.mock.patch("specdec.transfer.end._part", lambda ranks: 0))
+
+
+def late_grant(engine: Any, waits: bool) -> None:
+    """Rank 1 is half a second late when it lets pages be read. waits: whether rank 0 waits for it, as it has to."""
+    if engine.ranks.rank == 1:
+        grant = engine.moving.grant
+
+        def late(lease: str, pages: Any) -> None:
+            time.sleep(0.5)
+            grant(lease, pages)
+
+        engine.moving.grant = late
+    if not waits:
+        engine.moving.confirm = lambda granted: None
+
+
+def late_read(engine: Any) -> None:
+    """Rank 1's reads begin half a second late."""
+    if engine.ranks.rank == 0:
+        return
+    read = RankEnd.read
+
+    def late(self: Any, own: Any) -> Any:
+        time.sleep(0.5)
+        return read(self, own)
+
+    _patches.enter_context(unittest.mock.patch.object(RankEnd, "read", late))
+
+
+class Unsettled:
+    """A read that comes too late, and may write to its pages until `settle_reads`."""
+
+    settled = False
+
+    def wait(self, deadline: float) -> None:
+        raise TransferTimeoutError("late")
+
+
+def unsettled_reads(engine: Any) -> None:
+    """Rank 1's reads are such ones."""
+    if engine.ranks.rank == 1:
+        Unsettled.settled = False
+        _patches.enter_context(unittest.mock.patch.object(RankEnd, "read", lambda self, own: Unsettled()))
+
+
+def settle_reads(engine: Any) -> None:
+    """Nothing is written any more."""
+    Unsettled.settled = True
+
+
+def unpatched(engine: Any) -> None:
+    """Without what was patched in these functions."""
+    _patches.close()
+
+
+def waits_again(engine: Any) -> None:
+    """After `late_grant(…, False)`."""
+    engine.moving.confirm = functools.partial(specdec.engine.ranked.confirm, engine.ranks)

@@ -18,11 +18,12 @@ from specdec.ops import fp8 as operators
 from specdec.ops import fp8_experts
 from specdec.ops.fp8 import FP8, dequantised
 from specdec.target import fp8, rereading
-from specdec.target.fp8 import Fp8Layers, unrounded_activations
+from specdec.target.fp8 import Fp8Layers
 from specdec.target.probing import probe_target
 from specdec.target.selftest import self_test
 from specdec.target.target import Target
 from specdec.target.twin import _build
+from specdec.target.unrounded import unrounded_activations
 from tests.fp8 import LLAMA, QWEN, multiplied_out, quantised, write
 from tests.specdec.ops.test_fp8 import Block
 
@@ -45,7 +46,7 @@ def test_a_deep_model_passes_though_a_last_bit_moves_many_roundings(
     """32 layers in bfloat16, as the 8B shape on an H200: 0.37 there, with rounding."""
     deep = target(tmp_path / "target", {**SMALL, "num_hidden_layers": 32}, torch.bfloat16)
     assert self_test(deep) < 0.12
-    monkeypatch.setattr(fp8, "_rounds", lambda: True)
+    monkeypatch.setattr(fp8, "are_rounded", lambda: True)
     with pytest.raises(UnsupportedModelError, match=r"error 0\.[23].* \(allowed for torch.bfloat16: 0.2\)"):
         self_test(deep)
 

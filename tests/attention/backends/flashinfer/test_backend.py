@@ -11,9 +11,9 @@ import torch
 from attention.backends.flashinfer.backend import (
     FlashInferBackend,
     routes,
-    split_batch,
     start_building,
 )
+from attention.backends.flashinfer.parts import split_batch
 from attention.backends.flashinfer.support import check_supported
 from attention.backends.flashinfer.wrapper import kernel_name
 from attention.backends.invariant import InvariantBuilder

@@ -1,0 +1,85 @@
+"""What rounds bring for the requests of one call, handed out update by update."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from specdec.engine.calls import Call
+from specdec.engine.sharing import SharedEngine
+from specdec.errors import SpecdecError
+from specdec.requests.request import Completion
+from specdec.requests.submission import Submission
+
+
+@dataclass(frozen=True)
+class StreamUpdate:
+    """What one round brought for one completion.
+
+    Attributes:
+        index: its place in what `generate` returns: the prompt's, or with SamplingParams.n, where every prompt has n
+            completions in a row, n·prompt + sample.
+        token_ids: new token ids. text: new text; joined, the texts are the completion's.
+        completion: set when it is finished.
+    """
+
+    index: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None
+
+
+class Stream(Iterator[StreamUpdate]):
+    """What rounds bring for one call, update by update. Its requests are queued when the first update is asked for.
+
+    May be read and closed on any thread. A request that fails does not end the others of its call: its error is raised
+    after them.
+    """
+
+    def __init__(self, shared: SharedEngine, requests: Sequence[Submission] | None, call: Call | None = None) -> None:
+        """call: of requests that are queued already; `requests` is None then."""
+        self._shared = shared
+        self._requests: Sequence[Submission] | None = requests
+        self._call: Call | None = call
+        self._errors: list[SpecdecError] = []
+
+    def __next__(self) -> StreamUpdate:
+        """Raises RequestFailedError or RoundFailedError, after the last update, when requests failed."""
+        try:
+            if self._requests is not None:
+                requests, self._requests = self._requests, None
+                self._call = self._shared.submit(requests)
+            return self._next()
+        except BaseException:
+            self.close()
+            raise
+
+    def _next(self) -> StreamUpdate:
+        call = self._call
+        while call is not None:
+            found = self._shared.next(call)
+            if found is None:
+                break
+            place, update = found
+            if update.error is None:
+                return StreamUpdate(place, update.token_ids, update.text, update.completion)
+            self._errors.append(update.error)
+        if self._errors:
+            first, *more = self._errors
+            self._errors = []
+            if more:
+                first.add_note(f"{len(more)} more requests of this call failed")
+            raise first
+        raise StopIteration
+
+    def close(self) -> None:
+        """Abort what is left; idempotent."""
+        call, self._call, self._requests = self._call, None, None
+        if call is not None:
+            self._shared.abandon(call)
+
+    def __del__(self) -> None:
+        try:  # not by contextlib: when the interpreter ends, this module's names may be gone
+            self.close()
+        except AttributeError:  # __init__ did not come to its end, or the interpreter has
+            return

@@ -1,0 +1,33 @@
+"""Warnings to a user, shown at the user's own line: the one that called into this library."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import warnings
+from pathlib import Path
+from types import FrameType
+
+from specdec.errors import SpecdecWarning
+
+_ROOT = Path(__file__).resolve().parents[1]
+_OURS = ("attention", "drafters", "specdec")
+"""Packages whose lines are not the user's; so is the one that warns, which may add commands to these."""
+_BETWEEN = (contextlib.__file__, f"{os.sep}torch{os.sep}utils{os.sep}_contextlib.py")
+"""Files of decorators that stand between two functions of ours."""
+
+
+def warn_user(message: str) -> None:
+    """Warn with a SpecdecWarning at the first line outside of this library; in its commands, at that of the script."""
+    frame, level = sys._getframe(1), 2
+    packages = {*_OURS, str(frame.f_globals["__name__"]).partition(".")[0]}
+    folders = tuple(f"{_ROOT / package}{os.sep}" for package in packages)
+    while frame.f_back is not None and _is_in(frame, folders):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, SpecdecWarning, stacklevel=level)
+
+
+def _is_in(frame: FrameType, folders: tuple[str, ...]) -> bool:
+    file = frame.f_code.co_filename
+    return file.startswith(folders) or file.endswith(_BETWEEN)

@@ -1,0 +1,63 @@
+"""A warning is shown at the line of the user's that called into this library, whatever lies between."""
+
+from __future__ import annotations
+
+import ast
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import LetterTokenizer, tiny_llama
+
+from evals.data.prompts import warn_without_template
+from specdec import SpecdecWarning, SpeculativeModel
+from tests.fp8 import LLAMA, write
+
+ROOT = Path(__file__).parents[2]
+
+
+class Long(LetterTokenizer):
+    """With more tokens than any target of the tests."""
+
+    def __len__(self) -> int:
+        return 100_000
+
+
+def folder_of_fp8(folder: Path) -> tuple[Any, Any]:
+    return write(folder / "target", LLAMA), LetterTokenizer()
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [(lambda _: (tiny_llama(), Long()), "has 100000 tokens"), (folder_of_fp8, "runs on a CPU")],
+    ids=["a tokenizer", "FP8 on a CPU"],
+)
+def test_warnings_point_at_the_users_line(make: Any, words: str, tmp_path: Path) -> None:
+    target, tokenizer = make(tmp_path)
+    sizes: dict[str, Any] = {"max_num_seqs": 2, "page_size": 4, "kv_cache_tokens": 200}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        SpeculativeModel.from_pretrained(target, tokenizer=tokenizer, **sizes).close()  # this line
+    (found,) = [one for one in said if one.category is SpecdecWarning]
+    assert words in str(found.message) and found.filename == __file__
+    assert Path(__file__).read_text().splitlines()[found.lineno - 1].endswith("# this line")
+
+
+def test_a_package_that_adds_commands_is_not_the_user() -> None:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        warn_without_template()
+    assert [one.filename for one in said] == [__file__]
+
+
+def test_all_warnings_go_that_way() -> None:
+    """Nothing of ours counts frames by hand."""
+    by_hand = [
+        str(path.relative_to(ROOT))
+        for package in ("attention", "drafters", "specdec", "evals")
+        for path in sorted((ROOT / package).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("warnings.warn", "warn")
+    ]
+    assert by_hand == ["specdec/user_warnings.py"]
