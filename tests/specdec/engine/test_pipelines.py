@@ -135,7 +135,7 @@ def test_drafted_where_who_is_next_is_open(monkeypatch: pytest.MonkeyPatch, reas
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, prompts: int = 2, rows: int = 3) -> tuple[Engine, list[str]]:
-    """An engine of drafted rounds, prompts too, to which so many prompts were given; what it will do stands in the list."""
+    """An engine of drafted rounds, prompts too, that was given so many prompts; what it does will be in the list."""
     engine = engine_of(DraftedVerification, monkeypatch, rows=rows)
     engine.executor.prompts_too = True  # type: ignore[attr-defined]
     for _ in range(prompts):
