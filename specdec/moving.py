@@ -243,7 +243,8 @@ class Moving(Generation):
                 return self._link
             if self._unopened and not instead:
                 raise TransferError(
-                    f"no transport is open, the last one could not be opened: {self._unopened}; call open_transfer again"
+                    f"no transport is open, the last one could not be opened: {self._unopened}; call "
+                    "open_transfer again"
                 )
             self.engine.usage()  # what was read meanwhile is held no longer
             held = self.engine.moving.num_held
