@@ -12,7 +12,12 @@ layers over the copy rate or their operations over the matmul rate, both measure
 floor.
 
 Part `decode`: one query token a row by FlashInfer's CUDA-core decode, its tensor-core decode, fa2 as this library plans
-it, and our packed kernel, for query heads a KV head and head sizes; 2,048 keys a row.
+it, and our packed kernel, for query heads a KV head and head sizes; 2,048 keys a row. What FlashInfer has not compiled
+for this machine is built side by side before anything is measured: the module of its tensor-core decode has eight large
+files, minutes of sixteen cores, the others one each. So, within 90 seconds of a fresh machine:
+
+    python -m benchmarks.bench_backends --part decode --head-size 256 --kernel fa2 --kernel packed \\
+        --kernel "CUDA-core decode" --out benchmarks/results/decode_kernels_256.jsonl
 
 What a backend does not serve is a line that says so.
 """
@@ -22,8 +27,9 @@ from __future__ import annotations
 import itertools
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -32,6 +38,8 @@ import click
 import torch
 
 from attention.backends.base import AttentionBackend
+from attention.backends.building import in_background
+from attention.backends.flashinfer.wrapper import building
 from attention.backends.flex import FlexBackend
 from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
@@ -47,6 +55,7 @@ FIXED = ", fixed"
 """After a backend's name: planned for batches of one shape, as CUDA graphs hold them; else for any batch."""
 WAYS = ("torch", "flex", "flashinfer", f"flashinfer{FIXED}", "batch_invariant")
 REPEATS, _LEAST_LAUNCHES, _CACHES_BYTES = 9, 8, 256 << 20
+DECODE_KERNELS = ("CUDA-core decode", "tensor-core decode", "fa2", "packed")
 RATIOS, HEAD_SIZES, DECODE_ROWS, DECODE_KEYS = (1, 2, 4, 8, 16), (64, 128, 256), (1, 32, 128), 2048
 
 
@@ -206,7 +215,32 @@ def backend_lines(place: Place, batches: dict[str, Batch], only: Iterable[str]) 
             yield line | {k: round(v, 2) for k, v in found.items()} | {"ratio": round(found["total_us"] / floor, 2)}
 
 
-def decode_lines() -> Iterator[dict[str, Any]]:
+def build_decode_kernels(sizes: Sequence[int], kernels: Sequence[str]) -> None:
+    """Build FlashInfer's modules for heads of these sizes, all at once.
+
+    Raises:
+        KernelBuildError: one could not be built.
+    """
+    from flashinfer.decode import get_batch_decode_module
+    from flashinfer.prefill import get_batch_prefill_module
+
+    half, builds = torch.bfloat16, []
+    for dim in sizes:
+        whole = (half, half, half, torch.int32, dim, dim, 0, False, False)  # no positions, window or cap
+        if "fa2" in kernels:
+            builds.append(building(half, AttentionSpec(1, 1, dim, dim, 1.0), half, "fa2"))
+        if "CUDA-core decode" in kernels:
+            make = partial(get_batch_decode_module, *whole)
+            builds.append(in_background(("CUDA-core decode", dim), f"CUDA-core decode {dim}", make))
+        if "tensor-core decode" in kernels:
+            make = partial(get_batch_prefill_module, "fa2", *whole, False)
+            builds.append(in_background(("tensor-core decode", dim), f"tensor-core decode {dim}", make))
+    for build in builds:
+        build.wait()
+        click.echo(f"{build.name}: {build.state}")
+
+
+def decode_lines(sizes: Sequence[int], kernels: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One line for every decode kernel, number of query heads a KV head, head size and number of rows."""
     from benchmarks.attention_arms import (
         CUDA,
@@ -218,24 +252,25 @@ def decode_lines() -> Iterator[dict[str, Any]]:
         make_scene,
     )
 
+    build_decode_kernels(sizes, kernels)
     workspace = torch.empty(_CACHES_BYTES, dtype=torch.uint8, device=CUDA)
     place = Place(CUDA, torch.bfloat16, AttentionSpec(32, 8, 128, 128, 1.0))
     rates = measured_rates(place)
-    for dim, ratio, rows in itertools.product(HEAD_SIZES, RATIOS, DECODE_ROWS):
+    for dim, ratio, rows in itertools.product(sizes, RATIOS, DECODE_ROWS):
         key = AttentionSpec(32, 32 // ratio, dim, dim, scale=dim**-0.5)
         scene = make_scene(Case(rows, 1, DECODE_KEYS, torch.bfloat16, torch.bfloat16, key))
-        kernels: dict[str, Callable[[], Configuration]] = {
+        makers: dict[str, Callable[[], Configuration]] = {
             "CUDA-core decode": lambda s=scene: DecodeConfiguration(s, workspace, tensor_cores=False),  # type: ignore[misc]
             "tensor-core decode": lambda s=scene: DecodeConfiguration(s, workspace),  # type: ignore[misc]
             "fa2": lambda s=scene: FlashInferConfiguration(s, workspace, "fa2", fixed=True),  # type: ignore[misc]
             "packed": lambda s=scene: PackedConfiguration(s),  # type: ignore[misc]
         }
         floor = scene.case.cache_bytes / rates.copy * 1e6
-        for name, make in kernels.items():
+        for name in kernels:
             line = {"head_dim": dim, "query_heads_a_kv_head": ratio, "rows": rows, "kernel": name}
             line |= {"floor_us": round(floor, 2)}
             try:
-                kernel = make()
+                kernel = makers[name]()
                 plan = host_us(kernel.plan, place)
                 launches = max(_LEAST_LAUNCHES, len(scene.layers))
                 layers = list(itertools.islice(itertools.cycle(scene.layers), launches))
@@ -250,8 +285,12 @@ def decode_lines() -> Iterator[dict[str, Any]]:
 @click.option("--part", type=click.Choice(["backends", "decode"]), default="backends", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny batches and heads in float32, on a CPU too.")
 @click.option("--backend", "only", multiple=True, type=click.Choice(WAYS), help="Repeatable; default all.")
+@click.option("--head-size", "sizes", multiple=True, type=int, help=f"Of `decode`; default {HEAD_SIZES}.")
+@click.option("--kernel", "kernels", multiple=True, type=click.Choice(DECODE_KERNELS), help="Of `decode`; default all.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")
-def main(part: str, small: bool, only: tuple[str, ...], out: Path) -> None:
+def main(
+    part: str, small: bool, only: tuple[str, ...], sizes: tuple[int, ...], kernels: tuple[str, ...], out: Path
+) -> None:
     """Measure and write as measured."""
     torch.manual_seed(0)
     has_gpu = torch.cuda.is_available()
@@ -263,7 +302,10 @@ def main(part: str, small: bool, only: tuple[str, ...], out: Path) -> None:
     else:
         place = Place(device, torch.bfloat16, AttentionSpec(32, 8, 128, 128, scale=128**-0.5))
     batches = small_size() if small else full_size()
-    found = decode_lines() if part == "decode" else backend_lines(place, batches, only or WAYS)
+    if part == "decode":
+        found = decode_lines(sizes or HEAD_SIZES, kernels or DECODE_KERNELS)
+    else:
+        found = backend_lines(place, batches, only or WAYS)
     key = place.key
     common: dict[str, Any] = {"benchmark": "backends" if part == "backends" else "decode_kernels"}
     if part == "backends":

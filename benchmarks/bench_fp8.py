@@ -39,6 +39,8 @@ _SHARED_BYTES = 227 << 10
 _SPLITS = (1, 2, 3, 4, 6, 8)
 _STEPS = {64: ((1, 4), (1, 8), (2, 3), (2, 5), (4, 2)), 128: ((1, 4), (2, 2), (2, 3))}
 """By rows of a program: blocks a step of the loop, and steps that are on their way at once."""
+_MANY_TOKENS = ((64, 64, 4), (64, 128, 4), (128, 64, 4), (128, 128, 8))
+"""Tokens and rows of a program and its warps, from 65 tokens on."""
 _MOST_PROGRAMS = 8 * 132
 """Of a sweep: with more, nothing is left for splits to win."""
 
@@ -50,7 +52,16 @@ def candidates(tokens: int, rows: int, width: int) -> Iterator[Any]:
     """
     from specdec.ops.fp8_kernel import Tiling
 
-    tile, blocks = min(max(1 << (tokens - 1).bit_length(), 16), 128), width // BLOCK
+    blocks = width // BLOCK
+    if tokens > 64:
+        for (tile, height, warps), stages, splits in product(_MANY_TOKENS, (3, 4, 8), _SPLITS):
+            tiling = Tiling(tile, height, False, warps, stages, 1, splits)
+            programs = -(-tokens // tile) * (rows // height) * splits
+            fits = stages * BLOCK * (tile + height) < _SHARED_BYTES and -(-blocks // tiling.share(blocks)) == splits
+            if fits and (splits == 1 or programs <= _MOST_PROGRAMS // 2):
+                yield tiling
+        return
+    tile = max(1 << (tokens - 1).bit_length(), 16)
     for height, steps in _STEPS.items():
         for (at_once, stages), splits in product(steps, _SPLITS):
             tiling = Tiling(tile, height, tokens <= 32, 4, stages, at_once, splits)
@@ -62,10 +73,12 @@ def candidates(tokens: int, rows: int, width: int) -> Iterator[Any]:
 
 
 def shown(tiling: Mapping[str, Any]) -> str:
-    """Rows, which operand comes first, warps, stages, blocks at once, splits: "64f w4 s3 b2 x5"."""
+    """Rows, which operand comes first, warps, stages, blocks at once, splits: "64f w4 s3 b2 x5"; before them the tokens
+    of a program where a matmul has more."""
     first = "f" if tiling["weight_first"] else "l"
     steps = f"s{tiling['stages']} b{tiling.get('at_once', 1)} x{tiling.get('splits', 1)}"
-    return f"{tiling['rows']}{first} w{tiling['warps']} {steps}"
+    tokens = f"{tiling['tokens']} x " if tiling["tokens"] > 32 else ""
+    return f"{tokens}{tiling['rows']}{first} w{tiling['warps']} {steps}"
 
 
 def timed(launch: Callable[[torch.Tensor, torch.Tensor], object], weights: list[tuple[torch.Tensor, ...]]) -> float:

@@ -88,8 +88,8 @@ class Generation:
         Closing the iterator early, on any thread, aborts what is left.
         """
         self._shared.check_open()
-        self._live.check()
+        check = self._live.begin_check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         for request in requests:
             self.engine.check(request.token_ids, request.params)
-        return Stream(self._shared, requests)
+        return Stream(self._shared, requests, check=check)

@@ -20,7 +20,7 @@ from specdec.config import MAX_NUM_PREFILL_TOKENS, EngineConfig
 from specdec.engine.ranked import LeadingEngine, make_engine, own_logits
 from specdec.engine.sharing import SharedEngine
 from specdec.errors import InvalidInputError
-from specdec.execution.base import Executor
+from specdec.execution.base import CapturesLate, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.loading.assembly import assemble
 from specdec.loading.checkpoint import Checkpoint
@@ -126,6 +126,8 @@ class SpeculativeModel(Closing):
                 self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor)
                 self._shared = SharedEngine(self.engine, self.device)
                 self._live = LiveModel.of(self.hf_model, captured=not isinstance(made.executor, EagerExecutor))
+                if isinstance(made.executor, CapturesLate):
+                    made.executor.before_capture = self._live.check
                 for build in self.builds:
                     build.wait()
 

@@ -1,12 +1,12 @@
 """The gated delta rule on a GPU: which kernel serves which rows. Imported on CUDA only.
 
-    a gate of a head            2 to 16 tokens, the replayed ones counted: one chunk    (delta_short)
+    a gate of a head            2 to 16 tokens, the replayed ones counted: one chunk    (delta_short, delta_solve)
     one token and no replay,    up to 16 tokens of its own: token by token              (delta_tokens)
     more replayed, or a gate    more: in chunks of 64                                   (delta_chunks)
     of every key dimension
 
-One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 73 to 76 µs
-against 52, 79 and 143 of 1, 3 and 7 tokens).
+One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 56 to 59 µs
+against 50, 79 and 143 of 1, 3 and 7 tokens).
 
 The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for
 every replay of a CUDA graph.

@@ -50,18 +50,46 @@ class Tiling:
     least_keys: int
 
 
-def tiling(units: int, width: int, multiprocessors: int, shared_bytes: int) -> Tiling:
-    """The tiling for so many rows times KV heads, with tiles of `width` queries.
+def tiling(units: int, width: int, dim: int, multiprocessors: int, shared_bytes: int) -> Tiling:
+    """The tiling for so many rows times KV heads, with tiles of `width` queries and heads of `dim` numbers.
 
-    Few units: one program a multiprocessor, which reads far ahead where it has the memory. More: two of them and more.
-    Of a hundred choices on an H200 the best or near it, 32 query heads over 8, µs, this kernel and FlashInfer's: one
-    row of 640 keys and 4 tokens 7.1 and 10.4, 8 rows 12.0 and 16.9, 16 rows of 900 keys 20.3 and 29.5; with 6 tokens
-    32 rows 26.4 and 31.1, 128 rows 88 and 104; 32 rows of 64 to 1,300 keys and 4 tokens 32.4 and 34.3.
+    Few units: one program a multiprocessor, which reads far ahead where it has the memory. Of a hundred choices on an
+    H200 the best or near it, 32 query heads over 8, µs, this kernel and FlashInfer's: one row of 640 keys and 4 tokens
+    7.1 and 10.4, 8 rows 12.0 and 16.9; with 6 tokens 32 rows 26.4 and 31.1, 128 rows 88 and 104.
+
+    More units, tiles of 16 queries: at most 96 KiB of keys and values on their way in a program, so that two run on a
+    multiprocessor, and up to four shares each, so that none is left with a long one. With 128 KiB one ran alone. µs on
+    an H200, one token a row where nothing else is said: fa2, this tiling and the one before it (128 keys, shares for
+    two programs each; from four units a multiprocessor on 32 keys):
+
+    ============================== ===== ===== ======
+    dim, heads a KV head, rows      fa2   this  before
+    ============================== ===== ===== ======
+    128, 4, 32 x 2048               68.9  70.4  86.7
+    128, 4, 32 x 640                27.9  28.8  30.7
+    128, 4, 20 x 2048               51.0  50.2  52.7
+    128, 4, 64 x 2048              130.2 126.9 146.4
+    128, 4, 128 x 2048             253.2 243.3 263.1
+    128, 2, 32 x 2048              129.3 124.7 140.7
+    128, 8, 128 x 2048             131.3 127.3 144.6
+    128, 16, 128 x 2048             71.4  71.7  87.7
+    128, 4, 32 x 2048, 4 tokens     68.7  71.1  85.5
+    128, 4, 32 x 640, 4 tokens      28.5  29.7  31.3
+    64, 4, 32 x 2048                41.4  39.3  46.8
+    64, 16, 128 x 2048              42.1  40.2  47.6
+    ============================== ===== ===== ======
+
+    So a decode takes this kernel wherever it serves the layer: fa2 is at most 4 % faster, and has to be planned.
+
+    >>> tiling(32 * 8, 16, 128, 132, 232_448)
+    Tiling(keys=64, warps=2, stages=4, each=4, least_keys=256)
     """
     if units <= multiprocessors:
         return Tiling(128, 4, 5 if shared_bytes >= _FAR_AHEAD_BYTES else 3, 1, 128)
+    if width <= 16 and dim > 64:
+        return Tiling(64, 2, 4, _MOST_EACH, 256)
     if units < 4 * multiprocessors:
-        return Tiling(128, 4, 3, 2, 256) if width <= 16 else Tiling(64, 4, 5, 2, 256)
+        return Tiling(128, 4, 3, _MOST_EACH, 256) if width <= 16 else Tiling(64, 4, 5, 2, 256)
     return Tiling(32, 2, 5, _MOST_EACH, 256)
 
 
@@ -287,7 +315,7 @@ def launch_packed(
         require(query.stride(-1) == 1 and out.is_contiguous(), "query or out has gaps")
         require(pages.stride() == layer.values.stride(), "keys and values lie differently")
     heads, width = key.num_kv_heads, _width(query_len * (key.num_q_heads // key.num_kv_heads))
-    tiles = tiling(rows * heads, width, scratch.multiprocessors, scratch.shared_bytes)
+    tiles = tiling(rows * heads, width, key.head_dim_k, scratch.multiprocessors, scratch.shared_bytes)
     wanted = max(1, tiles.each * scratch.multiprocessors // heads)
     if checking():
         require(len(scratch.arrived) >= 2 * wanted * heads, "too little room for the parts of rows")

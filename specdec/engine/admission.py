@@ -159,6 +159,8 @@ class Admission:
             )
 
     def _check_ids(self, where: str, token_ids: Sequence[int]) -> None:
+        if not len(token_ids):
+            return
         largest = self._target.num_embeddings - 1
         bad = [t for t in token_ids if not 0 <= t <= largest][:1]
         if bad:

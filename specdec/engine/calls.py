@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from specdec.errors import ModelChangedError, SpecdecError
 from specdec.requests.request import Update
 
 
@@ -13,9 +15,11 @@ class Call:
     Attributes:
         places: request id -> index in the call, of the requests that are not ended.
         inbox: updates, and None to wake whoever sleeps on it.
+        refusal: set when it is found out, while its first round runs, that the call cannot be served.
     """
 
     def __init__(self) -> None:
+        self.refusal: SpecdecError | None = None
         self.places: dict[int, int] = {}
         self.inbox: SimpleQueue[Update | None] = SimpleQueue()
         self._last: dict[int, Update] = {}
@@ -30,3 +34,10 @@ class Call:
             return None  # an interrupted delivery was repeated
         self._last[update.request_id] = update
         return update
+
+    def examine(self, check: Callable[[], None]) -> None:
+        """Run a check of the model: what it finds refuses this call, and nobody else's."""
+        try:
+            check()
+        except ModelChangedError as error:
+            self.refusal = error

@@ -8,6 +8,7 @@ the commit is the pipeline that the round is in: see `lookahead`.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -54,6 +55,7 @@ class Engine(Visited):
     Attributes:
         target: what it runs.
         config: its sizes and limits.
+        meanwhile: what is to be done once, while the device runs a round, before that is read; may run twice.
         reported: what the last round reported. It is set in one assignment: the moment at which the round counts.
         executor: how rounds run on the device; `use` replaces it.
         inflight: the round that is launched and not yet committed; after one that only brought first tokens that one,
@@ -79,6 +81,7 @@ class Engine(Visited):
         self.config = config
         self._announce = announce
         self.reported: list[Update] = []
+        self.meanwhile: deque[Callable[[], None]] = deque()
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
         self.target = target
         self._drafter = drafter
@@ -258,8 +261,12 @@ class Engine(Visited):
                 return self._publish([])
             current = self.inflight = self._launcher.verify(launched)
             upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
+            while self.meanwhile:
+                self.meanwhile[0]()
+                self.meanwhile.popleft()  # only now: an interrupt must not skip one
             outcome = self._read(current)  # the round's one device-to-host read
-            draft = self._launcher.draft_steps(current, outcome)  # the draft prefill is done: the device goes on
+            alone = upcoming is None and self._brings_first_tokens_alone(current)
+            draft = None if alone else self._launcher.draft_steps(current, outcome)  # the draft prefill is done
             upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
             head_has_read = isinstance(current.verification, DraftedVerification)
             committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
@@ -267,11 +274,10 @@ class Engine(Visited):
             if self._departures.expected:
                 drafts = partial(self._launcher.drafts_for, current, committed, draft)
                 self._departures.leave(owners, self.scheduler, self.executor, drafts)
-            following = partial(self._launcher.after, current, committed, draft)  # who is in it is new
-            if upcoming is None and self._brings_first_tokens_alone(current):
-                self._following = following  # at the next step: whoever waits for a first token has it before
+            if alone:  # whoever waits for a first token has it before the device goes on
+                self._following = partial(self._after_first_tokens, current, committed, outcome)
             else:
-                self.inflight = upcoming or following()
+                self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
             self._report(committed, owners)  # text and stop strings, while the device drafts
         return self.reported
 
@@ -284,14 +290,20 @@ class Engine(Visited):
 
     def _brings_first_tokens_alone(self, current: VerifyingRound) -> bool:
         """Whether a round, which is read, did nothing but decide the first tokens of its rows, and nobody waits for the
-        device: it has the draft steps to do while the tokens are handed out.
+        device: it has the draft prefill to do while the tokens are handed out.
 
-        To launch the next round takes the host as long as a tenth of what a short prompt on cached pages takes in all.
+        To launch what follows takes the host as long as a tenth of what a short prompt on cached pages takes in all.
         """
         schedule, drafted = current.schedule, isinstance(current.verification, DraftedVerification)
-        if not drafted or schedule.num_drafting or self.scheduler.waiting:
+        if not drafted or schedule.num_drafting or self.scheduler.waiting or self._departures.expected:
             return False
         return len(current.target.decided) == len(schedule.rows)
+
+    def _after_first_tokens(
+        self, current: VerifyingRound, committed: Committed, outcome: Outcome
+    ) -> LaunchedRound | None:
+        draft = self._launcher.draft_steps(current, outcome)
+        return self._launcher.after(current, committed, draft)
 
     def owners(self, round_: VerifyingRound) -> list[Request | None]:
         """The request of each decided row; None for one that was aborted or stopped meanwhile."""

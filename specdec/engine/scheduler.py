@@ -188,6 +188,8 @@ class Scheduler(Crossing):
 
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
+        if not self.running:
+            return Schedule(rows, rows, rows)
         pending = table.pending(rows)
         allowed = self._drafts_at(table.computed[rows], table.drafts[rows], table.limit[rows], table.longest[rows])
         # A row whose bonus token alone is pending was in the last batch, whose aux hidden states the head starts from.
@@ -220,6 +222,8 @@ class Scheduler(Crossing):
 
     def _reserved(self, schedule: Schedule) -> bool:
         """Reserve what the rows will write; False, and nothing is changed, when there are too few pages."""
+        if not len(schedule.rows):
+            return True
         tokens = self._table.computed[schedule.rows] + schedule.num_new + schedule.num_drafts
         for exactly in (False, True):
             try:

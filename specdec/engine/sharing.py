@@ -17,8 +17,9 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import partial
 from threading import get_ident
 
 import torch
@@ -111,8 +112,10 @@ class SharedEngine:
         with self.between_rounds():
             return self._engine.usage()
 
-    def submit(self, requests: Sequence[Submission | Resumption]) -> Call:
+    def submit(self, requests: Sequence[Submission | Resumption], check: Callable[[], None] | None = None) -> Call:
         """Queue the requests of a call.
+
+        check: of the model, runs while the first round after this does; where it raises ModelChangedError, `next` does.
 
         Raises:
             InvalidInputError: a request is refused, see `Engine.submit`; none of the call is queued then.
@@ -125,6 +128,8 @@ class SharedEngine:
                 try:
                     self._forget_abandoned()
                     self._queue(call, requests)
+                    if check is not None:
+                        self._engine.meanwhile.append(partial(call.examine, check))
                 finally:
                     self._holder = None
         finally:
@@ -139,10 +144,13 @@ class SharedEngine:
         Raises:
             SpecdecError: called from inside a round.
             ClosedModelError: the model was closed, and all that was reported before is handed out.
+            ModelChangedError: what the call's check found, before its first update.
         """
         me = self._outside()
         try:
             while call.places:
+                if call.refusal is not None:
+                    raise call.refusal
                 update = call.take()
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specdec.engine.calls import Call
@@ -36,8 +36,15 @@ class Stream(Iterator[StreamUpdate]):
     after them.
     """
 
-    def __init__(self, shared: SharedEngine, requests: Sequence[Submission] | None, call: Call | None = None) -> None:
-        """call: of requests that are queued already; `requests` is None then."""
+    def __init__(
+        self,
+        shared: SharedEngine,
+        requests: Sequence[Submission] | None,
+        call: Call | None = None,
+        check: Callable[[], None] | None = None,
+    ) -> None:
+        """call: of requests that are queued already; `requests` is None then. check: see `SharedEngine.submit`."""
+        self._check = check
         self._shared = shared
         self._requests: Sequence[Submission] | None = requests
         self._call: Call | None = call
@@ -48,7 +55,7 @@ class Stream(Iterator[StreamUpdate]):
         try:
             if self._requests is not None:
                 requests, self._requests = self._requests, None
-                self._call = self._shared.submit(requests)
+                self._call = self._shared.submit(requests, self._check)
             return self._next()
         except BaseException:
             self.close()

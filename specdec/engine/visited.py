@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from attention.errors import OutOfPagesError
 from specdec.engine.admission import Admission
 from specdec.engine.handoff import ROUNDS_IN_VAIN, Moving
 from specdec.engine.launcher import LaunchedRound
@@ -78,7 +79,11 @@ class Visited(ABC):
             self._collect()
             without_head = self.scheduler.head_pages is not None and not moved.num_drafts
             rounds = 0 if self.inflight is None else ROUNDS_IN_VAIN
-            return self.moving.reserve(self.scheduler.pools(), moved, without_head, rounds)
+            try:
+                return self.moving.reserve(self.scheduler.pools(), moved, without_head, rounds)
+            except OutOfPagesError as error:
+                missing = error
+        raise missing  # outside: an error that leaves the block means that rows are to be made anew
 
     def may_fill(self, number: int) -> bool:
         """Whether reserved pages may be written to, see `Moving.may_fill`."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -25,6 +26,17 @@ class Drafter:
     head: Head
     loop: DraftLoop[Any, Any]
     runner: GroupRunner
+
+
+@runtime_checkable
+class CapturesLate(Protocol):
+    """An executor that may compile and capture between rounds, too.
+
+    Attributes:
+        before_capture: called before it does; raises where the model is not what it was.
+    """
+
+    before_capture: Callable[[], None] | None
 
 
 class Executor(Protocol):

@@ -33,39 +33,49 @@ class Recorder(Protocol):
 
 
 @dataclass(frozen=True)
-class StepGraph:
-    """One draft step after the draft prefill. x [rows·w, H] is its output, which the next step's graph reads.
+class PassGraph:
+    """A pass of the head that chooses a draft greedily, and the same with the drafts of sampled rows drawn after it.
 
-    choose: draws its draft of sampled rows again; None where those are greedy, too.
+    One graph for both parts: between two, the device would pause for about as long as a kernel of theirs takes.
+
+    drawn: None where sampled rows, too, are drafted for greedily. x: of both, what the next step reads; None after the
+        draft prefill, which leaves it in the loop's buffer.
     """
 
+    greedy: torch.cuda.CUDAGraph
+    drawn: torch.cuda.CUDAGraph | None
+    x: tuple[torch.Tensor | None, torch.Tensor | None]
+
+    def of(self, sampled: bool) -> torch.cuda.CUDAGraph:
+        """The one for a round with sampled rows or without."""
+        return self.drawn if sampled and self.drawn is not None else self.greedy
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One draft step after the draft prefill."""
+
     planner: FixedPlanner
-    graph: torch.cuda.CUDAGraph
-    x: torch.Tensor
-    choose: torch.cuda.CUDAGraph | None
+    run: PassGraph
 
 
 @dataclass(frozen=True)
 class DraftGraphs:
-    """The head's graphs: the draft prefill after the verification, with a planner of each pass, and the steps.
-
-    choose: draws draft 1 of sampled rows again; None where those are greedy, too.
-    """
+    """The head's graphs: the draft prefill after the verification, with a planner of each pass, and the steps."""
 
     prefill_planners: tuple[FixedPlanner, ...]
-    prefill: torch.cuda.CUDAGraph
-    choose: torch.cuda.CUDAGraph | None
+    prefill: PassGraph
     steps: tuple[StepGraph, ...]
 
     @property
     def num_graphs(self) -> int:
-        """Graphs that every round runs."""
+        """Graphs that rounds without sampled rows run."""
         return 1 + len(self.steps)
 
     @property
     def num_sampled(self) -> int:
-        """Graphs that rounds with sampled rows run beside them."""
-        return sum(choose is not None for choose in (self.choose, *(step.choose for step in self.steps)))
+        """Graphs that only rounds with sampled rows run, in place of these."""
+        return sum(run.drawn is not None for run in (self.prefill, *(step.run for step in self.steps)))
 
 
 @dataclass(frozen=True)
@@ -151,20 +161,36 @@ class DraftCapture:
         for m, metadata in enumerate(round_.prefill):  # only the first has the verification's lengths
             planners.append(self._runner.fixed_planner(rows, query_len, None if m else target))
             planned.append(planners[-1].plan(metadata))
-        prefill, chosen = recorder(lambda: self._prefill(result, round_, planned), self._pool)
-        choose = self._choosing(partial(self._choose_first, result, chosen), recorder)
-        return DraftGraphs(tuple(planners), prefill, choose, self._capture_steps(rows, round_, recorder))
+        prefill = self._recorded(partial(self._prefill_and_choose, result, round_, planned), recorder)
+        return DraftGraphs(tuple(planners), prefill, self._capture_steps(rows, round_, recorder))
 
     def proposal(self, sources: torch.Tensor | None) -> Proposal | None:
         """What sampled rows are drafted from; sources: [rows] int64, their rows among the drafts."""
         return None if self.sampled is None or sources is None else self.sampled.proposal(sources)
 
-    def _choosing(self, choose: Callable[[], None], recorder: Recorder) -> torch.cuda.CUDAGraph | None:
-        return None if self.sampled is None else recorder(choose, self._pool)[0]
+    def _recorded(self, launch: Callable[[bool], torch.Tensor | None], recorder: Recorder) -> PassGraph:
+        """Both forms of a pass; launch(drawn) runs it, with the drafts of sampled rows drawn or without, and returns
+        what the next pass reads."""
+        graph, x = recorder(partial(launch, False), self._pool)
+        if self.sampled is None:
+            return PassGraph(graph, None, (x, None))
+        drawn, drawn_x = recorder(partial(launch, True), self._pool)
+        return PassGraph(graph, drawn, (x, drawn_x))
 
-    def _choose_first(self, result: PackedResult, chosen: Chosen) -> None:
-        assert self.sampled is not None
-        self.sampled.choose_first(chosen, result.num_accepted)
+    def _prefill_and_choose(
+        self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], drawn: bool
+    ) -> None:
+        chosen = self._prefill(result, round_, planned)
+        if drawn and self.sampled is not None:
+            self.sampled.choose(0, chosen, result.num_accepted)
+
+    def _step_and_choose(
+        self, index: int, rows: int, planned: PlannedBatch, before: tuple[torch.Tensor | None, ...], drawn: bool
+    ) -> torch.Tensor:
+        x, chosen = self.loop.step(index, rows, planned, before[drawn])
+        if drawn and self.sampled is not None:
+            self.sampled.choose(index + 1, chosen)
+        return x
 
     def _prefill(
         self, result: PackedResult, round_: EmptyRound, planned: Sequence[PlannedBatch], compiled: bool = True
@@ -177,16 +203,13 @@ class DraftCapture:
         return self.loop.prefill(inputs, positions, passes_attend(self._runner, planned), compiled)
 
     def _capture_steps(self, rows: int, round_: EmptyRound, recorder: Recorder) -> tuple[StepGraph, ...]:
+        """Each form of a step goes on from the same form of the one before."""
         steps: list[StepGraph] = []
         for index, metadata in enumerate(round_.steps):
             planner = self._runner.fixed_planner(step_rows(rows), self.loop.step_width(index))
-            before = steps[-1].x if steps else None
-            launch = partial(self.loop.step, index, step_rows(rows), planner.plan(metadata), before)
-            graph, (x, chosen) = recorder(launch, self._pool)
-            choose = None
-            if self.sampled is not None:
-                choose = self._choosing(partial(self.sampled.choose, index + 1, chosen), recorder)
-            steps.append(StepGraph(planner, graph, x, choose))
+            before = steps[-1].run.x if steps else (None, None)
+            launch = partial(self._step_and_choose, index, step_rows(rows), planner.plan(metadata), before)
+            steps.append(StepGraph(planner, self._recorded(launch, recorder)))
         return tuple(steps)
 
 

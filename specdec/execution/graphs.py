@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -79,6 +79,9 @@ class GraphExecutor:
 
     Made, then captured.
 
+    before_capture: called before anything is compiled or captured; raises where the model is not what it was. Replays
+    read its weights alone.
+
     Whether rows are greedy or sampled, with a head the draft prefill is launched after the verification, before that is
     read, and the draft steps run from the graphs of a bucket.
     """
@@ -103,6 +106,7 @@ class GraphExecutor:
         device = target.hf_model.device
         most = PackedResult.numel(config.max_num_seqs, config.num_speculative_tokens)
         self.reads = HostReads(most, device, target.ranks)
+        self.before_capture: Callable[[], None] | None = None
         self._nobody = empty_target(config)
         self._query_len = config.num_speculative_tokens + 1
         rows = graph_rows(config.max_num_seqs, self._query_len)
@@ -215,6 +219,8 @@ class GraphExecutor:
         """
         model = self._target.hf_model
         settings = compiler_settings(self._target.runner.batch_invariant)
+        if self.before_capture is not None:
+            self.before_capture()
         with gate_of(model.config).held(), torch.no_grad(), settings, using_capturable_experts(*self._modules):
             yield
 
@@ -247,9 +253,7 @@ class GraphExecutor:
         aux_hidden_states = self._target.aux_hidden_states(round_.bucket * self._query_len)
         if bucket.draft is None:
             return ChainedVerification(read, aux_hidden_states, partial(self.launch_next, round_))
-        bucket.draft.prefill.replay()
-        if round_.sampled and bucket.draft.choose is not None:
-            bucket.draft.choose.replay()
+        bucket.draft.prefill.of(round_.sampled).replay()
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _verify_ragged(self, round_: Round, draft: Draft | None) -> Verification:
@@ -269,7 +273,7 @@ class GraphExecutor:
         sent = self._transfer.send_ahead(round_.target, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:
-            self._drawn.choose_first(chosen, accepted)
+            self._drawn.choose(0, chosen, accepted)
         return DraftedVerification(read, aux_hidden_states, partial(self._draft_on, round_))
 
     def _decide_ragged(
@@ -329,9 +333,7 @@ class GraphExecutor:
             self._sent += 1
             for step, host in zip(graphs.steps[:num_steps], batches, strict=False):
                 step.planner.replan(host)
-                step.graph.replay()
-                if round_.sampled and step.choose is not None:
-                    step.choose.replay()
+                step.run.of(round_.sampled).replay()
         return Draft(self._loop.drafts[: len(target.start), : num_steps + 1], None)
 
     def _send_verification(self, rows: int, target: TargetArrays) -> None:

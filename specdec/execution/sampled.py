@@ -36,22 +36,18 @@ class SampledDrafts:
         self._inverse = inverse_map(head.to_target_ids(torch.arange(head.draft_vocab_size, device=device)), vocab_size)
         self._logits: torch.Tensor | None = None
 
-    def choose_first(self, chosen: Chosen, num_accepted: torch.Tensor) -> None:
-        """Draw draft 1 after a verification that accepts num_accepted [R] int64 of any stride, on the device.
+    def choose(self, step: int, chosen: Chosen, num_accepted: torch.Tensor | None = None) -> None:
+        """Draw draft step+1 of the sampled rows in place of the greedy one.
 
-        Rows of `chosen` that are not among these are greedy.
+        All that is kept of it is written by the kernels that draw: each launch between them would cost as much as one
+        of theirs.
+
+        num_accepted: with draft 1, [R] int64 of any stride, on the device: what the verification before it accepts.
+            Rows of `chosen` that are not among these are greedy.
         """
-        self._draw(0, chosen, num_accepted, self._accepted)
-
-    def choose(self, step: int, chosen: Chosen) -> None:
-        """Draw draft step+1 > 1 of the sampled rows in place of the greedy one."""
-        self._draw(step, chosen, self._accepted, None)
-
-    def _draw(self, step: int, chosen: Chosen, accepted: torch.Tensor, keep_accepted: torch.Tensor | None) -> None:
-        """All that sampled rows need beside the greedy draft is written by the kernels that draw: each launch between
-        them would cost as much as one of theirs."""
         rows = len(chosen.ids)
         sampling, logits = self._sampling.first(rows), self._kept(chosen.logits)[:rows, step]
+        kept = None if num_accepted is None else self._accepted
         draw_drafts(
             chosen.logits,
             chosen.ids,
@@ -59,8 +55,8 @@ class SampledDrafts:
             sampling.ahead_uniform,
             step,
             Filtered(self._filtered.stats[:rows, step]),
-            num_accepted=accepted,
-            places=DraftPlaces(logits, self._drafts[:rows, step], self._target_ids, keep_accepted),
+            num_accepted=self._accepted if num_accepted is None else num_accepted,
+            places=DraftPlaces(logits, self._drafts[:rows, step], self._target_ids, kept),
         )
 
     @property

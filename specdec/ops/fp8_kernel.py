@@ -64,6 +64,8 @@ def _ceil(a: int, b: int) -> int:
 _PROGRAMS = 264
 """Programs that keep a GPU of 132 multiprocessors busy: two each."""
 _MOST_SPLITS, _LEAST_BLOCKS = 8, 4
+_FEW_ROWS = 10_240
+"""Up to so many rows of a weight, programs of 128 rows would leave part of a GPU without work."""
 
 
 def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
@@ -90,8 +92,7 @@ def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=4, at_once=1, splits=1)
     """
     if tokens > 64:
-        few = rows <= _FEW_ROWS and tokens <= 256
-        return Tiling(128, 64, False, 4, 6) if few else Tiling(128, 128, False, 8, 4)
+        return _many_tokens(tokens, rows, width)
     tile, first = max(16, 1 << (tokens - 1).bit_length()), tokens <= 32
     if rows > _FEW_ROWS:
         return Tiling(tile, 128, first, 4, 4)
@@ -100,8 +101,43 @@ def tiling_of(tokens: int, rows: int, width: int) -> Tiling:
     return Tiling(tile, 64, True, 4, 3, 2, splits) if first else Tiling(tile, 64, False, 4, 4, 1, splits)
 
 
-_FEW_ROWS = 10_240
-"""Up to so many rows of a weight, programs of 128 rows would leave part of a GPU without work."""
+_THREE_EACH = 396
+"""Programs of which three run on each of 132 multiprocessors: 64 x 128, four warps, three stages. With four, two do."""
+_LEAST_OF_MANY = 24
+"""Blocks of columns of a program, from 65 tokens on: the sums of shorter parts take longer than they gain."""
+
+
+def _many_tokens(tokens: int, rows: int, width: int) -> Tiling:
+    """Of more than 64 tokens: 64 of them and 128 rows a program, so that several run on a multiprocessor.
+
+    A program multiplies, then adds to its float32 sums, in turn: several keep the tensor cores busy; one of 128 x 128
+    with eight warps does not. µs on an H200, each the fastest of this kernel in a sweep of up to 94 tilings, and those
+    of a matmul in bfloat16 (benchmarks/results/fp8-tilings-h200-2026-11-22.jsonl):
+
+    ============ =========== =========== ============= ============= =============
+    tokens       96          192         384           768           2048
+    ============ =========== =========== ============= ============= =============
+    6144 x 4096  15.5 - 16.8 20.7 - 21.4 27.1 - 27.0   49.1 - 48.7   106.5 - 128.4
+    4096 x 4096  11.7 - 12.8 14.9 - 15.9 20.4 - 20.9   30.4 - 33.8   80.4 - 84.8
+    28672 x 4096 44.6 - 64.1 57.3 - 75.7 115.4 - 117.1 207.4 - 234.9 525.9 - 589.2
+    4096 x 14336 27.7 - 35.1 35.2 - 45.3 57.2 - 66.7   115.3 - 112.2 277.4 - 283.8
+    ============ =========== =========== ============= ============= =============
+
+    The last one alone keeps 128 x 128 and eight warps, 267.9 and 300.0 in two runs.
+
+    >>> tiling_of(192, 4096, 14336)
+    Tiling(tokens=64, rows=128, weight_first=False, warps=4, stages=3, at_once=1, splits=4)
+    """
+    tiles, blocks = _ceil(tokens, 64), _ceil(width, _BLOCK)
+    if tokens > 1024 and blocks > 64:
+        return Tiling(128, 128, False, 8, 4)
+    programs = tiles * _ceil(rows, 128)
+    splits = max(1, min(4, _THREE_EACH // programs, blocks // _LEAST_OF_MANY))
+    if splits == 1 and 2 * programs < _PROGRAMS:
+        return Tiling(64, 64, False, 4, 8 if 4 * programs <= _PROGRAMS else 4)
+    programs *= splits
+    as_many_turns = _ceil(programs, _PROGRAMS) == _ceil(programs, _THREE_EACH)
+    return Tiling(64, 128, False, 4, 4 if as_many_turns else 3, 1, splits)
 
 
 @triton.jit

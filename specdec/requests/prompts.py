@@ -78,8 +78,9 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
         if len(rows) != 1:
             raise InvalidInputError(f"a prompt in a list has one row, not {len(rows)}; give the batch by itself")
         return _encode(rows[0], tokenizer)
-    if _is_ids(prompt):
-        ids = list(prompt) if _are_ints(prompt) else [operator.index(t) for t in prompt]
+    plain = _are_ints(prompt)
+    if plain or _is_ids(prompt):
+        ids = list(prompt) if plain else [operator.index(t) for t in prompt]
         _check_padding(ids, tokenizer)
         return ids
     if _is_chat(prompt):

@@ -8,6 +8,7 @@ modules attend, what is hooked, the vocabulary, and in graphs the weights' addre
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -120,6 +121,7 @@ class LiveModel:
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
         snapshot: to see quickly that nothing has changed.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
+        held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
     """
 
     model: PreTrainedModel
@@ -130,6 +132,7 @@ class LiveModel:
     snapshot: _Snapshot
     adapted: tuple[nn.Module, ...]
     adapters: tuple[AdapterState, ...]
+    held: tuple[nn.Parameter, ...]
 
     @classmethod
     def of(cls, model: PreTrainedModel, captured: bool) -> LiveModel:
@@ -140,7 +143,25 @@ class LiveModel:
         return cls(
             *(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot),
             *(adapted, adapter_states(adapted)),
+            tuple(model.parameters()) if captured else (),
         )
+
+    def begin_check(self) -> Callable[[], None] | None:
+        """What of `check` must come before a round; what is left of it, which may run while the device does.
+
+        Rounds from graphs call no module of the model: all they need is that its weights lie where they lay, which is
+        soon seen. The rest only decides whether a call is refused. None: no graph holds the weights, all was checked.
+
+        Raises:
+            ModelChangedError: see `check`.
+        """
+        if not self.held:
+            self.check()
+            return None
+        plain = set(map(type, self.held)) == {nn.Parameter}
+        if tuple(map(torch.Tensor.data_ptr if plain else address_of, self.held)) != self.addresses:
+            self.check()
+        return self.check
 
     def check(self) -> None:
         """Refuse a model that was changed since. Runs at every call, so a model in which nothing moved is seen first.

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from threading import Barrier
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from click.testing import CliRunner
 
+from attention.backends.building import in_background
 from attention.spec import AttentionSpec
 from benchmarks import bench_backends, tables
 from benchmarks.batches import Batch, full_size, small_size
-from benchmarks.bench_backends import WAYS, Place, Rates, floor_us, main
+from benchmarks.bench_backends import DECODE_KERNELS, WAYS, Place, Rates, floor_us, main
 
 BATCHES = ("decode, small", "mixed")
 
@@ -71,3 +77,33 @@ def test_decode_kernels_as_a_table(tmp_path: Path) -> None:
     lines.append(json.dumps(common | found[2] | {"refused": "Unsupported group_size: 16"}))
     (tmp_path / "decode_kernels.jsonl").write_text("\n".join(lines) + "\n", "utf-8")
     assert "| 64 | 16 | 1 | 9.0 | 8.0 | refused | 2.0 | packed |" in tables.page(tmp_path)
+
+
+def test_decode_kernels_are_built_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that were asked for at once, nothing else; each is given what FlashInfer's wrapper asks for."""
+    together, made = Barrier(3, timeout=20), []
+
+    def module(name: str) -> Callable[..., None]:
+        def make(*arguments: Any) -> None:
+            together.wait()
+            made.append((name, arguments[-3:]))
+
+        return make
+
+    decode, prefill = SimpleNamespace(), SimpleNamespace()
+    decode.get_batch_decode_module, prefill.get_batch_prefill_module = module("decode"), module("prefill")
+    for name, fake in (("flashinfer", SimpleNamespace()), ("flashinfer.decode", decode)):
+        monkeypatch.setitem(sys.modules, name, fake)
+    monkeypatch.setitem(sys.modules, "flashinfer.prefill", prefill)
+    fa2 = module("fa2")
+    monkeypatch.setattr(
+        bench_backends, "building", lambda *kind: in_background(("test", kind), "fa2", lambda: fa2(*kind))
+    )
+    bench_backends.build_decode_kernels((56,), DECODE_KERNELS)
+    assert sorted(made) == [
+        ("decode", (0, False, False)),
+        ("fa2", (AttentionSpec(1, 1, 56, 56, 1.0), torch.bfloat16, "fa2")),
+        ("prefill", (False, False, False)),
+    ]
+    bench_backends.build_decode_kernels((40,), ("packed",))
+    assert len(made) == 3

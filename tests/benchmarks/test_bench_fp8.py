@@ -15,16 +15,17 @@ from benchmarks import bench_fp8
 from specdec.ops.fp8_kernel import tiling_of
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 48])
+@pytest.mark.parametrize("tokens", [1, 8, 48, 96, 192, 768])
 def test_each_launch_is_tried_once_and_fits(tokens: int) -> None:
     """No two tilings that are the same launch; the one in use is among them, but for its number of splits."""
     for rows, width in bench_fp8.LLAMA:
         tried = list(bench_fp8.candidates(tokens, rows, width))
-        launches = {(t.rows, t.stages, t.at_once, t.share(width // 128)) for t in tried}
-        assert 10 < len(launches) == len(tried) < 60
+        launches = {(t.tokens, t.rows, t.stages, t.at_once, t.share(width // 128)) for t in tried}
+        assert 10 <= len(launches) == len(tried) <= 60
         assert all(t.stages * t.at_once * 128 * (t.tokens + t.rows) < 227 << 10 for t in tried)
         chosen = tiling_of(tokens, rows, width)
-        assert any((t.rows, t.stages, t.at_once) == (chosen.rows, chosen.stages, chosen.at_once) for t in tried)
+        same = [t for t in tried if (t.tokens, t.rows, t.warps) == (chosen.tokens, chosen.rows, chosen.warps)]
+        assert any((t.stages, t.at_once) == (chosen.stages, chosen.at_once) for t in same)
 
 
 def test_a_line_names_the_best_six(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,6 +189,7 @@ def test_humaneval(saved: Any, evaluate: Any, humaneval_data: str, monkeypatch: 
     assert document["arms"][1]["metrics"]["tau"]["estimate"] > 1.0
 
 
+@pytest.mark.slow
 def test_a_task_that_leaves_no_room_for_a_prompt_is_refused(saved: Any, evaluate: Any, humaneval_data: str) -> None:
     pytest.importorskip("lm_eval")
     asked = ("--data", humaneval_data, "--k", "3", "--confirm-run-unsafe-code")

@@ -11,7 +11,7 @@ from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, accept_sampled
 from specdec.acceptance.packed import PackedResult
 from specdec.ops.argmax import greedy_ids
-from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
+from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
 
@@ -73,15 +73,18 @@ def test_a_captured_round_follows_its_inputs(draft_vocab: int) -> None:
     head_logits = torch.zeros(rows, n, draft_vocab, device=CUDA, dtype=torch.bfloat16)
     uniform, accept, after = (torch.zeros(rows, width, device=CUDA) for width in (n, n, n + 1))
     num_drafts = torch.full((rows,), n, device=CUDA)
+    kept, counts = torch.zeros_like(head_logits), torch.full((rows,), -1, device=CUDA)
     ids, packed = torch.zeros(rows, n, dtype=torch.long, device=CUDA), PackedResult.zeros(rows, n, CUDA).packed
     of_q, of_p = Filtered.empty(rows, n, device=CUDA), Filtered.empty(rows * (n + 1), device=CUDA)
-    proposal = Proposal(head_logits, of_q, inverse_map(known, vocab), torch.arange(rows, device=CUDA))
+    proposal = Proposal(kept, of_q, inverse_map(known, vocab), torch.arange(rows, device=CUDA))
 
     def round_() -> None:
         for k in range(n):
             ids[:, k] = greedy_ids(head_logits[:, k])
-            draw_drafts(head_logits[:, k], ids[:, k], sampling, uniform, k, of_q.step(k))
-        packed[:, n + 2 :] = known[ids]
+            packed[:, n + 2 + k] = known[ids[:, k]]
+            places = DraftPlaces(kept[:, k], packed[:, n + 2 + k], known, counts)
+            own = (head_logits[:, k], ids[:, k], sampling, uniform, k, of_q.step(k))
+            draw_drafts(*own, num_accepted=torch.zeros_like(counts), places=places)
         filter_rows(logits, greedy_ids(logits), sampling, of_p)
         accept_drafts(logits, index, of_p, sampling, num_drafts, accept, after, packed, proposal)
 
@@ -106,4 +109,6 @@ def test_a_captured_round_follows_its_inputs(draft_vocab: int) -> None:
         expected = PackedResult.pack(verdict.num_accepted, verdict.next_token, drafts).packed
         wrong += int((right != ids)[sampled].sum()) + int((expected != packed)[sampled].any(1).sum())
         total += int(sampled.sum()) * (n + 1)
+        assert torch.equal(packed[:, n + 2 :], known[ids]) and torch.equal(kept[sampled], head_logits[sampled])
+        assert torch.equal(counts == 0, sampled)
     assert wrong <= total // 50

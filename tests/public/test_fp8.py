@@ -231,11 +231,13 @@ def half(folder: Path) -> list[Any]:
         return model.generate(PROMPTS, SamplingParams(max_new_tokens=24))
 
 
+@pytest.mark.slow
 def test_a_router_turns_few_tokens_in_half_precision(tmp_path: Path) -> None:
     folder = write(tmp_path / "target", DEEPSEEK)
     check_tokens(reference(folder, DEEPSEEK), half(folder))
 
 
+@pytest.mark.slow
 def test_only_a_near_tie_of_a_router_explains_a_token(tmp_path: Path) -> None:
     """Tokens that are the oracle's best by the other choice of a router, whether that is nearly as good or not."""
     oracle, (text,) = reference(write(tmp_path / "target", DEEPSEEK), DEEPSEEK), prompts((160,), seed=5)
@@ -259,6 +261,7 @@ def test_only_a_near_tie_of_a_router_explains_a_token(tmp_path: Path) -> None:
     raise AssertionError(f"too few tokens of each kind: {seen}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("defect", ["a scale ignored", "experts swapped", "the router's rows swapped"])
 def test_a_defect_is_no_near_tie(defect: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "target", DEEPSEEK)

@@ -131,6 +131,7 @@ def inference_tensors() -> int:
     return sum(issubclass(type(x), torch.Tensor) and x.is_inference() for x in gc.get_objects())
 
 
+@pytest.mark.slow
 def test_a_model_made_in_inference_mode_is_one_made_outside() -> None:
     """Buffers made in inference mode could not be written outside of it, where CUDA graphs are captured."""
     target = tiny_llama()

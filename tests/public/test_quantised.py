@@ -89,6 +89,7 @@ def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> N
     assert own(model) == said, "the model's own generate is as before"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == EXACT[-1] else n for n in EXACT])
 def test_half_precision(name: str, folders: dict[str, Path]) -> None:
     """What is not quantised is in the dtype asked for, and logits come in it, near those of the same model in float32,
@@ -123,6 +124,7 @@ def test_scales_of_quanto_that_a_dtype_cannot_hold_are_refused(folders: dict[str
         load_target(str(tmp_path), "auto", torch.device("cpu"))
 
 
+@pytest.mark.long  # quanto compiles an extension in C++ for it, once an environment
 def test_quanto_in_4_bits_is_refused(tmp_path: Path) -> None:
     need("quanto")
     quanto(tmp_path, weights="qint4")

@@ -19,9 +19,10 @@ import triton.language as tl
 
 from attention.cache.state import DeltaRing
 from attention.errors import InvariantError
-from attention.kernels import delta, delta_short, delta_tokens
+from attention.kernels import delta, delta_short, delta_solve, delta_tokens
 from attention.kernels.delta import gated_delta
-from attention.kernels.delta_short import ShortTiling, unit_upper_inverse
+from attention.kernels.delta_short import ShortTiling
+from attention.kernels.delta_solve import unit_upper_inverse
 from attention.kernels.delta_tokens import DeltaTiling
 from attention.kernels.recurrent import ring_places
 from tests.attention.kernels import token_by_token as oracle
@@ -64,13 +65,16 @@ def test_a_round(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dims", "block_dv"), [((16, 40), 16), ((24, 12), 16), ((32, 32), 32)])
+@pytest.mark.parametrize(
+    ("dims", "block_dv", "grouped"), [((16, 40), 16, False), ((24, 12), 16, True), ((32, 32), 32, True)]
+)
 def test_a_round_of_the_token_kernel_and_of_other_tilings(
-    dims: tuple[int, int], block_dv: int, monkeypatch: pytest.MonkeyPatch
+    dims: tuple[int, int], block_dv: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     case, rows = delta_case(TOKENS, (1, 2), dims, False), StateRows.of(ROUND)
     monkeypatch.setattr(delta_short, "short_tiling", lambda *_: ShortTiling(block_dv, 16, 2, 4))
+    monkeypatch.setattr(delta_solve, "_GROUPED_UNITS", 1 if grouped else 99)
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
     monkeypatch.setattr(delta, "ONE_CHUNK", False)
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
@@ -107,18 +111,20 @@ def test_gates_of_one_chunk_beyond_the_range_of_exp() -> None:
 
 
 @triton.jit
-def _inverse_kernel(x_ptr, out_ptr):  # type: ignore[no-untyped-def]
+def _inverse_kernel(x_ptr, out_ptr, count):  # type: ignore[no-untyped-def]
     at = tl.arange(0, 16)[:, None] * 16 + tl.arange(0, 16)[None, :]
-    tl.store(out_ptr + at, unit_upper_inverse(tl.load(x_ptr + at)))
+    tl.store(out_ptr + at, unit_upper_inverse(tl.load(x_ptr + at), count))
 
 
 @pytest.mark.parametrize("kind", ["random", "equal keys"])
-def test_inverse_of_one_chunk(kind: str) -> None:
+@pytest.mark.parametrize("count", [4, 5, 8, 9, 16])
+def test_inverse_of_one_chunk(kind: str, count: int) -> None:
     """Of equal keys without decay the powers of A grow to thousands, its inverse has but 1 and -1."""
     torch.manual_seed(0)
     A = (torch.randn(16, 16) * 0.5 if kind == "random" else torch.ones(16, 16)).triu(1)
+    A[:, count:] = 0.0
     out = torch.empty_like(A)
-    _inverse_kernel[(1,)](A, out)
+    _inverse_kernel[(1,)](A, out, count)
     close(out, (torch.eye(16) + A).double().inverse(), 1e-6)
 
 

@@ -19,13 +19,14 @@ import json, re, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from attention.kernels import conv, delta_chunks, delta_short, delta_tokens, scan, ssd_chunks, ssd_tokens
+from attention.kernels import conv, delta_chunks, delta_short, delta_solve, delta_tokens, scan, ssd_chunks, ssd_tokens
 
 INT = dict.fromkeys(("query_start_loc_ptr", "slots_ptr", "start_ptr", "replay_ptr", "num_new_ptr"), "*i32")
 FLOAT = dict.fromkeys(("g_ptr", "state_ptr", "ring_g_ptr", "ring_beta_ptr", "dt_ptr", "ring_dt_ptr", "A_ptr", "w_ptr",
-                       "u_ptr", "p_ptr"), "*fp32")
+                       "u_ptr", "p_ptr", "facts_ptr"), "*fp32")
 
 def compiled(kernel, constants, warps=8, stages=1):
+    constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
     signature, aligned = {}, {}
     for i, name in enumerate(kernel.arg_names):
         other = "*bf16" if name.endswith("_ptr") else "fp32" if name == "scale" else "i32"
@@ -68,10 +69,13 @@ own = delta | chunk | {"VECTOR_GATE": False}
 found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, "ROWS": 32})
 found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
 found = told["delta short"]
-tiles = delta_short.short_tiling(1024, 128)
+tiles = delta_short.short_tiling(128)
 own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
-for replay in (False, True):
-    found[f"short {replay}"] = compiled(delta_short._short_kernel, own | {"REPLAY": replay}, tiles.warps)
+own |= {"FIRST": tiles.first, "SECOND": tiles.second}
+for replay, group, narrow in ((False, 1, False), (True, 2, True)):
+    sizes = own | {"REPLAY": replay, "NARROW": narrow, "GROUP": group, "AS_GIVEN": True}
+    found[f"short {replay}"] = compiled(delta_short._short_kernel, sizes, tiles.warps)
+    found[f"solve {group}"] = compiled(delta_solve._solve_kernel, sizes, 3 - group)
 print(json.dumps(told))
 """
 HOPPER_SHARED = 227 << 10

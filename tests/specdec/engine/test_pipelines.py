@@ -135,7 +135,7 @@ def test_drafted_where_who_is_next_is_open(monkeypatch: pytest.MonkeyPatch, reas
 
 
 def asked_for(monkeypatch: pytest.MonkeyPatch, prompts: int = 2, rows: int = 3) -> tuple[Engine, list[str]]:
-    """An engine of drafted rounds, prompts too, that was given so many prompts; what it does will be in the list."""
+    """An engine of drafted rounds, prompts too, that was given so many; what it does will stand in the list."""
     engine = engine_of(DraftedVerification, monkeypatch, rows=rows)
     engine.executor.prompts_too = True  # type: ignore[attr-defined]
     for _ in range(prompts):
@@ -146,10 +146,10 @@ def asked_for(monkeypatch: pytest.MonkeyPatch, prompts: int = 2, rows: int = 3) 
 def test_first_tokens_are_handed_out_before_the_next_round_is_launched(monkeypatch: pytest.MonkeyPatch) -> None:
     engine, events = asked_for(monkeypatch)
     assert [update.token_ids for update in engine.step()] == [[TOKEN]] * 2
-    assert events == ["send", "verify", "draft prefill", "read", "draft steps", "commit"]
+    assert events == ["send", "verify", "draft prefill", "read", "commit"]
     events.clear()
     engine.step()
-    assert events[:4] == ["send", "verify", "draft prefill", "read"]
+    assert events[:5] == ["draft steps", "send", "verify", "draft prefill", "read"]
     assert engine.stats.rounds == 3, "the next one is in flight again"
 
 
@@ -176,7 +176,7 @@ def test_what_was_not_launched_yet_is_forgotten_with_its_requests(monkeypatch: p
     events.clear()
     engine.abort([aborted[0].request_id])
     engine.step()
-    assert events[0] == "send" and [r.id for r in engine.scheduler.running] == [aborted[1].request_id]
+    assert events[:2] == ["draft steps", "send"] and [r.id for r in engine.scheduler.running] == [aborted[1].request_id]
     engine.abort([aborted[1].request_id])
     assert engine.inflight is None and not engine.has_work and engine.scheduler.idle
     engine, events = asked_for(monkeypatch)
@@ -184,6 +184,24 @@ def test_what_was_not_launched_yet_is_forgotten_with_its_requests(monkeypatch: p
     assert engine.inflight is None
     events.clear()
     assert engine.step() == [] and events == []
+
+
+def test_what_callers_have_to_do_is_done_while_the_device_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, before the first read after it was given; again where it was interrupted."""
+    engine, events = asked_for(monkeypatch)
+
+    def interrupted() -> None:
+        engine.meanwhile[0] = lambda: events.append("check")
+        raise KeyboardInterrupt
+
+    engine.meanwhile.append(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    assert "read" not in events
+    engine.step()
+    assert events[-5:] == ["verify", "draft prefill", "check", "read", "commit"]
+    engine.step()
+    assert events.count("check") == 1
 
 
 def ended(outcome: Outcome, num_drafts: np.ndarray) -> Outcome:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -48,6 +49,7 @@ from specdec.compiler.passes import Rewriting
 from specdec.compiler.settings import compiler_settings
 from specdec.engine.lookahead import Lookahead
 from specdec.engine.scheduler import Scheduler
+from specdec.errors import ModelChangedError, RoundFailedError
 from specdec.execution.graphs import GraphExecutor
 from specdec.execution.readback import HostReads
 from specdec.ops.experts import CAPTURABLE, using_capturable_experts
@@ -347,6 +349,34 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     names = ("rms_norm", "add_rms_norm", "rotated")
     found = [[graph[f"specdec.{name}.default"] for name in names] for graph in graphs]
     assert found == [[1, 0, 1], [0, 2, 1], [0, 2, 0]]
+
+
+def test_an_altered_model_is_refused_before_it_says_anything(graphs_on_cpu: list[Replayed]) -> None:
+    """By a check that runs while the device does. It ends no request but those of the call; then all is as before.
+
+    Only a round that would have to capture the altered model fails as a whole.
+    """
+    sizes = {"num_speculative_tokens": 3, "max_num_batched_tokens": 300, "kv_cache_tokens": 900}
+    wrapped = with_graphs(table_head(tiny_llama()), **sizes)
+    params, part = SamplingParams(max_new_tokens=24), wrapped.hf_model.model.layers[1]
+    for alter in (lambda: None, part.train):  # first without, so that what these rounds need is captured
+        running = wrapped.stream(PROMPTS[0], params)
+        tokens = list(next(running).token_ids)
+        alter()
+        altered = wrapped.stream(PROMPTS[1], params)
+        with nullcontext() if alter != part.train else pytest.raises(ModelChangedError, match="training mode"):
+            next(altered)
+        altered.close()
+    tokens += [token for update in running for token in update.token_ids]
+    assert tokens == hf_greedy(PROMPTS[0], 24)
+    late = random_prompts((90,), seed=5)[0]  # its graphs are captured with its first round: of another model
+    with pytest.raises(RoundFailedError, match="training mode"):
+        wrapped.generate(late, params)
+    part.eval()
+    assert [c.token_ids for c in wrapped.generate([PROMPTS[1], late], params)] == [
+        hf_greedy(prompt, 24) for prompt in (PROMPTS[1], late)
+    ]
+    assert free_everywhere(wrapped)
 
 
 @pytest.mark.slow

@@ -27,7 +27,7 @@ import specdec.ops.filters_kernel
 from drafters.vocab import scatter
 from specdec.acceptance.accept import SampledInputs, accept_greedy, accept_sampled
 from specdec.acceptance.packed import PackedResult
-from specdec.ops.draws import Proposal, accept_drafts, draw_drafts, inverse_map
+from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
 from tests.sampled_rounds import kernels_by_reference
@@ -269,6 +269,29 @@ def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> 
         theirs = decided(case)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-6) if one.is_floating_point() else torch.equal(one, other)
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+def test_what_stands_beside_the_drafts_of_sampled_rows(mapped: bool) -> None:
+    """Logits, drafts in the target's vocabulary and accepted counts; those of greedy rows stay what they are."""
+    sampling, known = parameters([FOUR[0], EDGES[0], EDGES[3], FOUR[1]]), torch.randperm(900)[:300].sort().values
+    logits, uniform, accepted = torch.randn(4, 300).half(), torch.rand(4, 5), torch.tensor([1, 0, 2, 0])
+    logits[2, 7] = torch.nan
+    copies, drafts, counts = torch.zeros(4, 2, 320).half(), torch.full((4, 3), -1), torch.full((4,), -1)
+    ids, out = logits.nan_to_num(-9).argmax(-1), Filtered.empty(4, device=CPU)
+    places = DraftPlaces(copies[:, 1, :300], drafts[:, 1], known if mapped else None, counts)
+    draw_drafts(
+        logits, ids, sampling, uniform, 2, out, num_accepted=torch.stack([accepted] * 2, 1)[:, 1], places=places
+    )
+    on = torch.tensor([0, 2, 3])
+    assert torch.equal(copies[on, 1, :300], logits[on].nan_to_num(-torch.inf)) and not copies[1].any()
+    assert not copies[:, 0].any() and not copies[:, 1, 300:].any()
+    assert torch.equal(drafts[on, 1], known[ids[on]] if mapped else ids[on])
+    assert (drafts[1] == -1).all() and (drafts[:, ::2] == -1).all()
+    assert counts.tolist() == [1, -1, 2, 0]
+    alone = logits.nan_to_num(-9).argmax(-1)
+    draw_drafts(logits, alone, sampling, uniform, 2, Filtered.empty(4, device=CPU), num_accepted=accepted)
+    assert torch.equal(ids, alone)
 
 
 def test_no_residual_mass_draws_from_p() -> None:

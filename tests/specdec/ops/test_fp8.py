@@ -133,6 +133,21 @@ def test_narrow_weights_have_programs_enough(rows: int) -> None:
     assert {tiling_of(tokens, rows, 128).splits for tokens in (1, 48)} == {1}
 
 
+@pytest.mark.parametrize("tokens", [65, 96, 192, 384, 768])
+def test_many_tokens_leave_no_multiprocessor_idle(tokens: int) -> None:
+    """A program on every one of 132, or one short of two; three of them fit where there are more turns of two."""
+    pytest.importorskip("triton", reason="Triton is not installed")
+    from specdec.ops.fp8_kernel import tiling_of
+
+    for rows, width in [(6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336)]:
+        tile, blocks = tiling_of(tokens, rows, width), width // 128
+        parts = -(-blocks // tile.share(blocks))
+        programs = -(-tokens // tile.tokens) * -(-rows // tile.rows) * parts
+        assert programs >= 128 and (parts == 1 or tile.share(blocks) >= 24)
+        each = (227 << 10) // (tile.stages * 128 * (tile.tokens + tile.rows))
+        assert each >= 3 or -(-programs // (2 * 132)) == -(-programs // (3 * 132))
+
+
 @pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("pairs", [(4, 1, 3), (9, 2, 2)])

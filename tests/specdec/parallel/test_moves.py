@@ -18,7 +18,7 @@ import pytest
 from fakes import LetterTokenizer, free_everywhere
 
 from specdec import Handoff, RanksLostError, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
-from specdec.errors import HandoffMismatchError
+from specdec.errors import HandoffMismatchError, OutOfPagesError
 
 TEXTS = [
     "Question: Tom has 3 apples and buys 4 more. How many apples does he have?\nAnswer:",
@@ -272,6 +272,29 @@ def test_a_read_that_is_refused_at_once_ends_on_every_rank(pair: tuple[Any, Any]
             two.resume(handoff)
     assert soon(lambda: in_use(two) == [0] * 4)
     assert moved(one, two, TEXTS[0], GREEDY) == lived(one.generate(TEXTS[0], GREEDY))
+
+
+@pytest.mark.slow
+def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, Any]) -> None:
+    """Nobody is told of a reservation that fails: rows of neither rank are made anew because of it."""
+    one, two = pair
+    two.open_transfer("sockets")
+    expected = lived(two.generate(TEXTS[1], replace(GREEDY, max_new_tokens=60)))
+    (handoff,) = one.prefill(TEXTS[0], GREEDY)
+    stream = two.stream(TEXTS[1], replace(GREEDY, max_new_tokens=60))
+    updates, taken = [next(stream)], []
+    with pytest.raises(OutOfPagesError):
+        while True:
+            taken.append(two.engine.reserve(handoff.moved))
+    before = two.engine_stats.preemptions
+    with pytest.raises(OutOfPagesError):
+        two.resume(handoff, timeout=0.02)
+    for number in taken:
+        two.engine.drop(number, lambda: True)
+    updates += list(stream)
+    assert lived([updates[-1].completion])[0][:3] == expected[0][:3] and two.engine_stats.preemptions == before
+    assert lived(two.resume(handoff)) == lived(one.generate(TEXTS[0], GREEDY))
+    assert soon(lambda: in_use(two) == [0] * 4)
 
 
 @pytest.mark.slow

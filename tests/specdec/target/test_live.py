@@ -53,6 +53,30 @@ def test_every_change_is_named(change: str, captured: bool) -> None:
 
 
 @pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_rounds_from_graphs_read_is_checked_first_and_all_else_after_it(change: str, captured: bool) -> None:
+    model = tiny_llama()
+    live = LiveModel.of(model, captured)
+    assert (live.begin_check() is not None) == captured
+    alter, message = CHANGES[change]
+    alter(model)
+    if not captured:
+        if change == "moved":
+            assert live.begin_check() is None
+            return
+        with pytest.raises(ModelChangedError, match=message):
+            live.begin_check()
+    elif change in ("moved", "resized"):  # graphs would read what may be anybody's memory by now
+        with pytest.raises(ModelChangedError, match=message):
+            live.begin_check()
+    else:
+        rest = live.begin_check()
+        assert rest is not None
+        with pytest.raises(ModelChangedError, match=message):
+            rest()
+
+
+@pytest.mark.parametrize("captured", [False, True])
 def test_of_a_model_with_new_values_only_the_snapshot_is_read(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     live = LiveModel.of(model, captured)
