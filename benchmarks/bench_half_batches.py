@@ -116,9 +116,9 @@ def measure(rank: int, size: int, folder: str, settings: dict[str, Any]) -> None
     dtype = torch.bfloat16 if on_cuda else torch.float32
     layers = Layers(settings["layers"], settings["width"], device, dtype)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()] if on_cuda else []
-    if settings["hold"] is not None and rank == 0:
-        wait_for(Path(settings["hold"]))
     dist.barrier()
+    if settings["hold"] is not None:  # each rank by itself: in a barrier, others' GPUs would be busy all the while
+        wait_for(Path(settings["hold"]))
     for rows in settings["rows"]:
         tokens = rows * settings["tokens"]
         x = torch.randn(tokens, settings["width"], device=device, dtype=dtype) / 8

@@ -102,11 +102,17 @@ class TableHead(torch.nn.Module):
     """
 
     def __init__(
-        self, table: torch.Tensor, aux_layers: tuple[int, ...], width: int, disturbance: float, target_ids: torch.Tensor
+        self,
+        table: torch.Tensor,
+        aux_layers: tuple[int, ...],
+        width: int,
+        disturbance: float,
+        target_ids: torch.Tensor,
+        dim: int = 8,
     ) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(7)
-        vocab, dim = table.shape[0], 8
+        vocab = table.shape[0]
         self.attention_specs = (AttentionSpec(2, 1, dim, dim, scale=0.2),)
         self.aux_layers, self.hidden_size, self.draft_vocab_size = aux_layers, vocab + 2 * dim, len(target_ids)
         self.target_ids, self.table, self.vocab = target_ids, table[:, target_ids], vocab
@@ -144,12 +150,16 @@ class TableHead(torch.nn.Module):
 
 
 def table_head(
-    model: PreTrainedModel, disturbance: float = 0.4, aux_layers: tuple[int, ...] = (1, 2, 4), known: Iterable[int] = ()
+    model: PreTrainedModel,
+    disturbance: float = 0.4,
+    aux_layers: tuple[int, ...] = (1, 2, 4),
+    known: Iterable[int] = (),
+    dim: int = 8,
 ) -> TableHead:
-    """A TableHead for `model`, on the draft vocabulary `known` (default: the whole)."""
+    """A TableHead for `model`, on the draft vocabulary `known` (default: the whole), with attention heads of size dim."""
     table = bigram_logits(model)
     ids = torch.tensor(sorted(known) or range(table.shape[0]))
-    return TableHead(table, aux_layers, model.config.get_text_config().hidden_size, disturbance, ids)
+    return TableHead(table, aux_layers, model.config.get_text_config().hidden_size, disturbance, ids, dim)
 
 
 def eagle3_spec(**changes: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 from unittest.mock import patch
 
@@ -48,6 +49,8 @@ def reference_filters(
     stats.copy_(torch.where(is_sampled, torch.cat([peak, threshold, first, total], 1), stats))
     if copy is not None:
         copy.copy_(torch.where(is_sampled, logits, copy))
+    if zeros is not None:
+        zeros.zero_()
 
 
 def reference_drafts(
@@ -117,6 +120,7 @@ def reference_acceptance(
 def kernels_by_reference() -> Iterator[None]:
     """Inside, what decides and drafts sampled rows is computed by torch."""
     filters, draws = "specdec.ops.filters_kernel", "specdec.ops.draws_kernel"
+    import_module(draws)  # before the patches: it would keep the reference's filters when they are gone
     with (
         patch(f"{filters}.launch_filters", reference_filters),
         patch(f"{draws}.launch_drafts", reference_drafts),

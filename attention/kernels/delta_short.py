@@ -18,6 +18,10 @@ it once a head. The second launch is there before the first one ends: it loads s
 multiplies them by keys and queries, and only then waits. The first waits for its own predecessor before it lets the
 second begin, so all that came before is complete.
 
+Narrow rows. Tiles of tensor cores have 16 tokens, but K = 3 replays and verifies at most 7. Up to 8, the keys are the
+first half of one tile and the queries the second: the state is multiplied by both at once, S [K Q], and columns that
+are not meant are multiplied by zeros afterwards. That is a third of the matmuls less, and half of the other operand.
+
 Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
 half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
 two products of TF32 (the state's upper and lower bits). The state times the queries is one, of the upper bits: it goes
@@ -46,8 +50,8 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens
 from attention.recurrence.rows import StateRows
 
-INPUTS_OF_ONE_CHUNK = 16
-"""Replayed and own tokens of a row that are read as one chunk."""
+INPUTS_OF_ONE_CHUNK, INPUTS_OF_NARROW_ROWS = 16, 8
+"""Replayed and own tokens of a row that are read as one chunk, and as half of one."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +62,6 @@ class ShortTiling:
     piece: int
     stages: int
     warps: int
-    registers: int | None = None
-    first: bool = False
-    second: int = 0
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
@@ -124,8 +125,6 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     BLOCK_DV: tl.constexpr,
     PIECE: tl.constexpr,
     STAGES: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
     NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     REPLAY: tl.constexpr,  # whether a row may replay
     PRECISION: tl.constexpr,
@@ -163,13 +162,6 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     v_at = v_ptr + (first * v_token + head * v_head) + ((t_j - replay) * v_token + dv)  # [B, C]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
     raw_v = own_or_kept(v_at, ring_v_at, t_j < replay, key_j & (t_j < count) & in_v, REPLAY)  # [B, C]
-    if FIRST:
-        wait_for_predecessor(DEPENDENT)
-        facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
-        solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
-        P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
-        of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
-        of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
     read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
     for piece in tl.range(0, PIECES, num_stages=STAGES):
         begin = piece * PIECE
@@ -184,13 +176,12 @@ def _short_kernel(  # type: ignore[no-untyped-def]
             else:
                 o = times_exactly(S, queries, o, False)
     o = read if NARROW else o
-    if not FIRST:
-        wait_for_predecessor(DEPENDENT)
-        facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
-        solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
-        P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
-        of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
-        of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
+    wait_for_predecessor(DEPENDENT)
+    facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
+    solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
+    P = tl.load(facts + (256 + i * CHUNK + j))  # [C, C]
+    of_read, of_o = tl.load(facts + (512 + j)), tl.load(facts + (528 + j))  # [1, C]
+    of_u, kept = tl.load(facts + (544 + j)), tl.load(facts + 560)  # [1, C], scalar
     u = times_exactly(
         raw_v.to(tl.float32) - read * of_read, solved, tl.zeros((BLOCK_DV, CHUNK), tl.float32), False
     )  # [B, C]
@@ -200,26 +191,15 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         o = times_exactly(u, P, o * of_o, False)
     u *= of_u
     stored = tl.where((num_new > 0) & (num_new <= tokens), DIM_K, 0)
-    if SECOND == 0:
-        for piece in tl.range(0, PIECES, num_stages=STAGES):
-            begin = piece * PIECE
-            in_k = begin + lane < DIM_K
-            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
-            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
-            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
-            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
-            tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
-    else:
-        for piece in tl.static_range(PIECES):
-            begin = piece * PIECE
-            in_k = begin + lane < DIM_K
-            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
-            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
-            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
-            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
-            tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
+    for piece in tl.range(0, PIECES, num_stages=STAGES):
+        begin = piece * PIECE
+        in_k = begin + lane < DIM_K
+        before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+        # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+        update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
+        after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
+        tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
     out_at = out_ptr + (first * HEADS + head) * DIM_V + ((t_j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
     asks_j = (~key_j if NARROW else j < 16) & own_j  # a query's column
     tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=asks_j & in_v)
@@ -249,7 +229,7 @@ def launch_delta_short(
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))
     width_k = max(16, triton.next_power_of_2(dim_k))
-    narrow = q.dtype == k.dtype and rows.max_replay + rows.max_query_len <= 8
+    narrow = q.dtype == k.dtype and rows.max_replay + rows.max_query_len <= INPUTS_OF_NARROW_ROWS
     facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows, narrow)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
         q,
@@ -282,13 +262,10 @@ def launch_delta_short(
         BLOCK_DV=tiles.block_dv,
         PIECE=min(tiles.piece, width_k),
         STAGES=tiles.stages,
-        FIRST=tiles.first,
-        SECOND=tiles.second,
         NARROW=narrow,
         REPLAY=ring.k.shape[1] > 1,
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,
-        maxnreg=tiles.registers,
         num_stages=1,
         **dependent_launch(v.device),
     )

@@ -4,6 +4,9 @@ The first of the two launches of `attention/kernels/delta_short.py`, which has t
 solves the systems of a row's value heads of one key head, one after the other: they share the products of their keys
 and queries. It also keeps the drafts' keys, gates and β in the ring.
 
+Narrow rows, of up to 8 tokens, have their keys and then their queries in one tile: the products of its rows with each
+other are both k · k and k · q, in columns 0 to 7 and 8 to 15.
+
 Precision. All that goes into the state is as accurate as float32. The products of keys and queries in half precision
 are float32 numbers; everything else is split into upper and lower bits, three products of TF32. Not by "tf32x3", which
 looks for infinities in every operand: five instructions a number, and these kernels are limited by instructions.

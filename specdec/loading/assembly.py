@@ -12,7 +12,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Executor
-from specdec.loading.backends import GraphChoice, choose_graphs
+from specdec.loading.backends import GraphChoice, choose_graphs, made_in_inference_mode
 from specdec.loading.graphs import Graphs
 from specdec.loading.progress import log
 from specdec.loading.states import state_runner, uncapturable
@@ -64,7 +64,8 @@ def assemble(
         UnsupportedAttentionError: the backend lacks a variant.
     """
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    choice = choose_graphs(backend, loop, cuda_graphs, uncapturable(probed))
+    prevented = uncapturable(probed) or made_in_inference_mode(probed.model, head)
+    choice = choose_graphs(backend, loop, cuda_graphs, prevented)
     if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)
     target = _target(probed, head, backend, config, format, layout, ranks)

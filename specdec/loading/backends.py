@@ -9,6 +9,7 @@ from importlib.util import find_spec
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from attention.backends.base import AttentionBackend, GraphBackend, PrefersLayout
 from attention.backends.reference import TorchBackend
@@ -97,6 +98,17 @@ def choose_graphs(
     if uncapturable:
         return GraphChoice(False, reason=uncapturable, expected=False)
     return GraphChoice(True)
+
+
+def made_in_inference_mode(*modules: object) -> str:
+    """Why modules whose parameters were made there cannot run from CUDA graphs, in words; "" where none was.
+
+    They are compiled and captured outside of it, where torch keeps no count of what is written to such tensors.
+    """
+    tensors = (tensor for module in modules if isinstance(module, nn.Module) for tensor in module.parameters())
+    if not any(tensor.is_inference() for tensor in tensors):
+        return ""
+    return "parameters were made in torch.inference_mode(); load the model outside of it"
 
 
 def check_graphs(

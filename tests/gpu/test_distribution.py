@@ -26,7 +26,7 @@ from tests.sampled_rounds import DEFECTS, OF_Q, planted
 
 pytest.importorskip("scipy")
 
-SAMPLES = 3000
+SAMPLES = 6000
 SAMPLING = Sampling(SAMPLES, HOT.tokens, HOT.top_k, HOT.temperature, HOT.top_p)
 
 

@@ -22,7 +22,7 @@ PARAMS = SamplingParams(max_new_tokens=32, return_drafts=True)
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-@torch.inference_mode()
+@torch.no_grad()
 def test_graphs_draft_as_eager_rounds(name: str, tmp_path: Path) -> None:
     """Windows, dynamic RoPE and EAGLE-1's plain first layer are compiled, too."""
     model = target().to("cuda", torch.float16)
@@ -39,7 +39,7 @@ def test_graphs_draft_as_eager_rounds(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["speculators_qwen3", "eagle1", "deepspec"])
-@torch.inference_mode()
+@torch.no_grad()
 def test_drafts_are_those_by_hand(name: str, tmp_path: Path) -> None:
     """In half precision nearly all of them."""
     layout = LAYOUTS[name]()

@@ -32,7 +32,7 @@ def tokens(wrapped: Any) -> list[list[int]]:
 def test_graphs_or_a_reason(name: str, tmp_path: Path) -> None:
     """float32, so that graphs must say what rounds without them say; the head is right now and then."""
     folder = make(name, tmp_path / "target")
-    head = table_head(own_model(folder), 0.1, aux_layers=(1, 2, 3)).cuda()
+    head = table_head(own_model(folder), 0.1, aux_layers=(1, 2, 3), dim=16).cuda()  # of a size that Flex takes
     head.table, head.target_ids, head.fuse_weight = head.table.cuda(), head.target_ids.cuda(), head.fuse_weight.cuda()
     head.qkv, head.mix = head.qkv.cuda(), head.mix.cuda()
     options: dict[str, Any] = {"dtype": "float32", "device": "cuda", "backend": "flex", "page_size": 16}

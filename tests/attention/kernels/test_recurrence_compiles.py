@@ -71,7 +71,6 @@ found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stag
 found = told["delta short"]
 tiles = delta_short.short_tiling(128)
 own = delta | {"BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece, "STAGES": tiles.stages, "PRECISION": "tf32"}
-own |= {"FIRST": tiles.first, "SECOND": tiles.second}
 for replay, group, narrow in ((False, 1, False), (True, 2, True)):
     sizes = own | {"REPLAY": replay, "NARROW": narrow, "GROUP": group, "AS_GIVEN": True}
     found[f"short {replay}"] = compiled(delta_short._short_kernel, sizes, tiles.warps)
