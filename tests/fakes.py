@@ -156,7 +156,7 @@ def table_head(
     known: Iterable[int] = (),
     dim: int = 8,
 ) -> TableHead:
-    """A TableHead for `model`, on the draft vocabulary `known` (default: the whole); attention heads have size dim."""
+    """A TableHead for `model`, on the draft vocabulary `known` (default: the whole); dim: of its attention heads."""
     table = bigram_logits(model)
     ids = torch.tensor(sorted(known) or range(table.shape[0]))
     return TableHead(table, aux_layers, model.config.get_text_config().hidden_size, disturbance, ids, dim)

@@ -5,7 +5,7 @@
     more replayed, or a gate    more: in chunks of 64                                   (delta_chunks)
     of every key dimension
 
-One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 56 to 59 µs
+One chunk costs the same for any number of tokens, a token more 13 µs (32 rows of Qwen3.5-9B on an H200: 52 to 54 µs
 against 50, 79 and 143 of 1, 3 and 7 tokens).
 
 The device decides for each row, by its lengths; the host launches what the longest row may need, which is the same for

@@ -65,20 +65,22 @@ class ShortTiling:
 
 
 def short_tiling(dim_v: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state: the fastest of 18 on an H200 at 8, 32 and 128 rows, which are 8 of
-    these programs a multiprocessor at once. µs at K = 3, Qwen3.5-9B's heads; in one launch 20.3, 74.4 and 258:
+    """The tiling for so many rows of a head's state: of 40 on an H200 at 1, 8, 32 and 128 rows, which are 8 of these
+    programs a multiprocessor at once. µs of both launches at K = 3, Qwen3.5-9B's heads; in one launch 20.3, 74.4 and 258
+    at 8, 32 and 128:
 
-    ================= ==== ==== =====
-    rows              8    32   128
-    ================= ==== ==== =====
-    32 x 32, 2 warps  18.6 59.1 218.3
-    64 x 32, 4 warps  21.7 65.9 237.2
-    32 x 16, 2 warps  20.0 64.7 236.6
-    128 x 32, 8 warps 22.5 68.7 250.8
-    16 x 32, 1 warp   24.7 69.3 253.2
-    ================= ==== ==== =====
+    ========================== ==== ==== ===== =====
+    rows                       1    8    32    128
+    ========================== ==== ==== ===== =====
+    32 x 32, 4 pieces, 2 warps 8.3  18.1 54.1  205.3
+    the same with 5            8.4  19.2 55.4  205.8
+    the same with 3            9.9  18.2 54.4  204.0
+    64 x 32, 5, 2 warps        10.1 19.9 56.6  205.8
+    32 x 16, 5, 2 warps        10.3 20.2 60.1  215.5
+    16 x 32, 5, 1 warp         10.3 22.3 62.9  225.7
+    ========================== ==== ==== ===== =====
     """
-    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 5, 2)
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 4, 2)
 
 
 @triton.jit

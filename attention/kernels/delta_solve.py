@@ -30,10 +30,11 @@ from attention.recurrence.rows import StateRows
 FACTS = tl.constexpr(2 * 256 + 4 * 16)
 """Numbers of a head of a row between the launches: β times (I + A)⁻¹ and P, each 16 x 16; then of each token what to
 multiply S k, S q and u by; then, 16 times, the decay of the stored state up to the last committed token."""
-_FEW_UNITS, _GROUPED_UNITS = 512, 2048
+_FEW_UNITS, _GROUPED_UNITS = 128, 2048
 """Value heads of all rows: up to the first, two warps a program, so that each is done sooner; from the second on a
-program takes all value heads of a key head. µs of this launch on an H200 at 8, 32 and 128 rows of 32 value heads: 4.3,
-9.3 and 28.6 with two warps; 4.8, 6.1 and 21.0 with one; 6.8, 7.1 and 16.3 with one for two heads."""
+program takes all value heads of a key head. µs of both launches on an H200 at 1, 8, 32 and 128 rows of 32 value heads
+and K = 3: 8.3, 18.8, 57.6 and 212.0 with two warps; 8.5, 18.1, 54.1 and 205.7 with one; 10.0, 19.2, 56.6 and 205.3 with
+one for two heads."""
 
 
 @triton.jit
