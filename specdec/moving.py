@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from typing import Any, Literal
@@ -14,7 +14,14 @@ from attention.transport.base import Transport
 from drafters.base import Head
 from specdec.engine.handoff import LEASE_SECONDS
 from specdec.engine.streams import Stream, StreamUpdate
-from specdec.errors import CacheTooSmallError, HandoffMismatchError, InvalidInputError, OutOfPagesError, TransferError
+from specdec.errors import (
+    CacheTooSmallError,
+    HandoffMismatchError,
+    InvalidInputError,
+    OutOfPagesError,
+    SpecdecError,
+    TransferError,
+)
 from specdec.generation import Generation
 from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
@@ -22,9 +29,9 @@ from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
 from specdec.requests.submission import Params, Resumption, submissions
-from specdec.transfer.end import TRANSPORTS
+from specdec.transfer.end import TRANSPORTS, made
 from specdec.transfer.link import Link
-from specdec.values import short
+from specdec.values import real, short
 
 TIMEOUT_SECONDS = 30.0
 OnFailure = Literal["raise", "prefill"]
@@ -41,6 +48,7 @@ class Moving(Generation):
     runners: tuple[GroupRunner, ...]
     ranks: Ranks | None
     _link: Link | None = None
+    _unopened: str = ""  # why the transport that was asked for last is not open
 
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
         """Choose how keys and values get from this model into others and from others into this one.
@@ -58,9 +66,10 @@ class Moving(Generation):
             What a handoff tells its next engine about this one.
 
         Raises:
-            InvalidInputError: an unknown transport, NIXL is not installed, or a transport of one process for a model
-                that is divided among several.
-            TransferError: it cannot be opened (on a rank that is named), or requests that moved away are still held.
+            InvalidInputError: an unknown transport or option, NIXL is not installed, or a transport of one process for
+                a model that is divided among several. The one that was open stays.
+            TransferError: it cannot be opened (on a rank that is named): none is open until the next call. Or requests
+                that moved away are still held.
         """
         if isinstance(transport, str) and transport not in TRANSPORTS:
             raise InvalidInputError(f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}")
@@ -87,8 +96,9 @@ class Moving(Generation):
             CacheTooSmallError: the cache cannot hold all of them at once; hand over fewer at a time.
             InvalidInputError, RequestFailedError, RoundFailedError, …: see `generate`.
         """
-        if not 0 < lease_seconds < float("inf"):
-            raise InvalidInputError(f"lease_seconds={lease_seconds}: allowed is a number of seconds above 0")
+        lease_seconds = _seconds("lease_seconds", lease_seconds)
+        if lease_seconds == float("inf"):
+            raise InvalidInputError("lease_seconds=inf: pages are held for a time that ends; give a number of seconds")
         self._shared.check_open()
         self._live.check()
         link = self._opened()
@@ -109,7 +119,7 @@ class Moving(Generation):
 
     def release(self, handoffs: Handoff | Sequence[Handoff]) -> None:
         """Let go of the pages of requests that this model handed over and that nobody will continue. Idempotent."""
-        given = [handoffs] if isinstance(handoffs, Handoff) else list(handoffs)
+        given = _listed(handoffs)
         with self._shared.between_rounds():
             self.engine.release([handoff.lease for handoff in given])
 
@@ -135,7 +145,7 @@ class Moving(Generation):
             TransferError, TransferTimeoutError: the source is gone, hangs, or holds the pages no longer.
             OutOfPagesError: no pages became free. Others: see `generate`.
         """
-        given = [handoffs] if isinstance(handoffs, Handoff) else list(handoffs)
+        given = _listed(handoffs)
         done: list[Completion] = []
         with ExitStack() as stack:
             begun = []
@@ -154,6 +164,7 @@ class Moving(Generation):
 
         The transfer begins when the first update is asked for. Closing the iterator early aborts what is left.
         """
+        (handoff,) = _listed([handoff])
         if handoff.completion is not None:
             yield StreamUpdate(0, handoff.token_ids, handoff.completion.text, handoff.completion)
             return
@@ -164,6 +175,7 @@ class Moving(Generation):
         """A queued request."""
         if on_failure not in ("raise", "prefill"):
             raise InvalidInputError(f"on_failure={short(on_failure)}: allowed are raise, prefill")
+        timeout = _seconds("timeout", timeout)
         self._shared.check_open()
         self._live.check()
         moved, link = handoff.moved, self._opened()
@@ -229,18 +241,51 @@ class Moving(Generation):
         with self._shared.between_rounds():
             if self._link is not None and not instead:
                 return self._link
+            if self._unopened and not instead:
+                raise TransferError(
+                    f"no transport is open, the last one could not be opened: {self._unopened}; call "
+                    "open_transfer again"
+                )
             self.engine.usage()  # what was read meanwhile is held no longer
             held = self.engine.moving.num_held
             if held:
                 raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")
+            own = made(transport, options)  # before anything is changed
             self._close_transfer()
-            self._link = link = Link(self, transport, options)
+            self._unopened = "it was interrupted"
+            try:
+                self._link = link = Link(self, own, transport, options)
+            except SpecdecError as error:
+                self._unopened = str(error)
+                raise
+            self._unopened = ""
             return link
 
     def _close_transfer(self) -> None:
         link, self._link = self._link, None
         if link is not None:
             link.close()
+
+
+def _listed(handoffs: Handoff | Sequence[Handoff]) -> list[Handoff]:
+    """One or several handoffs. Raises InvalidInputError for anything else."""
+    given = list(handoffs) if isinstance(handoffs, Iterable) else [handoffs]
+    for each in given:
+        if not isinstance(each, Handoff):
+            raise InvalidInputError(
+                f"{short(each)} ({type(each).__name__}): allowed is a Handoff or a list of them; bytes become one by "
+                "Handoff.from_bytes"
+            )
+    return given
+
+
+def _seconds(name: str, value: Any) -> float:
+    """A time. Raises InvalidInputError: no number above 0."""
+    allowed = "a number of seconds above 0"
+    seconds = real(name, value, allowed)
+    if not seconds > 0:
+        raise InvalidInputError(f"{name}={short(value)}: allowed is {allowed}")
+    return seconds
 
 
 def _ended(handoff: Handoff) -> Completion:

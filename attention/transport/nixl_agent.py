@@ -63,7 +63,9 @@ class NixlTransport:
     name = "nixl"
 
     def __init__(self, backends: Sequence[str] = ("UCX",)) -> None:
-        """Raises InvalidInputError where NIXL is not installed."""
+        """Raises InvalidInputError where NIXL is not installed, or backends are no list of names."""
+        if isinstance(backends, str) or not all(isinstance(each, str) for each in backends):
+            raise InvalidInputError(f'backends={backends!r}: allowed is a list of names, as ["UCX"]')
         self._api = nixl_module()
         self._backends = list(backends)
         self._agent: Any = None

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 
 from attention.cache.handoff import Bound, Segment
-from attention.errors import TransferError, TransferTimeoutError
+from attention.errors import InvalidInputError, TransferError, TransferTimeoutError
 from attention.transport.base import Blocks, ReadPlan
 from attention.transport.local import put, synchronize, taken
 
 _LONGEST_LINE = 2**24
+_LAST_PORT = 2**16 - 1
 _IDLE = 60.0
 """Seconds after which a server lets go of a peer that says nothing."""
 
@@ -56,7 +57,17 @@ class SocketTransport:
     name = "sockets"
 
     def __init__(self, host: str = "127.0.0.1", port: int = 0) -> None:
-        """host: the address to listen on, which peers must reach. port: 0 for any that is free."""
+        """host: the address to listen on, which peers must reach. port: 0 for any that is free.
+
+        Raises:
+            InvalidInputError: another type, or no port.
+        """
+        if not isinstance(host, str):
+            raise InvalidInputError(f"host={host!r}: allowed is a name or address of this host, a string")
+        if type(port) is not int or not 0 <= port <= _LAST_PORT:
+            raise InvalidInputError(
+                f"port={port!r}: allowed is a whole number from 0 (any that is free) to {_LAST_PORT}"
+            )
         self._place = (host, port)
         self._server: _Server | None = None
         self._bounds: tuple[Bound, ...] = ()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specdec.errors import InvalidInputError
 from specdec.option_kinds import Choice, Flag, Kind, Overrides, Share, Switch, Whole
 from specdec.options import LoadOptions, option_of
 from specdec.values import MOST_COUNT
@@ -117,10 +118,22 @@ def model_options(*, without: Iterable[str] = ()) -> Callable[[_Command], _Comma
 
 
 def load_model(model: str, draft: str, options: LoadOptions) -> SpeculativeModel:
-    """Load what the options of `model_options` say."""
+    """Load what the options of `model_options` say.
+
+    Raises:
+        InvalidInputError: no head is wanted, and the model is one. Others: see `SpeculativeModel.from_pretrained`.
+    """
     from specdec.loading.builtin import has_builtin_head
+    from specdec.loading.pairs import pair_of
     from specdec.model import SpeculativeModel
 
     auto_without_head = draft == "auto" and not has_builtin_head(model)
     head = None if draft == "none" or auto_without_head else draft
-    return SpeculativeModel.from_pretrained(model, head, **options.as_arguments())
+    refusal = f"--draft none: --model {model} is a draft head; to run its target alone give --model "
+    if draft == "none" and (pair := pair_of(model, None, options.revision)).named_by is not None:
+        raise InvalidInputError(refusal + str(pair.target))
+    loaded = SpeculativeModel.from_pretrained(model, head, **options.as_arguments())
+    if draft == "none" and loaded.head is not None:  # one of the hub, whose configuration was not here before
+        loaded.close()
+        raise InvalidInputError(refusal + str(pair_of(model, None).target))
+    return loaded

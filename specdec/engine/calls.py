@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
+from specdec.engine.faults import Isolated
 from specdec.errors import ModelChangedError, SpecdecError
 from specdec.requests.request import Update
 
@@ -36,8 +37,18 @@ class Call:
         return update
 
     def examine(self, check: Callable[[], None]) -> None:
-        """Run a check of the model: what it finds refuses this call, and nobody else's."""
-        try:
+        """Run a check of the model: what it finds refuses this call, and nobody else's.
+
+        So does a check that fails itself, as on modules that are no longer there: it is not run again.
+        """
+        with Isolated() as fault:
             check()
-        except ModelChangedError as error:
-            self.refusal = error
+        if isinstance(fault.error, ModelChangedError):
+            self.refusal = fault.error
+        elif fault.error is not None:
+            self.refusal = ModelChangedError(
+                "the model has changed since it was wrapped, so that it cannot be looked at "
+                f"({type(fault.error).__name__}: {fault.error}); wrap it again with "
+                "SpeculativeModel.from_pretrained(model, …)"
+            )
+            self.refusal.__cause__ = fault.error

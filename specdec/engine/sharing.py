@@ -60,6 +60,7 @@ class SharedEngine:
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
+        self._refused = False
         self._abandoned: deque[int] = deque()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
@@ -129,7 +130,7 @@ class SharedEngine:
                     self._forget_abandoned()
                     self._queue(call, requests)
                     if check is not None:
-                        self._engine.meanwhile.append(partial(call.examine, check))
+                        self._engine.meanwhile.append(partial(self._examine, call, check))
                 finally:
                     self._holder = None
         finally:
@@ -239,6 +240,11 @@ class SharedEngine:
             self._abandoned.extend(range(first, self._engine.next_id))
             raise
 
+    def _examine(self, call: Call, check: Callable[[], None]) -> None:
+        """Within a round: see `Call.examine`."""
+        call.examine(check)
+        self._refused = self._refused or call.refusal is not None
+
     def _sleep(self, call: Call) -> Update | None:
         """Wait while another thread is in a round."""
         self._sleeping[call] = None
@@ -259,6 +265,9 @@ class SharedEngine:
                 if call is None or (call.places and call.inbox.empty()):
                     with self._at_home():
                         self._engine.step()
+                        if self._refused:
+                            self._engine.forget_prefixes()  # its round may have called what has changed
+                            self._refused = False
                     self._deliver()
                     if call is not None:
                         self._check_alive(call)

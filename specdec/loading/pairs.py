@@ -14,7 +14,7 @@ from huggingface_hub import try_to_load_from_cache
 
 from drafters.checkpoints.hub import is_hub_name, looks_local
 from drafters.eagle3.formats import target_named_by
-from specdec.errors import InvalidInputError, ModelLoadError
+from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, resolve
 from specdec.loading.progress import log
 from specdec.values import short
@@ -36,13 +36,21 @@ class Pair:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Say of a target that cannot be loaded where its name is from.
+        """Say of a target that cannot be loaded, or that the head does not fit, where its name is from.
 
         Raises:
-            ModelLoadError: the same with that said.
+            ModelLoadError, HeadMismatchError: the same with that said.
         """
         try:
             yield
+        except HeadMismatchError as error:
+            if self.named_by is None:
+                raise
+            raise HeadMismatchError(
+                f"{error}\nThe target is {short(self.target)}, a name from config.json of the head "
+                f"{short(self.named_by)}, which was given alone. For another target, give it as the target and the "
+                "head as draft=…"
+            ) from error
         except ModelLoadError as error:
             if self.named_by is None:
                 raise
@@ -72,12 +80,12 @@ def pair_of(target: Any, draft: Any, revision: str | None = None) -> Pair:
             f"revision={revision!r}: {short(str(target))} is a head, whose config.json names the target {named!r}; "
             "give that as the target, with its revision, and the head as draft"
         )
-    log.info("%s is a draft head; its config.json names the target: %s", target, named)
+    log.info("%s is a draft head; its config.json names the target: %s", target, named, extra={"aside": True})
     return Pair(named, target, str(target))
 
 
-def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Any]:
-    """Load the target of `pair_of`; returns what `load` gives, and the head.
+def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any], Loaded]) -> tuple[Loaded, Pair]:
+    """Load the target of `pair_of`; returns what `load` gives, and the pair.
 
     The hub is not asked for a head's configuration: transformers has fetched that into the local cache by the time it
     refuses the head as a target.
@@ -91,13 +99,13 @@ def load_pair(target: Any, draft: Any, revision: str | None, load: Callable[[Any
     pair = pair_of(target, draft, revision)
     try:
         with pair.explained():
-            return load(pair.target), pair.draft
+            return load(pair.target), pair
     except ModelLoadError:
         later = pair_of(target, draft, revision)
         if later.named_by == pair.named_by:
             raise
     with later.explained():
-        return load(later.target), later.draft
+        return load(later.target), later
 
 
 def _config_of(name: str) -> Mapping[str, Any]:

@@ -88,8 +88,8 @@ def load_parts(
         check_tables_fit(options.max_num_seqs, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
-    opened, draft = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
-    model, checkpoint = opened
+    opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
+    (model, checkpoint), draft = opened, pair.draft
     convention = MtpConvention(options.mtp_concat, options.mtp_feedback)
     if draft is None:
         check_without_head(convention, options.head_overrides)
@@ -99,7 +99,8 @@ def load_parts(
     check_divisible(probed, ranks)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
-    head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
+    with pair.explained():
+        head = None if draft is None else load_head(draft, checkpoint, probed, convention, options.head_overrides)
     parts = _sized(probed, head, checkpoint, tokenizer, backend, options, ranks)
     if isinstance(draft, (str, Path)):
         self_test_head(head, model, tokenizer, parts.config.num_speculative_tokens)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from attention.cache.handoff import Bound, RankTable, bind, plan
@@ -15,12 +16,38 @@ from specdec.errors import HandoffMismatchError, InvalidInputError, TransferErro
 from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import Pages
+from specdec.values import short
 
 TRANSPORTS: dict[str, Callable[..., Transport]] = {
     "local": LocalTransport,
     "sockets": SocketTransport,
     "nixl": NixlTransport,
 }
+_METHODS = ("start", "grant", "revoke", "read", "finish", "finished", "close")
+
+
+def made(transport: str | Transport, options: Mapping[str, Any]) -> Transport:
+    """A transport that is not open: of a name and its options, or the one that was given.
+
+    Raises:
+        InvalidInputError: no transport, options that are not its, or values that these cannot have.
+    """
+    if isinstance(transport, str):
+        known = list(inspect.signature(TRANSPORTS[transport]).parameters)
+        if unknown := [name for name in options if name not in known]:
+            allowed = ", ".join(known) or "none"
+            raise InvalidInputError(
+                f"{', '.join(unknown)}: no option of transport {transport!r}; allowed are: {allowed}"
+            )
+        return TRANSPORTS[transport](**options)
+    if isinstance(transport, type) or not all(callable(getattr(transport, name, None)) for name in _METHODS):
+        raise InvalidInputError(
+            f"transport={short(transport)}: allowed are {', '.join(TRANSPORTS)}, and objects with the methods of "
+            "`attention.transport.base.Transport`"
+        )
+    if options:
+        raise InvalidInputError(f"{', '.join(options)}: options belong to a transport's name; give them to the object")
+    return transport
 
 
 class RankEnd:

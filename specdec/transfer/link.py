@@ -18,7 +18,7 @@ from specdec.requests.handoff import Handoff
 from specdec.requests.request import Update
 from specdec.target.fingerprint import fingerprints_of_ranks, weights_fingerprint
 from specdec.target.live import WeightVersions, adapter_layers, adapter_states, in_words
-from specdec.transfer.end import TRANSPORTS, RankEnd
+from specdec.transfer.end import RankEnd
 from specdec.transfer.ranks import RanksRead, open_on_other_ranks
 
 _SHARES = "target weights, share by share"
@@ -27,18 +27,18 @@ _SHARES = "target weights, share by share"
 class Link:
     """An open transport of a model: each rank's regions, and what must be equal at the other end."""
 
-    def __init__(self, model: Any, transport: str | Transport, options: Mapping[str, Any]) -> None:
+    def __init__(self, model: Any, own: Transport, transport: str | Transport, options: Mapping[str, Any]) -> None:
         """Open it, on all ranks. Between two rounds.
 
         Args:
-            model: a `SpeculativeModel`. transport: a name, to which `options` belong, or one that is not open.
+            model: a `SpeculativeModel`. own: this rank's, see `made`. transport: a name, by which other ranks make
+                theirs with these `options`; any other belongs to a model of one rank.
 
         Raises:
             InvalidInputError, TransferError: see `Moving.open_transfer`.
         """
         self._model = model
         self._engine_name = f"specdec-{uuid.uuid4().hex}"
-        own = TRANSPORTS[transport](**options) if isinstance(transport, str) else transport
         self._end = RankEnd(model, own, self._engine_name)
         self._versions = WeightVersions(model.hf_model, model.head)
         self._weights: dict[str, Any] | None = None

@@ -486,6 +486,54 @@ def test_refusals_of_bad_arguments() -> None:
         p.resume(p.prefill(PROMPTS[0]), on_failure="hope")  # type: ignore[arg-type]
     with pytest.raises(TransferError, match="held until"):
         p.open_transfer("sockets")
+    for bad in (None, "x", b"zz", [{}], 3):
+        for call in (p.resume, p.release):
+            with pytest.raises(InvalidInputError, match="allowed is a Handoff or a list of them"):
+                call(bad)  # type: ignore[operator]
+    (handoff,) = p.prefill(PROMPTS[0])
+    for time_ in (float("nan"), "3", None, 0, True):
+        with pytest.raises(InvalidInputError, match=r"timeout=.*a number of seconds above 0"):
+            p.resume(handoff, timeout=time_)  # type: ignore[arg-type]
+        with pytest.raises(InvalidInputError, match=r"lease_seconds=.*a number of seconds above 0"):
+            p.prefill(PROMPTS[0], lease_seconds=time_)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("transport", "options", "words"),
+    [
+        ("sockets", {"prot": 1}, "prot: no option of transport 'sockets'; allowed are: host, port"),
+        ("sockets", {"port": 99999}, "port=99999: allowed is a whole number"),
+        ("sockets", {"port": "80"}, "port='80': allowed"),
+        ("sockets", {"host": 3}, "host=3: allowed"),
+        ("local", {"port": 3}, "port: no option of transport 'local'; allowed are: none"),
+        ("nixl", {"backends": "UCX"}, "backends='UCX': allowed is a list"),
+        (None, {}, "transport=None: allowed are local, sockets, nixl, and objects"),
+        (attention.transport.local.LocalTransport(), {"port": 3}, "port: options belong to a transport's name"),
+    ],
+)
+def test_a_transport_with_bad_options_is_refused_and_the_open_one_stays(
+    transport: Any, options: dict[str, Any], words: str
+) -> None:
+    p, d = eagle3(), eagle3()
+    for model in (p, d):
+        model.open_transfer("sockets")
+    handoffs = p.prefill(PROMPTS[0], GREEDY)
+    p.release(p.prefill(PROMPTS[1], GREEDY))
+    with pytest.raises(InvalidInputError, match=words):
+        d.open_transfer(transport, **options)
+    assert lived(d.resume(handoffs)) == lived(p.generate(PROMPTS[0], GREEDY))
+
+
+def test_what_cannot_be_opened_is_not_replaced_by_another_transport() -> None:
+    p, other = eagle3(), eagle3()
+    port = other.open_transfer("sockets").ranks[0].address["port"]
+    for _ in range(2):
+        with pytest.raises(TransferError, match="cannot listen"):
+            p.open_transfer("sockets", port=port)
+        with pytest.raises(TransferError, match=r"no transport is open.*cannot listen"):
+            p.prefill(PROMPTS[0], GREEDY)
+    p.open_transfer("local")
+    assert p.prefill(PROMPTS[0], GREEDY)[0].source.transport == "local"
 
 
 @pytest.mark.parametrize("planted", [False, True])

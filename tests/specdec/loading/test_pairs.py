@@ -14,8 +14,12 @@ from fakes import LetterTokenizer
 from drafters.eagle import target_of
 from specdec import SpeculativeModel
 from specdec.cli.main import cli
-from specdec.errors import InvalidInputError, ModelLoadError
-from specdec.loading.pairs import load_pair, pair_of
+from specdec.cli.options import load_model
+from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
+from specdec.loading.builtin import resolve
+from specdec.loading.pairs import Pair, load_pair, pair_of
+from specdec.loading.progress import startup_progress
+from specdec.options import LoadOptions
 from specdec.requests.sampling import SamplingParams
 from tests.head_layouts import LAYOUTS, SPECULATORS, target
 
@@ -68,6 +72,35 @@ def test_a_target_that_is_not_there_is_explained(tmp_path: Path) -> None:
         SpeculativeModel.from_pretrained(head, tokenizer=LetterTokenizer())
     result = CliRunner().invoke(cli, ["generate", "a", "--model", str(head)])
     assert result.exit_code == 2 and "The name is from config.json of the head" in result.output
+
+
+def test_a_target_that_the_head_does_not_fit_is_explained(tmp_path: Path) -> None:
+    head = LAYOUTS["speculators_llama"]().write(tmp_path, **named("gsm-deepseek"))
+    words = r"hidden size(.|\n)*The target is 'gsm-deepseek', a name from config.json of the head .*another target"
+    with pytest.raises(HeadMismatchError, match=words):
+        SpeculativeModel.from_pretrained(head)
+    with pytest.raises(HeadMismatchError, match=r"this target has \d+$"):
+        SpeculativeModel.from_pretrained("gsm-deepseek", head)
+
+
+def test_what_a_head_names_is_no_step_of_a_start(tmp_path: Path) -> None:
+    _, head = head_for(tmp_path)
+    with startup_progress() as seconds:
+        pair_of(head, None)
+    assert seconds == {}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_head_alone_without_a_head_is_refused(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """known: its configuration is here before anything is loaded."""
+    folder, head = head_for(tmp_path)
+    if not known:
+        first = iter([Pair(str(head), None)])
+        found = pair_of
+        monkeypatch.setattr("specdec.loading.pairs.pair_of", lambda *given: next(first, None) or found(*given))
+    tokenizer = {"tokenizer": str(resolve("gsm-llama"))}
+    with pytest.raises(InvalidInputError, match=f"--draft none: --model {head} is a draft head.*--model {folder}"):
+        load_model(str(head), "none", LoadOptions(**SIZES, **tokenizer))
 
 
 def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
@@ -134,7 +167,8 @@ def test_a_head_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             raise ModelLoadError("it has no model_type")
         return "loaded"
 
-    assert load_pair(name, None, None, load) == ("loaded", name)
+    loaded, pair = load_pair(name, None, None, load)
+    assert (loaded, pair.draft) == ("loaded", name)
     assert tried == [name, str(folder)]
     with SpeculativeModel.from_pretrained(name, tokenizer=LetterTokenizer(), **SIZES) as alone:  # from the cache
         assert alone.head is not None and alone.checkpoint is not None and alone.checkpoint.name == str(folder)

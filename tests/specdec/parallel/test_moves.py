@@ -117,6 +117,18 @@ def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) 
     assert handoff.completion is not None and soon(lambda: in_use(two) == [0] * 4)
 
 
+@pytest.mark.slow
+def test_a_rank_without_a_port_is_an_error_by_name(pair: tuple[Any, Any]) -> None:
+    """Rank r listens on the r-th port after the one that was asked for, and there may be none: no rank is lost."""
+    one, two = pair
+    before = lived(one.generate(TEXTS[0], GREEDY))
+    with pytest.raises(TransferError, match=r"rank 1 of this model cannot open.*port=65536: allowed"):
+        two.open_transfer("sockets", port=65535)
+    assert lived(two.generate(TEXTS[0], GREEDY)) == before
+    two.open_transfer("sockets")
+    assert moved(two, one, TEXTS[0], GREEDY) == before
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", DRAFTS)
 def test_all_sizes(two_ranks: Any, name: str) -> None:
