@@ -66,8 +66,8 @@ class ShortTiling:
 
 def short_tiling(dim_v: int) -> ShortTiling:
     """The tiling for so many rows of a head's state: of 40 on an H200 at 1, 8, 32 and 128 rows, which are 8 of these
-    programs a multiprocessor at once. µs of both launches at K = 3, Qwen3.5-9B's heads; in one launch 20.3, 74.4 and 258
-    at 8, 32 and 128:
+    programs a multiprocessor at once. µs of both launches at K = 3, Qwen3.5-9B's heads (in one launch 20.3, 74.4 and
+    258 at 8, 32 and 128):
 
     ========================== ==== ==== ===== =====
     rows                       1    8    32    128
