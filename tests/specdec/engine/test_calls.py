@@ -10,6 +10,7 @@ from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_ll
 
 from specdec.errors import ModelChangedError
 from specdec.requests.sampling import SamplingParams
+from specdec.target.live import LiveModel
 
 PROMPTS = random_prompts((9, 5))
 PARAMS = SamplingParams(max_new_tokens=12)
@@ -34,7 +35,7 @@ def test_a_check_refuses_its_own_call_and_is_not_run_again(
     other = wrapped.stream(PROMPTS[1], PARAMS)
     updates = [next(other)]
     with monkeypatch.context() as patched:
-        patched.setattr(type(wrapped._live), "begin_check", lambda live: check)
+        patched.setattr(LiveModel, "begin_check", lambda live: check)
         with pytest.raises(ModelChangedError, match=words):
             wrapped.generate(PROMPTS[0], PARAMS)
     assert not engine_of(wrapped).meanwhile
@@ -48,9 +49,9 @@ def test_a_refused_round_leaves_no_prefixes() -> None:
     """It may have read the prompt through what has changed; the model is as it was when the prompt comes again."""
     wrapped = wrap(tiny_llama(), page_size=4)
     layer: Any = wrapped.hf_model.model.layers[0]
-    own, live = layer.mlp, wrapped._live
+    own = layer.mlp
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(type(live), "begin_check", lambda live: live.check)
+        patched.setattr(LiveModel, "begin_check", lambda live: live.check)
         layer.mlp = torch.nn.Identity().eval()
         with pytest.raises(ModelChangedError, match="modules of the model were added, removed or replaced"):
             wrapped.generate(PROMPTS[0], PARAMS)
