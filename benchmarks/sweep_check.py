@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from transformers import PreTrainedModel
 from benchmarks.sweep_configs import VOCAB, Case
 from benchmarks.sweep_models import NotBuilt, NumberTokenizer, ScriptedHead, build, eager_copy, prompts_of
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import ModelLoadError, SpecdecError
+from specdec.errors import ModelLoadError, SpecdecError, SpecdecWarning
 from specdec.target.long_rope import find_long_rope
 from specdec.target.placeholders import placeholders
 
@@ -71,6 +72,8 @@ class Plan:
         target: what specdec loads: the model, or the folder of a wrapper; on `device`. load: its options. prompts, new:
             prompts that fit its longest request, and new tokens of each. limit, why: that length, where it is shorter
             than what all prompts need, and specdec's reason. vocab_size, num_layers, recurrent: as specdec sees them.
+            eager: specdec warns that the model's default attention leaves out what its layers ask for; eager attention
+            is what it is compared with.
     """
 
     target: Any
@@ -83,6 +86,7 @@ class Plan:
     vocab_size: int = VOCAB
     num_layers: int = 1
     recurrent: bool | None = None
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -267,7 +271,9 @@ def _checked(model: PreTrainedModel, finer: PreTrainedModel | None, target: Any,
     except Exception as error:
         return _unnamed(error, model, finer, prompts)
     try:
-        reference = Reference(model, finer, plan.prompts, plan.new)
+        reference = Reference(eager_copy(model) if plan.eager else model, finer, plan.prompts, plan.new)
+        if plan.eager:
+            reference.notes["specdec warns that its default attention leaves out its softcap: eager is compared"] = None
     except Exception as error:
         return Verdict("not built", f"its own generate fails: {one_line(error)}")
     try:
@@ -285,7 +291,11 @@ def _fitting(plan: Plan) -> Plan:
         SpecdecError: the model is refused.
         AssertionError: a longer request is not.
     """
-    with _load(plan, None, 0) as wrapped:
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", SpecdecWarning)
+        loaded = _load(plan, None, 0)
+    plan = replace(plan, eager=any("attn_implementation='sdpa'" in str(warning.message) for warning in said))
+    with loaded as wrapped:
         limit = wrapped.config.max_model_len
         plan = replace(plan, vocab_size=wrapped.target.vocab_size, num_layers=wrapped.target.num_layers)
         plan = replace(plan, recurrent=wrapped.config.recurrent or None)

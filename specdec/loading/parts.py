@@ -21,6 +21,7 @@ from specdec.loading.heads import check_without_head, load_head
 from specdec.loading.kv_scales import chosen_scales
 from specdec.loading.memory import check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
+from specdec.loading.own_attention import name_what_is_left_out
 from specdec.loading.pairs import load_pair
 from specdec.loading.parallel import check_divisible, least_of_all
 from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
@@ -97,6 +98,7 @@ def load_parts(
     backend = make_backend(options.backend, model.device)
     probed = _probe(model, backend, options)
     check_divisible(probed, ranks)
+    name_what_is_left_out(probed)
     warn_of_another_vocabulary(tokenizer, probed.vocab_size)
     log.info("loading the head")
     with pair.explained():

@@ -5,7 +5,9 @@ Every model has thresholds (a window of 32 tokens, …) that lie beyond short du
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -15,6 +17,8 @@ from fakes import TINY, enlarge, random_prompts, tiny_llama, wrap
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     LlamaForCausalLM,
     MllamaForCausalLM,
     MllamaTextConfig,
@@ -316,6 +320,31 @@ def test_a_model_without_a_twin_is_tested_itself_and_says_what_was_not() -> None
     with pytest.warns(SpecdecWarning, match=r"sliding_window=2000 were not tested.*the width must be 32"):
         wrapped = wrap(planted(OwnConfigOnly, sliding_window=2000), max_model_len=4096)
     assert "the width must be 32" in wrapped.describe()["twin"]
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_a_softcap_that_the_models_own_attention_leaves_out_is_named(own: str) -> None:
+    """transformers 5.17 takes sdpa for Gemma 2 unless told otherwise; its tokens are not those with the softcap."""
+    config = Gemma2Config(**TINY, query_pre_attn_scalar=1, attn_logit_softcapping=0.05, attn_implementation="eager")
+    model = Gemma2ForCausalLM(config).eval()
+    enlarge(model, 0)
+    (prompt,) = random_prompts((40,))
+
+    def own_tokens() -> list[int]:
+        return model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False)[0, len(prompt) :].tolist()
+
+    ids = own_tokens()
+    vars(model.config)["_attn_implementation_internal"] = own
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", SpecdecWarning)
+        wrapped = wrap(model)
+    words = [str(w.message) for w in said if "attn_implementation='sdpa'" in str(w.message)]
+    assert len(words) == (own == "sdpa")
+    assert wrapped.generate(prompt, SamplingParams(max_new_tokens=16))[0].token_ids == ids
+    if own == "sdpa":
+        assert "softcap of 0.05" in words[0]
+        with contextlib.suppress(ValueError):  # newer versions of transformers
+            assert own_tokens() != ids
 
 
 def test_nan_is_called_nan() -> None:
