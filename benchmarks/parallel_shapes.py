@@ -14,10 +14,9 @@ from transformers import DeepseekV3Config, LlamaConfig, PreTrainedConfig
 from transformers.models.auto import AutoModelForCausalLM
 
 from benchmarks.drawn_weights import write_drawn
-from benchmarks.shapes import DRAFT_VOCAB
+from benchmarks.shapes import DRAFT_VOCAB, eagle3_spec
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import spec_to_config
-from drafters.eagle3.spec import Eagle3Spec, default_aux_layers
 from drafters.vocab import mask_of, offsets_of
 
 _COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -153,17 +152,7 @@ def _module(tensors: dict[str, tuple[int, ...]], layers: int, hidden: int) -> di
 
 def _write_head(folder: Path, config: Any) -> None:
     """An EAGLE-3 head, in the layout of `save_eagle3`."""
-    spec = Eagle3Spec(
-        hidden_size=config.hidden_size,
-        target_hidden_size=config.hidden_size,
-        intermediate_size=config.intermediate_size,
-        num_heads=config.num_attention_heads,
-        num_kv_heads=config.num_key_value_heads,
-        head_dim=config.head_dim,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=DRAFT_VOCAB,
-        aux_layers=default_aux_layers(config.num_hidden_layers),
-    )
+    spec = eagle3_spec(config)
     d2t = offsets_of(torch.arange(DRAFT_VOCAB) * (config.vocab_size // DRAFT_VOCAB))
     embedding = torch.empty(config.vocab_size, config.hidden_size, device="meta")
     tensors = {name: tuple(t.shape) for name, t in Eagle3Head(spec, embedding, d2t=d2t).state_dict().items()}

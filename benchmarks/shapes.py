@@ -228,8 +228,9 @@ def _mtp_head(target: PreTrainedModel) -> MtpHead:
     return head
 
 
-def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head:
-    spec = Eagle3Spec(
+def eagle3_spec(config: PreTrainedConfig) -> Eagle3Spec:
+    """A head of the target's own sizes, on a draft vocabulary of DRAFT_VOCAB."""
+    return Eagle3Spec(
         hidden_size=config.hidden_size,
         target_hidden_size=config.hidden_size,
         intermediate_size=config.intermediate_size,
@@ -240,5 +241,9 @@ def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head
         draft_vocab_size=DRAFT_VOCAB,
         aux_layers=default_aux_layers(config.num_hidden_layers),
     )
+
+
+def _eagle_head(target: PreTrainedModel, config: PreTrainedConfig) -> Eagle3Head:
+    spec = eagle3_spec(config)
     embedding: torch.Tensor = target.get_input_embeddings().weight  # type: ignore[assignment]
     return Eagle3Head(spec, embedding, d2t=offsets_of(torch.arange(DRAFT_VOCAB) * 4)).to(target.dtype)

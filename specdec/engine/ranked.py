@@ -143,7 +143,11 @@ class LeadingEngine(Engine):
             return super().submit_leaving(request)
 
     def reserve(self, moved: MovedRequest) -> int:
-        """See `Visited.reserve`; where there are no pages nobody is told."""
+        """See `Visited.reserve`; where there are no pages nobody is told.
+
+        Raises:
+            OutOfPagesError: there are none. RanksLostError: a rank is lost.
+        """
         self.check_moved(moved)
         missing: OutOfPagesError | None = None
         with self._all_ranks():

@@ -121,7 +121,7 @@ class _InTime:
         self._read = read
 
     def wait(self, deadline: float) -> None:
-        """See `Read.wait`."""
+        """See `Read.wait`. Raises TransferError: the deadline passed meanwhile."""
         self._read.wait(deadline)
         if time.monotonic() > deadline:
             raise TransferError("the lease of the request ended while its pages were read")

@@ -19,25 +19,13 @@ from fakes import LetterTokenizer, free_everywhere
 
 from specdec import Handoff, RanksLostError, SamplingParams, SpeculativeModel, TransferError, TransferTimeoutError
 from specdec.errors import HandoffMismatchError, OutOfPagesError
+from tests.public.test_handoff import PAIRS, PROMPTS, SIZES, lived
 
-TEXTS = [
-    "Question: Tom has 3 apples and buys 4 more. How many apples does he have?\nAnswer:",
-    "Question: A box has 12 pens. 5 are red and 3 are blue. How many are neither red nor blue?\nAnswer:",
-    "Question: Ann reads 6 pages a day. How many pages does she read in 7 days?\nAnswer:",
-]
 LETTERS = ["abcd efgh", "Hello 123 and so on", "the quick brown fox jumps over it"]
 GREEDY = SamplingParams(max_new_tokens=24, return_drafts=True)
 PARAMS = [GREEDY, replace(GREEDY, temperature=1.0, seed=7), replace(GREEDY, temperature=0.7, top_p=0.9, seed=8)]
-SIZES: dict[str, Any] = {
-    "num_speculative_tokens": 4,
-    "max_num_seqs": 4,
-    "max_num_batched_tokens": 64,
-    "kv_cache_tokens": 1024,
-    "max_model_len": 192,
-    "kv_cache_layout": "HND",
-}
+HND: dict[str, Any] = {**SIZES, "kv_cache_layout": "HND"}
 TINY: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
-DRAFTS = {"gsm-llama": "auto", "gsm-deepseek": "mtp"}
 
 
 def load(name: str | Path, size: int, transport: str = "sockets", **options: Any) -> Any:
@@ -45,14 +33,10 @@ def load(name: str | Path, size: int, transport: str = "sockets", **options: Any
         own = {**TINY, "tokenizer": LetterTokenizer(), "kv_cache_layout": "HND"}
         model = SpeculativeModel.from_pretrained(name, device="cpu", tensor_parallel_size=size, **own | options)
     else:
-        sizes = {**SIZES, **options}
-        model = SpeculativeModel.from_pretrained(name, DRAFTS[name], device="cpu", tensor_parallel_size=size, **sizes)
+        sizes = {**HND, **options}
+        model = SpeculativeModel.from_pretrained(name, PAIRS[name], device="cpu", tensor_parallel_size=size, **sizes)
     model.open_transfer(transport)
     return model
-
-
-def lived(completions: list[Any]) -> list[Any]:
-    return [(c.token_ids, c.text, c.drafts, c.stats.rounds, c.finish_reason) for c in completions]
 
 
 def moved(p: Any, d: Any, prompts: Any, params: Any) -> list[Any]:
@@ -102,18 +86,18 @@ def patched(pair: tuple[Any, Any]) -> Iterator[Callable[..., None]]:
 def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) -> None:
     """From bytes; greedy and sampled; a row of D's own runs meanwhile, and a stop string ends a request at once."""
     one, two = pair
-    expected = lived(one.generate(TEXTS, PARAMS))
+    expected = lived(one.generate(PROMPTS, PARAMS))
     assert any(accepted == 4 for own in expected for accepted in [r.accepted for r in own[3]])
     assert held(two.open_transfer("sockets"), "target/0/keys") == [(0, 1), (1, 1)]
     assert held(two.open_transfer("sockets"), "head/0/keys")[0] == held(one.open_transfer("sockets"), "head/0/keys")[0]
     for p, d in ((one, two), (two, one)):
-        busy = d.stream(TEXTS[0], replace(GREEDY, max_new_tokens=90, ignore_eos=True))
+        busy = d.stream(PROMPTS[0], replace(GREEDY, max_new_tokens=90, ignore_eos=True))
         next(busy)
-        assert lived(d.resume(p.prefill(TEXTS, PARAMS))) == expected
+        assert lived(d.resume(p.prefill(PROMPTS, PARAMS))) == expected
         busy.close()
-        assert moved(p, d, TEXTS[1:], PARAMS[1:]) == expected[1:]
+        assert moved(p, d, PROMPTS[1:], PARAMS[1:]) == expected[1:]
     ends = replace(GREEDY, stop=(expected[0][1][:1],))
-    (handoff,) = two.prefill(TEXTS[0], ends)
+    (handoff,) = two.prefill(PROMPTS[0], ends)
     assert handoff.completion is not None and soon(lambda: in_use(two) == [0] * 4)
 
 
@@ -121,16 +105,16 @@ def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) 
 def test_a_rank_without_a_port_is_an_error_by_name(pair: tuple[Any, Any]) -> None:
     """Rank r listens on the r-th port after the one that was asked for, and there may be none: no rank is lost."""
     one, two = pair
-    before = lived(one.generate(TEXTS[0], GREEDY))
+    before = lived(one.generate(PROMPTS[0], GREEDY))
     with pytest.raises(TransferError, match=r"rank 1 of this model cannot open.*port=65536: allowed"):
         two.open_transfer("sockets", port=65535)
-    assert lived(two.generate(TEXTS[0], GREEDY)) == before
+    assert lived(two.generate(PROMPTS[0], GREEDY)) == before
     two.open_transfer("sockets")
-    assert moved(two, one, TEXTS[0], GREEDY) == before
+    assert moved(two, one, PROMPTS[0], GREEDY) == before
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("name", PAIRS)
 def test_all_sizes(two_ranks: Any, name: str) -> None:
     """EAGLE-3 with prefix caching, and a module over MLA, whose latent is whole on every rank: 1 to 2, 2 to 1, 2 to 2;
     one D has fewer pages, so that requests wait for them, and NHD pages are refused where heads are divided.
@@ -142,15 +126,15 @@ def test_all_sizes(two_ranks: Any, name: str) -> None:
         one, two = (stack.enter_context(load(name, size)) for size in (1, 2))
         more = stack.enter_context(load(name, 2, **small))
         params = [*PARAMS, *(replace(own, temperature=1.0, seed=10 + i) for i, own in enumerate(PARAMS))]
-        expected = lived(one.generate(TEXTS * 2, params))
+        expected = lived(one.generate(PROMPTS * 2, params))
         for p, d in ((one, more), (two, one), (two, more)):
-            assert moved(p, d, TEXTS * 2, params) == expected
+            assert moved(p, d, PROMPTS * 2, params) == expected
         if name == "gsm-deepseek":
             assert held(two.open_transfer("sockets"), "target/0/latents") == [(0, 1), (0, 1)]
             return
         other = stack.enter_context(load(name, 1, kv_cache_layout="NHD"))
         with pytest.raises(HandoffMismatchError, match='kv_cache_layout="HND"'):
-            two.resume(other.prefill(TEXTS[0], GREEDY))
+            two.resume(other.prefill(PROMPTS[0], GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -181,39 +165,39 @@ def test_repeated_heads_are_read_from_one_owner_and_windows_are_moved(
 def test_a_wrong_head_range_is_seen(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
     """As P it is refused by name; as D it reads the bytes of other heads, which the comparison sees."""
     one, two = pair
-    expected = lived(one.generate(TEXTS, PARAMS))
+    expected = lived(one.generate(PROMPTS, PARAMS))
     patched("wrong_head_range")
     two.open_transfer("sockets")
     two.engine.moving.grace = 0.0
     with pytest.raises(HandoffMismatchError, match=r"head 1 is on no rank"):
-        one.resume(two.prefill(TEXTS[0], GREEDY, lease_seconds=1))
-    assert lived(two.resume(one.prefill(TEXTS, PARAMS))) != expected
+        one.resume(two.prefill(PROMPTS[0], GREEDY, lease_seconds=1))
+    assert lived(two.resume(one.prefill(PROMPTS, PARAMS))) != expected
     patched("unpatched")
     assert soon(lambda: in_use(two) == [0] * 4)
     two.open_transfer("sockets")
-    assert moved(one, two, TEXTS, PARAMS) == expected
+    assert moved(one, two, PROMPTS, PARAMS) == expected
 
 
 @pytest.mark.slow
 def test_a_rank_that_is_late_is_waited_for(pair: tuple[Any, Any], patched: Callable[..., None]) -> None:
     """To grant, before P hands over; to read, before D goes on and P's pages are free. Planted: not waiting is seen."""
     one, two = pair
-    expected, others = (lived(one.generate(text, GREEDY)) for text in TEXTS[:2])
+    expected, others = (lived(one.generate(text, GREEDY)) for text in PROMPTS[:2])
     patched("late_grant", True)
-    assert moved(two, one, TEXTS[0], GREEDY) == expected
+    assert moved(two, one, PROMPTS[0], GREEDY) == expected
     patched("late_grant", False)  # later still, and rank 0 does not wait
     two.engine.moving.grace = 0.0
     with pytest.raises(TransferError, match="no longer held"):
-        one.resume(two.prefill(TEXTS[0], GREEDY, lease_seconds=2))
+        one.resume(two.prefill(PROMPTS[0], GREEDY, lease_seconds=2))
     assert soon(lambda: in_use(two) == [0] * 4)
     patched("waits_again")
     two.open_transfer("sockets")
 
     patched("late_read")
-    assert moved(one, two, TEXTS[0], GREEDY) == expected
+    assert moved(one, two, PROMPTS[0], GREEDY) == expected
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specdec.transfer.ranks.RanksRead.wait", lambda self, deadline: self.own.wait(deadline))
-        assert lived(two.resume(one.prefill(TEXTS[1], GREEDY))) != others  # its pages are those of the text before
+        assert lived(two.resume(one.prefill(PROMPTS[1], GREEDY))) != others  # its pages are those of the text before
     time.sleep(1)  # rank 1 has tried by now, or is done
 
 
@@ -223,17 +207,17 @@ def test_late_reads_of_a_rank_keep_pages_in_quarantine_on_all(
 ) -> None:
     one, two = pair
     patched("unsettled_reads")
-    (handoff,) = one.prefill(TEXTS[0], GREEDY)
+    (handoff,) = one.prefill(PROMPTS[0], GREEDY)
     with pytest.raises(TransferTimeoutError, match="rank 1 of this model: late"):
         two.resume(handoff)
     pages = len(handoff.blocks["target"])
     assert in_use(two) == [pages] * 4
-    assert two.generate(TEXTS[1], GREEDY) and in_use(two) == [pages] * 4
+    assert two.generate(PROMPTS[1], GREEDY) and in_use(two) == [pages] * 4
     patched("settle_reads")
     assert soon(lambda: in_use(two) == [0] * 4)
     patched("unpatched")
     again = lived(two.resume(handoff))  # P was not told that it was read
-    assert again == lived(one.generate(TEXTS[0], GREEDY))
+    assert again == lived(one.generate(PROMPTS[0], GREEDY))
 
 
 @pytest.mark.slow
@@ -243,7 +227,7 @@ def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> N
     two.open_transfer("sockets")
     two.engine.moving.grace = 0.1
     began = time.monotonic()
-    (handoff,) = two.prefill(TEXTS[0], GREEDY, lease_seconds=1.0)
+    (handoff,) = two.prefill(PROMPTS[0], GREEDY, lease_seconds=1.0)
     address = handoff.source.ranks[1].address
     blocks = {group: list(own) for group, own in handoff.blocks.items()}
     question = {"lease": handoff.lease, "segments": [[0, 0, 16]], "blocks": blocks}
@@ -256,7 +240,7 @@ def test_a_reader_that_dies_and_one_that_never_comes(pair: tuple[Any, Any]) -> N
     with pytest.raises(TransferError, match="lease"):
         one.resume(handoff)
     again = one.resume(handoff, on_failure="prefill")
-    assert lived(again) == lived(one.generate(TEXTS[0], GREEDY)) == moved(two, one, TEXTS[0], GREEDY)
+    assert lived(again) == lived(one.generate(PROMPTS[0], GREEDY)) == moved(two, one, PROMPTS[0], GREEDY)
     assert free_everywhere(one)
 
 
@@ -266,12 +250,12 @@ def test_a_read_that_is_refused_at_once_ends_on_every_rank(pair: tuple[Any, Any]
     one, two = pair
     two.open_transfer("sockets")
     for _ in range(8):
-        (handoff,) = one.prefill(TEXTS[0], GREEDY)
+        (handoff,) = one.prefill(PROMPTS[0], GREEDY)
         one.release(handoff)
         with pytest.raises(TransferError, match="no longer held"):
             two.resume(handoff)
     assert soon(lambda: in_use(two) == [0] * 4)
-    assert moved(one, two, TEXTS[0], GREEDY) == lived(one.generate(TEXTS[0], GREEDY))
+    assert moved(one, two, PROMPTS[0], GREEDY) == lived(one.generate(PROMPTS[0], GREEDY))
 
 
 @pytest.mark.slow
@@ -279,9 +263,9 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
     """Nobody is told of a reservation that fails: rows of neither rank are made anew because of it."""
     one, two = pair
     two.open_transfer("sockets")
-    expected = lived(two.generate(TEXTS[1], replace(GREEDY, max_new_tokens=60)))
-    (handoff,) = one.prefill(TEXTS[0], GREEDY)
-    stream = two.stream(TEXTS[1], replace(GREEDY, max_new_tokens=60))
+    expected = lived(two.generate(PROMPTS[1], replace(GREEDY, max_new_tokens=60)))
+    (handoff,) = one.prefill(PROMPTS[0], GREEDY)
+    stream = two.stream(PROMPTS[1], replace(GREEDY, max_new_tokens=60))
     updates, taken = [next(stream)], []
     with pytest.raises(OutOfPagesError):
         while True:
@@ -293,7 +277,7 @@ def test_pages_that_are_missing_are_waited_for_and_rows_stay(pair: tuple[Any, An
         two.engine.drop(number, lambda: True)
     updates += list(stream)
     assert lived([updates[-1].completion])[0][:3] == expected[0][:3] and two.engine_stats.preemptions == before
-    assert lived(two.resume(handoff)) == lived(one.generate(TEXTS[0], GREEDY))
+    assert lived(two.resume(handoff)) == lived(one.generate(PROMPTS[0], GREEDY))
     assert soon(lambda: in_use(two) == [0] * 4)
 
 
@@ -302,8 +286,8 @@ def test_a_rank_of_the_source_that_is_killed_in_a_read_is_an_error_by_name(every
     """D's pages are free once nothing writes to them, and it goes on; P is lost, as with any lost rank."""
     with load("gsm-llama", 1) as d, load("gsm-llama", 2) as p:
         (pid,) = p.ranks.channel.workers.pids
-        expected = lived(d.generate(TEXTS[0], GREEDY))
-        handoffs = p.prefill(TEXTS, GREEDY)
+        expected = lived(d.generate(PROMPTS[0], GREEDY))
+        handoffs = p.prefill(PROMPTS, GREEDY)
         os.kill(pid, signal.SIGSTOP)
         with pytest.raises(TransferTimeoutError, match="sent no more bytes"):
             d.resume(handoffs[1], timeout=0.5)
@@ -315,5 +299,5 @@ def test_a_rank_of_the_source_that_is_killed_in_a_read_is_an_error_by_name(every
         assert killed and time.monotonic() - killed[0] < 5 and free_everywhere(d)
         assert lived(d.resume(handoffs[0], on_failure="prefill")) == expected
         with pytest.raises(RanksLostError, match="killed by SIGKILL"):
-            p.prefill(TEXTS[0], GREEDY)
+            p.prefill(PROMPTS[0], GREEDY)
         assert free_everywhere(d)
