@@ -75,8 +75,8 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
     np.cumsum(lens, out=query_start_loc[1:])
     if query_start_loc[-1] != batch.num_tokens:
         raise InvalidInputError(
-            f"each={each}: a row lies in more than {each} chunks of {chunk_size} tokens; `virtual_rows_of` says how many "
-            "a row of so many query tokens may lie in"
+            f"each={each}: a row lies in more than {each} chunks of {chunk_size} tokens; `virtual_rows_of` says how "
+            "many a row of so many query tokens may lie in"
         )
     return WindowedBatch(
         query_start_loc=query_start_loc,

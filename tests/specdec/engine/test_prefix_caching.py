@@ -187,7 +187,7 @@ def test_new_weights_empty_the_cache() -> None:
 
 @pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked"])
 def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> None:
-    """Rounds without graphs read what stands in the model now, which need not be the tensors that it was loaded with."""
+    """Rounds without graphs read what stands in the model now, not the tensors that it was loaded with."""
     target, other = tiny_llama(), tiny_llama(seed=5)
     wrapped = wrap(target)
     wrapped.generate(PROMPTS[0], PARAMS)

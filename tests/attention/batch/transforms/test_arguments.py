@@ -39,14 +39,14 @@ def test_a_fixed_form_that_would_leave_out_tokens() -> None:
     with pytest.raises(InvalidInputError, match="each=3: a row lies in more than 3 chunks of 4 tokens"):
         fixed_local_attention(BATCH, 4, 3)
     assert fixed_local_attention(BATCH, 4, 4).query_lens.sum() == BATCH.num_tokens
-    with pytest.raises(InvalidInputError, match="chunks of 3 tokens .* given pages of 2"):
+    with pytest.raises(InvalidInputError, match=r"chunks of 3 tokens .* given pages of 2"):
         fixed_local_attention(BATCH, 3, 9)
 
 
 @pytest.mark.parametrize("slicer", [request_slices, token_slices])
 @pytest.mark.parametrize("cuts", [[1.5], ["1"], "1", 1, None])
 def test_cuts(slicer: Callable[[HostBatch, Any], object], cuts: Any) -> None:
-    with pytest.raises(InvalidInputError, match="has no slices at cuts .* whole numbers from 1"):
+    with pytest.raises(InvalidInputError, match=r"has no slices at cuts .* whole numbers from 1"):
         slicer(BATCH, cuts)
 
 
