@@ -229,15 +229,23 @@ class WeightVersions:
         self._captured = captured
         self._walk()
         self._look()
+        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
+        self._count = sum(tensor._version for tensor in self._counted)
 
     def changed(self) -> bool:
         """Whether any has since this was asked last."""
+        return self._counted_on() if self._captured else self._looks_different()
+
+    def _counted_on(self) -> bool:
+        """Of the same tensors: a first token waits for this."""
+        before, self._count = self._count, sum(tensor._version for tensor in self._counted)
+        return before != self._count
+
+    def _looks_different(self) -> bool:
         before, versions, hooks = self._tensors, self._versions, self._hooks
-        if not self._captured and self._children != self._children_now():
+        if self._children != self._children_now():
             self._walk()
-        self._look(again=self._captured)
-        if versions == self._versions and before is self._tensors:
-            return False
+        self._look()
         if len(before) != len(self._tensors) or hooks != self._hooks:
             return True
         pairs = zip(before, versions, self._tensors, self._versions, strict=True)
@@ -251,13 +259,11 @@ class WeightVersions:
     def _children_now(self) -> list[nn.Module | None]:
         return [child for module in self._modules for child in module._modules.values()]
 
-    def _look(self, again: bool = False) -> None:
-        """The weights as they are; `again`: of the same tensors."""
-        if not again:
-            self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
-            hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
-            self._hooks = [hook for of_one in hooks for hook in of_one]
+    def _look(self) -> None:
+        self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
         self._versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
+        self._hooks = [hook for of_one in hooks for hook in of_one]
 
 
 def _equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
