@@ -1,6 +1,6 @@
 """How many drafts of sampled requests are accepted: drawn from the head's distribution, or its most probable tokens.
 
-    SPECDEC_DATA=… python benchmarks/bench_draft_sampling.py --questions 60 --out draft_sampling.json
+    SPECDEC_DATA=… python -m benchmarks.bench_draft_sampling --questions 60 --out draft_sampling.json
 
 The built-in EAGLE-3 pair on GSM8K test questions, at several temperatures, with and without top-p. Tau is tokens a
 verification, pooled over all requests; its interval is the bootstrap's over questions (`evals.acceptance.bootstrap`).
@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 import numpy as np
-from bench_builtin import questions
-from document import publish
 
+from benchmarks.bench_builtin import questions
+from benchmarks.document import publish
 from evals.acceptance.bootstrap import Resampling
 from evals.acceptance.metrics import METRICS
 from specdec import Completion, SamplingParams, SpeculativeModel

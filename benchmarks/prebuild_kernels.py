@@ -1,6 +1,6 @@
 """Build FlashInfer's kernels for a Hopper GPU on a machine without one: nvcc is enough.
 
-    python benchmarks/prebuild_kernels.py --out aot.tar.xz          # some minutes a kernel on one core
+    python -m benchmarks.prebuild_kernels --out aot.tar.xz          # some minutes a kernel on one core
 
 Unpack the archive into flashinfer/data/aot on the GPU machine; FlashInfer then compiles nothing at the first start.
 """
