@@ -24,7 +24,7 @@ import torch
 from attention.cache.kv_cache import FP8
 from benchmarks.attention_configurations import CUDA, PAGE_SIZE, Case, Configuration, Scene, configurations, make_scene
 from benchmarks.device_time import Place, Rates, device_us, host_us, measured_rates
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 
 PLACE = Place(CUDA, torch.bfloat16)
 _LEAST_LAUNCHES = 16
@@ -86,7 +86,7 @@ def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, 
             yield {"kind": kind, "route": route, **shape, **dtypes, **measure(one, route, scene), **floor}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--context", default="512,2048,8192", show_default=True)
 @click.option("--query", default="1,6", show_default=True)

@@ -17,7 +17,7 @@ import click
 import numpy as np
 
 from benchmarks.bench_builtin import questions
-from benchmarks.document import publish
+from benchmarks.document import publish, usage
 from evals.acceptance.bootstrap import Resampling
 from evals.acceptance.metrics import METRICS
 from specdec import Completion, SamplingParams, SpeculativeModel
@@ -35,7 +35,7 @@ def tau(completions: Sequence[Completion]) -> dict[str, float]:
     return {"tau": found.estimate, "low": found.low, "high": found.high}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--questions", "count", type=click.IntRange(min=2), default=120, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True)
 @click.option("--temperatures", default="0.3,0.6,0.8,1.0,1.3", show_default=True)

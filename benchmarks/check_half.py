@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.check_pair import drafted_rounds, matching, test_chats
 from benchmarks.decided_logits import recorded_logits
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.stats import pool_requests
@@ -119,7 +119,7 @@ def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_
     }
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--target", default="gsm-deepseek", show_default=True)
 @click.option("-k", default=3, show_default=True)
 @click.option("--questions", default=200, show_default=True)

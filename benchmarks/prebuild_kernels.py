@@ -19,6 +19,8 @@ from typing import Any
 import click
 import torch
 
+from benchmarks.document import usage
+
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -48,7 +50,7 @@ def with_libcuda_stub(folder: Path) -> None:
     os.environ["LIBRARY_PATH"] = f"{folder}:/usr/local/cuda/lib64"
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--head-dims", default="64,128", show_default=True)
 @click.option("--latent/--no-latent", default=True, show_default=True)
