@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -210,7 +211,32 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             f"cannot load the adapter {adapter.name!r}: {'; '.join(problems)}; is it for another base model?"
         )
     wrapped.eval()
+    if merge and (shared := _of_shared_weights(model)):
+        if adapter.merge is True:
+            raise ModelLoadError(
+                f"cannot merge the adapter {adapter.name!r}: {short(shared)} has a weight that another module uses too "
+                "(tied embeddings), and merging would change both; give merge_adapter=False"
+            )
+        merge = False
     return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
+
+
+def _of_shared_weights(model: PreTrainedModel) -> list[str]:
+    """Layers with an adapter whose own weight another module holds as well, by name.
+
+    peft adds an adapter's part to the weight itself: that of an lm_head then also changes the embedding that it is tied
+    to, and those of both are added twice. Trained tokens are rows of their own, which peft keeps equal in both.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    users = Counter(id(p) for m in model.modules() for p in vars(m)["_parameters"].values() if p is not None)
+    layers = [
+        (name, layer.get_base_layer())
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TrainableTokensLayer)
+    ]
+    return [name for name, base in layers if any(users[id(p)] > 1 for p in base.parameters(recurse=False))]
 
 
 def _merged(wrapped: Any, adapter: Adapter) -> PreTrainedModel:
