@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -181,8 +182,8 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """The model with an adapter, merged or live. The model is changed: it must be one that was just loaded.
 
     Raises:
-        ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, or are of modules that
-            the model does not have; it cannot be merged.
+        ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, of modules that the
+            model does not have, or of another vocabulary; it cannot be merged.
     """
     peft, place = import_peft(adapter.name), adapter.checkpoint
     quantised = getattr(model, "hf_quantizer", None) is not None
@@ -196,6 +197,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     with loading_named(place, "the adapter"):
         config = peft.PeftConfig.from_pretrained(place.path, **where)
         config.inference_mode = True
+        _check_vocabulary(model, adapter, peft.load_peft_weights(place.path, device="cpu", **where))
         wrapped = peft.PeftModel(model, config)
         names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
         found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
@@ -219,6 +221,28 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             )
         merge = False
     return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
+
+
+def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
+    """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
+
+    Args:
+        tensors: of the adapter, by name.
+
+    Raises:
+        ModelLoadError: the message says how such an adapter is loaded.
+    """
+    embedding: Any = model.get_input_embeddings()
+    own = next(re.escape(name) for name, module in model.named_modules() if module is embedding)
+    whole = re.compile(rf"\.{own}(\.base_layer|\.original_module|\.modules_to_save(\.\w+)?)?\.weight$")
+    rows = {len(tensor) for name, tensor in tensors.items() if whole.search(name)}
+    if rows and len(embedding.weight) not in rows:
+        raise ModelLoadError(
+            f"cannot load the adapter {adapter.name!r}: it has embeddings of {max(rows)} tokens, and the base model "
+            f"{len(embedding.weight)}: tokens were added before it was trained. Load the base with transformers, call "
+            f"its resize_token_embeddings({max(rows)}), and give peft.PeftModel.from_pretrained(base, adapter) as the "
+            "target"
+        )
 
 
 def _of_shared_weights(model: PreTrainedModel) -> list[str]:

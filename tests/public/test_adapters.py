@@ -136,6 +136,19 @@ def test_an_adapter_of_tied_embeddings_is_not_merged(layers: list[str], tmp_path
         wrap(str(folder), merge_adapter=True)
 
 
+def test_tokens_that_were_added_before_training_are_named(base: Path, tmp_path: Path) -> None:
+    larger = tiny_llama()
+    larger.resize_token_embeddings(72)
+    model = peft.get_peft_model(
+        larger, peft.LoraConfig(r=4, **LINEAR | {"modules_to_save": ["embed_tokens", "lm_head"]})
+    )
+    with pytest.warns(UserWarning, match="embedding layer has been resized"):
+        folder = save(model, tmp_path, base)
+    words = r"has embeddings of 72 tokens, and the base model 64: .* resize_token_embeddings\(72\)"
+    with pytest.raises(ModelLoadError, match=words):
+        wrap(str(folder))
+
+
 @pytest.mark.slow
 def test_a_built_in_target_with_its_own_head(tmp_path: Path) -> None:
     """By name, with draft="auto" and the tokenizer of the base."""
