@@ -27,6 +27,7 @@ import torch
 from attention.cache.kv_cache import FP8
 from benchmarks.attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
 from benchmarks.document import provenance
+from benchmarks.given import numbers
 
 _REPEATS = 15
 _LEAST_LAUNCHES = 16
@@ -128,11 +129,6 @@ def measure(arm: Configuration, name: str, scene: Scene) -> dict[str, float]:
             arm.run(layer)
 
     return {"plan_us": round(planning, 1), "run_us": round(run_us(launch, launches, name != "torch"), 2)}
-
-
-def numbers(text: str) -> list[int]:
-    """Comma-separated numbers."""
-    return [int(n) for n in text.split(",")]
 
 
 def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, Any]]:

@@ -35,6 +35,7 @@ from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.spec import AttentionSpec
 from benchmarks.document import provenance
+from benchmarks.given import numbers
 
 if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
@@ -172,11 +173,6 @@ def lines(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             "least_keys": tiling.least_keys,
             "relative_difference": round(errors[1], 5),
         }
-
-
-def numbers(text: str) -> list[int]:
-    """Comma-separated numbers."""
-    return [int(n) for n in text.split(",")]
 
 
 @click.command(help=__doc__)
