@@ -20,6 +20,9 @@ from drafters.errors import HeadLoadError
 _ALLOW = ["*.json", "*.safetensors", "pytorch_model.bin"]
 _PICKLED = "pytorch_model.bin"
 _MOST_SHOWN = 80
+_LFS_POINTER = b"version https://git-lfs"
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors reads no longer one."""
 
 
 def locate(path: str | Path, revision: str | None = None) -> Path:
@@ -171,7 +174,21 @@ def _list_file(file: Path) -> dict[str, TensorInfo]:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
             return {name: TensorInfo(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
+        raise HeadLoadError(f"{file} is no readable safetensors file: {error}{_likely_cause(file)}") from error
+
+
+def _likely_cause(file: Path) -> str:
+    """Why a file of weights is probably unreadable: nothing was downloaded into it, or a part."""
+    try:
+        start, size = file.open("rb").read(64), file.stat().st_size
+    except OSError:
+        return ""
+    if start.startswith(_LFS_POINTER):
+        return ". It is a pointer of git-lfs and not the weights: run `git lfs pull` in its folder, or download it anew"
+    if file.suffix != ".safetensors" or size < 8:
+        return f". It has {size} bytes: download it anew" if size < 8 else ""
+    header = int.from_bytes(start[:8], "little")
+    return f". It has {size:,} bytes and is cut off or damaged: download it anew" if header < _LONGEST_HEADER else ""
 
 
 def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
@@ -191,7 +208,7 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         raise HeadLoadError(
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
-            "which could run code and is never read; use weights in safetensors"
+            f"which could run code and is never read; use weights in safetensors{_likely_cause(file)}"
         ) from error
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error

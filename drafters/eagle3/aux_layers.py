@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from drafters.base import FINAL_NORM
-from drafters.checkpoints.config_fields import Config, Field, lookup
+from drafters.checkpoints.config_fields import Config, Field, lookup, read
 from drafters.eagle3.formats import AUX_KEYS, BOUNDARIES, OUTPUTS
 from drafters.eagle3.overrides import NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, Eagle3Overrides
 from drafters.eagle3.spec import default_aux_layers
@@ -25,8 +25,9 @@ def resolve_aux_layers(config: Config, num_layers: int, overrides: Eagle3Overrid
         field = Field("aux_layers", overrides.aux_layers, "chosen by the user")
         _check_aux_layers(config, field, num_layers)
         return field
-    if lookup(config, USE_AUX) is False:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
-        return Field("aux_layers", (FINAL_NORM,), f"config {USE_AUX}")
+    used = read(config, "use_aux_hidden_state", bool, *USE_AUX, default=True)
+    if not used.value:  # before the list, which is [] beside it as NVIDIA ModelOpt writes it
+        return Field("aux_layers", (FINAL_NORM,), used.source)
     listed = _listed_layers(config, num_layers)
     if len(set(listed.values())) > 1:
         raise HeadLoadError(

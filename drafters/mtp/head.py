@@ -105,8 +105,8 @@ class MtpHead(nn.Module):
             attention(x, **arguments)
         except TypeError as error:
             raise HeadLoadError(
-                f"{type(self.blocks[0]).__name__}: attention of this kind cannot be run as a module's block, which gives "
-                f"it {', '.join(arguments)}: {error}"
+                f"{type(self.blocks[0]).__name__}: attention of this kind cannot be run as a module's block, which "
+                f"gives it {', '.join(arguments)}: {error}"
             ) from error
 
     def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Modules whose blocks are named in the files as their target's layers are published, not as transformers names them."""
+"""Modules whose blocks are named in the files as their targets are published, not as transformers names layers."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def test_kinds_of_attention(tiny_case: Callable[..., Any]) -> None:
     assert attention_of(config, 0) == ("full_attention", "default")
     config.mtp_layer_types = ["sliding_attention", "hybrid"]
     assert attention_of(config, 0) == ("sliding_attention", "config mtp_layer_types")
-    with pytest.raises(HeadLoadError, match="module 1 has 'hybrid' .config mtp_layer_types."):
+    with pytest.raises(HeadLoadError, match=r"module 1 has 'hybrid' \(config mtp_layer_types\)"):
         attention_of(config, 1)
