@@ -39,6 +39,7 @@ class TargetFacts:
         hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
         embedding: [at least V, Ht] input embedding weight, on the target's device.
         lm_head: [at least V, Ht] output weight (the same tensor when tied).
+        model_type: of its text configuration; "" where it is not known.
     """
 
     hidden_size: int
@@ -46,6 +47,7 @@ class TargetFacts:
     num_layers: int
     embedding: torch.Tensor
     lm_head: torch.Tensor
+    model_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     files = folder.tensors
     names = canonical_names(list(files), format_of(folder.config).deep_norm)
     try:
-        sizes = TargetSizes(target.hidden_size, target_vocab_size(folder, target, overrides), target.num_layers)
+        vocab_size = target_vocab_size(folder, target, overrides)
+        sizes = TargetSizes(target.hidden_size, vocab_size, target.num_layers, target.model_type)
         shapes = {parameter: files[full].shape for parameter, full in names.items()}
         spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
         fields += unread_keys(folder, overrides)

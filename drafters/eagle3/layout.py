@@ -41,11 +41,12 @@ _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Fields of a target's configuration that a head is resolved against."""
+    """Fields of a target's configuration that a head is resolved against; model_type "": not known."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
+    model_type: str = ""
 
 
 def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
@@ -107,7 +108,7 @@ def resolve_spec(
         *resolve_sizes(config, target),
         layers,
         *_vocabulary(config, shapes),
-        resolve_aux_layers(config, target.num_layers, overrides),
+        resolve_aux_layers(config, target.num_layers, overrides, target.model_type),
         read(config, "rms_norm_eps", float, default=1e-6),
         resolve_rope(config, flat.format.first_position),
         *_modules(config, shapes),
@@ -140,8 +141,8 @@ def refuse_unsupported(config: Config) -> None:
     for key in UNSUPPORTED:
         if lookup(config, key):
             raise HeadLoadError(
-                f"config.json says {key} = {lookup(config, key)!r}, which is not supported; if the head was made without "
-                f"it, give head_overrides {key}=false"
+                f"config.json says {key} = {lookup(config, key)!r}, which is not supported; if the head was made "
+                f"without it, give head_overrides {key}=false"
             )
     for key in MTP_LAYERNORM:
         if lookup(config, key):

@@ -307,7 +307,10 @@ def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, wha
     info = folder.tensors[name]
     if info.shape[1] != shared.shape[1]:
         raise HeadLoadError(f"{name} is {list(info.shape)}, the target's {what} is {list(shared.shape)}")
-    with safe_open(info.file, framework="pt", device="cpu") as file:
-        own = file.get_slice(name)[:_COMPARED_ROWS]
+    if info.file.suffix == ".safetensors":
+        with safe_open(info.file, framework="pt", device="cpu") as file:
+            own = file.get_slice(name)[:_COMPARED_ROWS]
+    else:
+        own = folder.load([name])[name][:_COMPARED_ROWS]
     if not torch.equal(own.to(shared.dtype), shared[: len(own)].detach().cpu()):
         raise HeadLoadError(f"{name} differs from the target's {what}; heads with tensors of their own are not read")

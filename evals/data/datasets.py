@@ -179,8 +179,8 @@ def _whole(data: DataSet, known: Named, place: str) -> DataSet:
     if len(data.questions) != known.questions:
         raise DataError(
             f"{data.name!r} has {known.questions} questions, {place} holds {len(data.questions)}: it is cut off or "
-            "another set. Get it whole (and take fewer by --limit), or measure it under its own name by giving the file "
-            "itself: --data FILE.jsonl"
+            "another set. Get it whole (and take fewer by --limit), or measure it under its own name by giving the "
+            "file itself: --data FILE.jsonl"
         )
     return data
 

@@ -53,9 +53,9 @@ class MapCheck:
             for draft, mapped, token, hits, count in self.examples
         )
         return (
-            f"the vocabulary map (d2t) does not belong to the head's lm_head: {self.mapped:.0%} of first drafts are the "
-            f"target's token by d2t, {self.learnt:.0%} by a map learnt from other answers ({shown}). Take d2t and t2d "
-            "from the same export as the weights"
+            f"the vocabulary map (d2t) does not belong to the head's lm_head: {self.mapped:.0%} of first drafts are "
+            f"the target's token by d2t, {self.learnt:.0%} by a map learnt from other answers ({shown}). Take d2t and "
+            "t2d from the same export as the weights"
         )
 
 

@@ -65,6 +65,7 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
         num_layers=len(probed.layers),
         embedding=_shared(embedding, "input embedding", model),
         lm_head=_shared(output, "output embedding (lm_head)", model),
+        model_type=model.config.get_text_config().model_type,
     )
 
 
