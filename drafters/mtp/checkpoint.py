@@ -161,7 +161,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
         )
     if spec.hidden_first:  # the halves are columns of the weight, so swapping them changes no result
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    back = {new: old for old, new in reversed(DEEPSEEK.renames.items())} | {"blocks.0.": ""}  # DeepSeek's own: first
+    back = {new: old for old, new in list(DEEPSEEK.renames.items())[::-1]} | {"blocks.0.": ""}  # DeepSeek's own: first
     named = {}
     for name, tensor in unstack_experts(state).items():
         new = next(prefix for prefix in back if name.startswith(prefix))

@@ -107,8 +107,8 @@ def _depends(report: HeadReport) -> str:
     """What a head's aux layers depend on that only a target says."""
     ids = any(field.name == "aux_layers" and "(read as ids" in field.source for field in report.fields)
     return (
-        "; the aux layers shown are those for most targets: of DeepSeek's, and where the largest id is the target's number "
-        "of layers, the ids are boundaries themselves"
+        "; the aux layers shown are those for most targets: of DeepSeek's, and where the largest id is the target's "
+        "number of layers, the ids are boundaries themselves"
         if ids
         else ""
     )
