@@ -59,7 +59,7 @@ class Workers:
         self._closed: deque[int] = deque()
         self._unsent: deque[tuple[Any, int | None]] = deque()
         self._sending = False
-        self._watched = Watched([start(rank) for rank in range(1, size)])
+        self._watched = Watched([start(rank, self.folder) for rank in range(1, size)])
         self._watched.listen()
         self._owner = os.getpid()
 
@@ -225,6 +225,8 @@ class Workers:
             return
         self._broken = self._broken or "the model is closed"
         end(self._watched)
+        if self._watched.abort is not None:  # they had met
+            self.collectives.release()
         shutil.rmtree(self.folder, ignore_errors=True)
         if _open is self:
             _open = None

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.engine.ranked import differing_ids
@@ -94,7 +95,10 @@ def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
     ids = list(range(3, 20))
     with SpeculativeModel.from_pretrained(folders("one-kv-head"), **options) as one:
         right = one.own_logits(ids)
+    groups = dist.distributed_c10d._world.pg_map
+    assert len(groups) == 1
     with SpeculativeModel.from_pretrained(folders("one-kv-head"), tensor_parallel_size=2, **options) as two:
+        assert len(groups) == 1  # transformers' own meshes make six a load
         assert torch.allclose(two.own_logits(ids), right, rtol=1e-4, atol=1e-4)
         assert two.engine.run("on_ranks:compiled_error") < 1e-4  # type: ignore[attr-defined]
         facts = two.describe()
