@@ -4,8 +4,8 @@ On few tokens such a sum is three times as fast as NCCL's (docs/parallel.md). Al
 never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`specdec.parallel.group`).
 
 Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu: one_shot_all_reduce_copy reads
-all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. CUDASymmetricMemory-inl.h
-there: before and after that each block waits, without end, until its word in another rank's signal pad is 0 and makes it
+all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. Before and after that
+(CUDASymmetricMemory-inl.h) each block waits, without end, until its word in another rank's signal pad is 0 and makes it
 1 (put_signal), and until its word in the own pad is 1 and makes it 0 (wait_signal).
 """
 
@@ -28,7 +28,7 @@ ONE_SHOT_BYTES = 64 << 10
 """Up to so many every rank sums all by itself: one synchronisation less than two shots."""
 _ALIGNED = 16
 _DTYPES = (torch.bfloat16, torch.float32)
-_LONGEST_RELEASE = 3.0
+LONGEST_RELEASE = 3.0
 """Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
 
 
@@ -83,7 +83,7 @@ class SymmetricCollectives(GroupCollectives):
     def release(self) -> None:
         """See `Collectives.release`. Sums wait for signals: they are given in place of the lost ranks, until all that
         was launched is done. What it computes, nobody reads."""
-        deadline, idle = time.monotonic() + _LONGEST_RELEASE, threading.Event()
+        deadline, idle = time.monotonic() + LONGEST_RELEASE, threading.Event()
         threading.Thread(target=_wait_idle, args=(self._device, idle), name="idle", daemon=True).start()
         while not idle.wait(1e-3) and time.monotonic() < deadline:
             self._fill(self._own_pad, self._other_pads)

@@ -26,6 +26,18 @@ class OnNoDevice(symmetric.SymmetricCollectives):
         for pad in others:
             pad.fill_(0)
 
+    def wait(self, ended: threading.Event) -> None:
+        """As a kernel does: a word of another's pad goes from 0 to 1, then one of the own from 1 to 0."""
+        for pad, given in ((self._other_pads[0], 0), (self._own_pad, 1)):
+            while int(pad[3]) != given and not ended.is_set():
+                time.sleep(1e-4)
+            pad[3] = 1 - given
+
+    @property
+    def touched(self) -> bool:
+        """Whether a signal was given."""
+        return bool(self._own_pad.any())
+
 
 @pytest.fixture
 def ended() -> Iterator[threading.Event]:
@@ -36,26 +48,22 @@ def ended() -> Iterator[threading.Event]:
 
 
 def test_signals_are_given_until_all_is_done(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
-    found, done = OnNoDevice(), []
+    found, done = OnNoDevice(), list[int]()
 
     def sums(device: torch.device) -> None:
-        """As the kernels: a word of another's pad from 0 to 1, then one of the own from 1 to 0."""
-        for _ in range(_WAITS):
-            for pad, given in ((found._other_pads[0], 0), (found._own_pad, 1)):
-                while int(pad[3]) != given and not ended.is_set():
-                    time.sleep(1e-4)
-                pad[3] = 1 - given
-            done.append(len(done))
+        for number in range(_WAITS):
+            found.wait(ended)
+            done.append(number)
 
     monkeypatch.setattr(torch.cuda, "synchronize", sums)
     started = time.monotonic()
     found.release()
-    assert len(done) == _WAITS and time.monotonic() - started < symmetric._LONGEST_RELEASE
+    assert len(done) == _WAITS and time.monotonic() - started < symmetric.LONGEST_RELEASE
 
 
 def test_a_device_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
-    monkeypatch.setattr(symmetric, "_LONGEST_RELEASE", 0.1)
+    monkeypatch.setattr(symmetric, "LONGEST_RELEASE", 0.1)
     started = time.monotonic()
     OnNoDevice().release()
     assert 0.1 <= time.monotonic() - started < 5
@@ -68,4 +76,4 @@ def test_a_device_in_an_error_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     found = OnNoDevice()
     found.release()
-    assert not found._own_pad.any()
+    assert not found.touched
