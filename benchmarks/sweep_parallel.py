@@ -3,7 +3,8 @@
     python -m benchmarks.sweep_parallel --out benchmarks/results/sweep-parallel.json
 
 A type is right (relative error below 1e-4), wrong, or refused with a reason. Nothing but loading and one forward is
-tested: rounds are the business of tests/specdec/parallel.
+tested: rounds are the business of tests/specdec/parallel. What cannot be built, or what one rank refuses, is left out:
+benchmarks.sweep has that.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from attention.spec import AttentionSpec
+from benchmarks.document import provenance
 from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
@@ -110,9 +112,14 @@ def main(types: str, out: Path | None) -> None:
         other = subprocess.Popen([sys.executable, "-m", "benchmarks.sweep_parallel", "--types", types], env=variables)
         lines = run(0, Path(name), names)
         other.wait()
-    click.echo(json.dumps(Counter(line["outcome"] for line in lines)))
+    counts = dict(Counter(line["outcome"] for line in lines).most_common())
+    click.echo(json.dumps(counts))
     if out is not None:
-        out.write_text(json.dumps(lines, indent=1) + "\n")
+        document = {"benchmark": "parallel sweep", "ranks": 2, "device": "cpu", "counts": counts}
+        text = json.dumps(document | {"provenance": provenance(), "models": lines}, indent=1)
+        out.write_text(text + "\n", encoding="utf-8")
+    if "WRONG" in counts:
+        sys.exit(1)
 
 
 if __name__ == "__main__":
