@@ -47,11 +47,16 @@ def whole_logits(case: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor | N
         again = load_target(folder, torch.float32, _CPU)
         probe_target(again)
         with torch.inference_mode():
-            logits: torch.Tensor = again(ids, use_cache=False).logits[0]
-    except (NotBuilt, SpecdecError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+            logits: torch.Tensor = again(_known(ids, again), use_cache=False).logits[0]
+    except (NotBuilt, SpecdecError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
         click.echo(f"{case.name}: not built or not served: {type(error).__name__}: {str(error)[:100]}")
         return None
     return logits
+
+
+def _known(ids: torch.Tensor, model: Any) -> torch.Tensor:
+    """The ids, within a model's vocabulary."""
+    return ids % model.get_input_embeddings().num_embeddings
 
 
 def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[AttentionSpec, ...]] | str:
@@ -61,7 +66,7 @@ def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.T
             model = load_target(folder, torch.float32, _CPU, ranks=ranks)
             probed = probe_target(model)
             check_divisible(probed, ranks)
-            return model(ids, use_cache=False).logits[0], tuple(call.attention_spec for call in probed.calls)
+            return model(_known(ids, model), use_cache=False).logits[0], tuple(call.attention_spec for call in probed.calls)
     except (SpecdecError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
 
