@@ -66,7 +66,8 @@ def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.T
             model = load_target(folder, torch.float32, _CPU, ranks=ranks)
             probed = probe_target(model)
             check_divisible(probed, ranks)
-            return model(_known(ids, model), use_cache=False).logits[0], tuple(call.attention_spec for call in probed.calls)
+            logits: torch.Tensor = model(_known(ids, model), use_cache=False).logits[0]
+            return logits, tuple(call.attention_spec for call in probed.calls)
     except (SpecdecError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
 

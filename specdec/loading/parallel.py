@@ -23,7 +23,7 @@ from specdec.options import LoadOptions
 from specdec.parallel.plan import Plan, plan_of
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.shares import take_share
-from specdec.parallel.workers import are_open
+from specdec.parallel.workers import are_open, is_fork
 from specdec.target.probing import TargetProbe
 from specdec.values import short
 
@@ -55,6 +55,11 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
         raise InvalidInputError(
             f"{given}, backend='batch_invariant': sums of more than two ranks may round by their order, which depends "
             "on the size of a batch; give tensor_parallel_size=2, or another backend"
+        )
+    if is_fork():
+        raise InvalidInputError(
+            f"{given}: this process is a fork of one with tensor-parallel models, whose ranks and process group it has "
+            "not; fork before they are loaded, or start it as a program of its own (multiprocessing: 'spawn')"
         )
     if not are_open() and dist.is_available() and dist.is_initialized():
         raise InvalidInputError(
