@@ -21,9 +21,10 @@ from drafters.vocab import mask_of, offsets_of
 
 _COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 _STD, _EMBEDDING_STD, _EXPERT_STD = 0.02, 1.0, 0.002
-"""Of matrices, of a mixture's embedding (see `benchmarks.shapes._spread_tokens`), and of an expert's second matrix: random
-routers choose by near ties, which a rounding error decides otherwise for many tokens at once. Small experts make that a
-small error: with 0.02 two ranks' logits were 0.26 from the right ones in bfloat16, and the self-test refused the model.
+"""Of matrices, of a mixture's embedding (see `benchmarks.shapes._spread_tokens`), and of an expert's second matrix.
+
+Random routers choose by near ties, which a rounding error decides otherwise for many tokens at once. Small experts
+make that a small error: with 0.02 two ranks' logits were 0.26 from the right ones in bfloat16: refused.
 """
 
 

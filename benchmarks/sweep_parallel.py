@@ -21,6 +21,7 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging as transformers_logging
 
 from attention.spec import AttentionSpec
@@ -37,6 +38,11 @@ from specdec.target.probing import probe_target
 
 _RIGHT = 1e-4
 _CPU = torch.device("cpu")
+_UNSERVED = (
+    *(NotBuilt, SpecdecError, StrictDataclassError),
+    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+)
+"""Of transformers, where a small configuration cannot be."""
 
 
 def whole_logits(case: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
@@ -48,7 +54,7 @@ def whole_logits(case: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor | N
         probe_target(again)
         with torch.inference_mode():
             logits: torch.Tensor = again(_known(ids, again), use_cache=False).logits[0]
-    except (NotBuilt, SpecdecError, RuntimeError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except _UNSERVED as error:
         click.echo(f"{case.name}: not built or not served: {type(error).__name__}: {str(error)[:100]}")
         return None
     return logits
