@@ -30,8 +30,8 @@ bench_backends (every attention backend on every batch of the test suite), bench
 bench_fp8 (matmuls with weights in FP8),
 bench_cascade (rows that share their first pages, flat and in two levels),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
-pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same among
-two ranks, against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
+pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same, two
+ranks against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
 bandwidth; *exposed* is the share of a round in which the GPU waits for the host. Acceptance is synthetic in rounds and
 workloads (random weights), real everywhere else. What the numbers show is in [performance.md](performance.md).
 """

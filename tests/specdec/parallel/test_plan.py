@@ -87,7 +87,7 @@ def test_attention_that_is_gathered_and_uneven_widths_stay_whole() -> None:
 
 def test_a_fork_of_a_process_with_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "is_fork", lambda: True)
-    with pytest.raises(InvalidInputError, match="this process is a fork .*multiprocessing: 'spawn'"):
+    with pytest.raises(InvalidInputError, match=r"this process is a fork .*multiprocessing: 'spawn'"):
         check_parallel("gsm-llama", None, TWO)
 
 
