@@ -62,9 +62,9 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
     ("kind", "options"),
     [
         pytest.param("table", {"max_num_seqs": 9, "max_num_batched_tokens": 60}, id="all at once"),
-        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks"),
+        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks", marks=pytest.mark.long),
         pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
-        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.slow),
+        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.long),
         pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.slow),
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
