@@ -74,6 +74,23 @@ def test_tokens_are_transformers_own(
     assert wrapped.graphs == "on"
 
 
+@pytest.mark.slow
+def test_a_request_that_leaves_brings_the_state_of_its_prompt(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    capturable: None,
+) -> None:
+    """Its last chunk may be one token, read in a round like those that decode: the round after it, launched before this
+    one is read, would fold the first new token into the state too."""
+    prompts = random_prompts([1, 17, 1, 49])
+    right = [greedy_text("qwen3_next", prompt, NEW) for prompt in prompts]
+    p, d = (with_graphs("qwen3_next", 0, prompts) for _ in range(2))
+    for prompt, text in zip(prompts, right, strict=True):
+        (completion,) = d.resume(p.prefill([prompt], SamplingParams(NEW)))
+        assert prompt + list(completion.token_ids) == text
+    completions = d.resume(p.prefill(prompts, SamplingParams(NEW)))
+    assert [q + list(c.token_ids) for q, c in zip(prompts, completions, strict=True)] == right
+
+
 class Compiled:
     """A backend of the compiler that runs what it traced, and counts it."""
 
