@@ -23,7 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two rows": {"drafts": 3, "max_num_seqs": 2},
 }
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
-"""A type of each kind of layer; the others' tests are slow ones."""
+"""A type of each kind of layer."""
 
 
 def settings() -> list[Any]:
