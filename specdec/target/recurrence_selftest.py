@@ -105,12 +105,17 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
 def _rows(
     tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, device: torch.device
 ) -> StateRows:
-    starts = np.concatenate([[0], np.cumsum(tokens)])
-    first, slots, computed, replayed, new = (
-        torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, np.array(_SLOTS), start, replay, num_new)
-    )
+    def sent(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x.astype(np.int32)).to(device)
+
     return StateRows(
-        first, slots, computed, replayed, new, max_query_len=int(tokens.max()), max_replay=int(replay.max())
+        query_start_loc=sent(np.concatenate([[0], np.cumsum(tokens)])),
+        slots=sent(np.array(_SLOTS)),
+        start=sent(start),
+        replay=sent(replay),
+        num_new=sent(num_new),
+        max_query_len=int(tokens.max()),
+        max_replay=int(replay.max()),
     )
 
 
