@@ -26,7 +26,7 @@ import torch
 
 from attention.cache.kv_cache import FP8
 from benchmarks.attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.given import numbers
 
 _REPEATS = 15
@@ -143,7 +143,7 @@ def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, 
             yield {"kind": kind, "route": route, **shape, **dtypes, **measure(arm, route, scene), **floor}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--context", default="512,2048,8192", show_default=True)
 @click.option("--query", default="1,6", show_default=True)

@@ -47,7 +47,7 @@ from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from benchmarks.batches import Batch, full_size, small_size
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from specdec.loading.backends import make_backend
 
 PAGE_SIZE, LAYERS = 16, 32
@@ -281,7 +281,7 @@ def decode_lines(sizes: Sequence[int], kernels: Sequence[str]) -> Iterator[dict[
             yield line | {"plan_us": round(plan, 2), "run_us": round(run, 2), "ratio": round(run / floor, 2)}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--part", type=click.Choice(["backends", "decode"]), default="backends", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny batches and heads in float32, on a CPU too.")
 @click.option("--backend", "only", multiple=True, type=click.Choice(WAYS), help="Repeatable; default all.")

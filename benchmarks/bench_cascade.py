@@ -34,7 +34,7 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.spec import AttentionSpec
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.given import numbers
 
 if TYPE_CHECKING:
@@ -175,7 +175,7 @@ def lines(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
         }
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="8,32,128", show_default=True)
 @click.option("--prefix", default="512,2048,8192", show_default=True)
 @click.option("--own", default="64,256", show_default=True)

@@ -25,7 +25,7 @@ import click
 import torch
 
 from benchmarks.bench_latent import replay_us
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.shapes import COPY_BYTES_PER_S
 from specdec.ops.fp8 import BLOCK, FP8, fp8_quantise
 from specdec.ops.linear import few_tokens_linear
@@ -117,7 +117,7 @@ def measured(rows: int, width: int, tokens: int, sweep: bool) -> dict[str, Any]:
     return found
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--tokens", default="1,8,48", show_default=True)
 @click.option("--sweep/--no-sweep", default=True, show_default=True, help="Every tiling, not only the one in use.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")

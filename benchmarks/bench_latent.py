@@ -30,7 +30,7 @@ from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.shapes import COPY_BYTES_PER_S
 from specdec.ops.experts import CAPTURABLE
 
@@ -117,7 +117,7 @@ def experts(form: str, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
         yield {"part": "experts", "form": form, "tokens": n, "run_us": run, "floor_us": floor, "distinct": distinct}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(out: Path) -> None:
     """Measure both."""

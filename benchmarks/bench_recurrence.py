@@ -9,7 +9,8 @@ Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows 
 prompts of 512 and 2,048 tokens. run_us is the device's median time of one layer, replayed from a CUDA graph over layers
 that the L2 cache does not hold. floor_us is the bytes of one layer over the copy rate of the same run: the states read
 and written, tokens read and outputs written, the ring's entries read and written; of prompts their operations over the
-matmul rate where that is longer. ratio is run over floor.
+matmul rate where that is longer. ratio is run over floor. copy_us is what a device copy of as many bytes takes in
+the same launches, with what it costs to start and end a kernel, which the copy rate of large tensors does not show.
 
 Part `tilings`: rounds of the gated delta rule and of Mamba2's scan by every tiling, to choose from.
 """
@@ -30,7 +31,7 @@ import torch
 from attention.recurrence.rows import StateRows
 from attention.spec import AttentionSpec
 from benchmarks.bench_backends import Place, Rates, device_us, measured_rates
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 
 ROWS, DRAFTS, PROMPTS = (1, 8, 32, 128), (0, 1, 3), ((1, 512), (1, 2048), (8, 512))
 _CACHES_BYTES, _LEAST_LAUNCHES, _MOST_LAYERS = 256 << 20, 16, 64
@@ -227,9 +228,21 @@ def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, t
     run_us = device_us(launch, place, graph=True) / turns
     ops = operations(kernel, shape, work.rows * work.tokens) if work.tokens == work.new else 0.0
     floor_us = max(moved / rates.copy, ops / rates.matmul) * 1e6
+    copy_us = _copy_us(moved, count, turns, place)
     sizes = {"rows": work.rows, "tokens": work.tokens, "replay": work.replay, "bytes": moved}
-    times = {"run_us": round(run_us, 2), "floor_us": round(floor_us, 2), "ratio": round(run_us / floor_us, 2)}
-    return {"kernel": kernel, **sizes, **times}
+    times = {"run_us": run_us, "floor_us": floor_us, "copy_us": copy_us, "ratio": run_us / floor_us}
+    return {"kernel": kernel, **sizes, **{name: round(value, 2) for name, value in times.items()}}
+
+
+def _copy_us(moved: int, count: int, turns: int, place: Place) -> float:
+    """Of a copy that reads and writes so many bytes together: `turns` of them over `count` pairs of tensors."""
+    half = torch.empty(count, 2, max(1, moved // 2), dtype=torch.uint8, device=place.device)
+
+    def launch() -> None:
+        for new, old in itertools.islice(itertools.cycle(half), turns):
+            new.copy_(old)
+
+    return device_us(launch, place, graph=True) / turns
 
 
 def kernel_lines(
@@ -258,7 +271,7 @@ def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[in
         yield {"tiling": sizes} | measure(kernel, shape, Work.of_round(rows, 3), place, rates, kind(*sizes))
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--part", type=click.Choice(["kernels", "tilings"]), default="kernels", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny layers in float32, in Triton's interpreter where there is no GPU.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")

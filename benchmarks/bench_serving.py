@@ -1,6 +1,5 @@
 """A workload of requests at a published shape with random weights, through the public SpeculativeModel.
 
-\b
     python -m benchmarks.bench_serving --out serving.jsonl                                      # greedy, all at once
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
@@ -40,7 +39,7 @@ import numpy as np
 import torch
 
 from benchmarks.document import provenance
-from benchmarks.given import ResultFile, check_range, refuse_unused
+from benchmarks.given import ResultFile, check_range, refuse_unused, usage
 from benchmarks.hold import wait_for
 from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix
@@ -236,7 +235,7 @@ def trace_of_mixed(
     return found
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--drafts", type=click.IntRange(0), default=3, show_default=True, help="K; 0 is no speculation.")
 @click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)

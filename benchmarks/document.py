@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import transformers
 
+from benchmarks.given import usage as usage
+
 
 def provenance() -> dict[str, Any]:
     """Versions, machine, GPU where there is one, and commit (SPECDEC_COMMIT where the tree is no git checkout)."""
