@@ -29,8 +29,7 @@ import click
 import torch
 
 from attention.recurrence.rows import StateRows
-from attention.spec import AttentionSpec
-from benchmarks.bench_backends import Place, Rates, device_us, measured_rates
+from benchmarks.device_time import Place, Rates, device_us, measured_rates
 from benchmarks.document import provenance, usage
 
 ROWS, DRAFTS, PROMPTS = (1, 8, 32, 128), (0, 1, 3), ((1, 512), (1, 2048), (8, 512))
@@ -282,7 +281,7 @@ def main(part: str, small: bool, out: Path) -> None:
     if not has_gpu and (not small or part == "tilings" or os.environ.get("TRITON_INTERPRET") != "1"):
         raise click.UsageError("no GPU is here; TRITON_INTERPRET=1 and --small run part `kernels` on a CPU")
     device, shape = torch.device("cuda" if has_gpu else "cpu"), SMALL if small else FULL
-    place = Place(device, torch.float32 if small else torch.bfloat16, AttentionSpec(1, 1, 64, 64, 1.0))
+    place = Place(device, torch.float32 if small else torch.bfloat16)
     rates = measured_rates(place)
     rounds = [(n, k) for n in (ROWS if not small else (2,)) for k in (DRAFTS if not small else (1,))]
     works = [("round", Work.of_round(*each)) for each in rounds]

@@ -25,8 +25,8 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.arm_logits import recorded_logits
 from benchmarks.check_pair import drafted_rounds, matching, test_chats
+from benchmarks.decided_logits import recorded_logits
 from benchmarks.document import provenance, usage
 from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel

@@ -19,6 +19,7 @@ Exit code 1 when any model comes out wrong, raises an error without a name of ou
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import multiprocessing
@@ -46,6 +47,7 @@ Job = tuple[Case, str]
 def run_job(job: Job, device: str, out: Connection) -> None:
     """One model in this process; its verdict goes down the pipe."""
     case, dtype = job
+    gc.freeze()  # half a million objects of what is imported, which every `close` would search
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -129,18 +131,17 @@ def main(types: str | None, dtypes: str, workers: int, timeout: float, device: s
     except KeyError as error:
         raise click.BadParameter(str(error.args[0]), param_hint="--types") from error
     jobs = [(case, dtype) for dtype in _split(dtypes) for case in cases]
-    found = []
+    found, made = [], provenance()
     for (case, dtype), verdict, seconds in verdicts(jobs, device, workers, timeout):
         row = {"name": case.name, "dtype": dtype, **asdict(verdict), "seconds": round(seconds, 1)}
         found.append(row)
         click.echo(f"{len(found):4}/{len(jobs)}  {dtype:9} {case.name:32} {verdict.outcome:10} {verdict.reason}")
-    found.sort(key=lambda row: (row["dtype"], row["name"]))
-    table = counts(found)
-    for dtype, of in table.items():
+        if out is not None:  # after every model: a run that is ended early leaves what it has
+            table = {"benchmark": "sweep", "device": device, "counts": counts(found), "provenance": made}
+            rows = sorted(found, key=lambda row: (row["dtype"], row["name"]))
+            out.write_text(_by_line(table, rows), encoding="utf-8")
+    for dtype, of in counts(found).items():
         click.echo(f"\n{dtype}\n" + "\n".join(f"{count:6}  {outcome}" for outcome, count in of.items()))
-    if out is not None:
-        document = {"benchmark": "sweep", "device": device, "counts": table, "provenance": provenance()}
-        out.write_text(_by_line(document, found), encoding="utf-8")
     sys.exit(1 if any(row["outcome"] in BAD for row in found) else 0)
 
 

@@ -248,8 +248,8 @@ class SpeculativeModel(Closing):
             adapter: folder or hub name of an adapter of peft (LoRA and the like) for a target given by name.
             merge_adapter: "auto" or True: such an adapter is added to the weights at loading, as by peft's
                 merge_and_unload, and costs nothing per token; in half precision the sum is rounded once. Over quantised
-                weights "auto" runs it live, True is an error. False: live, the arithmetic of the PeftModel itself: more
-                launches per layer, and no fused projections.
+                weights, and over ones that two modules share (tied embeddings), "auto" runs it live, True is an error.
+                False: live, the arithmetic of the PeftModel itself: more launches per layer, and no fused projections.
             trust_remote_code: run the Python files of the target's checkpoint (on the hub, anybody's).
             revision: branch, tag or commit of a target on the hub: its configuration, weights, tokenizer and "mtp"
                 modules.

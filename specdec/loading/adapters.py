@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -180,8 +182,8 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     """The model with an adapter, merged or live. The model is changed: it must be one that was just loaded.
 
     Raises:
-        ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, or are of modules that
-            the model does not have; it cannot be merged.
+        ModelLoadError: peft is missing or cannot apply it; tensors of the adapter are missing, of modules that the
+            model does not have, or of another vocabulary; it cannot be merged.
     """
     peft, place = import_peft(adapter.name), adapter.checkpoint
     quantised = getattr(model, "hf_quantizer", None) is not None
@@ -195,6 +197,7 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
     with loading_named(place, "the adapter"):
         config = peft.PeftConfig.from_pretrained(place.path, **where)
         config.inference_mode = True
+        _check_vocabulary(model, adapter, peft.load_peft_weights(place.path, device="cpu", **where))
         wrapped = peft.PeftModel(model, config)
         names = getattr(model, "_checkpoint_conversion_mapping", None) or {}
         found = wrapped.load_adapter(place.path, "default", torch_device="cpu", key_mapping=names, **where)
@@ -210,7 +213,54 @@ def applied(model: PreTrainedModel, adapter: Adapter) -> PreTrainedModel:
             f"cannot load the adapter {adapter.name!r}: {'; '.join(problems)}; is it for another base model?"
         )
     wrapped.eval()
+    if merge and (shared := _of_shared_weights(model)):
+        if adapter.merge is True:
+            raise ModelLoadError(
+                f"cannot merge the adapter {adapter.name!r}: {short(shared)} has a weight that another module uses too "
+                "(tied embeddings), and merging would change both; give merge_adapter=False"
+            )
+        merge = False
     return _merged(wrapped, adapter) if merge else wrapped.get_base_model()
+
+
+def _check_vocabulary(model: PreTrainedModel, adapter: Adapter, tensors: Mapping[str, Any]) -> None:
+    """Refuse an adapter with embeddings of more or fewer tokens than the base has: tokens were added before training.
+
+    Args:
+        tensors: of the adapter, by name.
+
+    Raises:
+        ModelLoadError: the message says how such an adapter is loaded.
+    """
+    embedding: Any = model.get_input_embeddings()
+    own = next(re.escape(name) for name, module in model.named_modules() if module is embedding)
+    whole = re.compile(rf"\.{own}(\.base_layer|\.original_module|\.modules_to_save(\.\w+)?)?\.weight$")
+    rows = {len(tensor) for name, tensor in tensors.items() if whole.search(name)}
+    if rows and len(embedding.weight) not in rows:
+        raise ModelLoadError(
+            f"cannot load the adapter {adapter.name!r}: it has embeddings of {max(rows)} tokens, and the base model "
+            f"{len(embedding.weight)}: tokens were added before it was trained. Load the base with transformers, call "
+            f"its resize_token_embeddings({max(rows)}), and give peft.PeftModel.from_pretrained(base, adapter) as the "
+            "target"
+        )
+
+
+def _of_shared_weights(model: PreTrainedModel) -> list[str]:
+    """Layers with an adapter whose own weight another module holds as well, by name.
+
+    peft adds an adapter's part to the weight itself: that of an lm_head then also changes the embedding that it is tied
+    to, and those of both are added twice. Trained tokens are rows of their own, which peft keeps equal in both.
+    """
+    from peft.tuners.trainable_tokens import TrainableTokensLayer
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    users = Counter(id(p) for m in model.modules() for p in vars(m)["_parameters"].values() if p is not None)
+    layers = [
+        (name, layer.get_base_layer())
+        for name, layer in model.named_modules()
+        if isinstance(layer, BaseTunerLayer) and not isinstance(layer, TrainableTokensLayer)
+    ]
+    return [name for name, base in layers if any(users[id(p)] > 1 for p in base.parameters(recurse=False))]
 
 
 def _merged(wrapped: Any, adapter: Adapter) -> PreTrainedModel:

@@ -21,6 +21,7 @@ from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
 from specdec.loading.quantisation import MODELOPT, MODELOPT_FILE, Quantisation, check_packages, method_of
+from specdec.loading.weight_files import check_no_pointers
 from specdec.values import short
 
 _HEADS = frozenset(
@@ -152,6 +153,7 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
         _read_json(folder / "generation_config.json", what)  # transformers passes over a damaged one, eos ids and all
     check_quantisation(_modelopt_config(folder, names, what), what)
     check_quantisation(config.get("quantization_config"), what)
+    check_no_pointers(folder, what)
     _check_no_head(folder, config, names, what)
     _check_model_type(config, what)
 

@@ -37,6 +37,7 @@ from specdec.loading.quantisation import (
 )
 from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.strictness import check_complete
+from specdec.loading.weight_files import check_weight_files
 from specdec.parallel.ranks import Ranks
 from specdec.values import short
 
@@ -79,6 +80,8 @@ def _load(
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
         place = placed_at(method, device)
+        if checkpoint.is_folder and not getattr(config, "transformers_weights", None):  # which names a file of its own
+            check_weight_files(Path(checkpoint.path), f"cannot load the target model {checkpoint.name!r}")
         if on_config is not None:
             on_config(config, dtype, device)
         if is_quanto_folder(checkpoint):

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 from transformers.utils.hub import cached_file
 
-from specdec.errors import InvalidInputError
+from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.checkpoint import Checkpoint, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.user_warnings import warn_user
 from specdec.values import short
 
 _TEMPLATE_FILE = "chat_template.json"
+_FILE = re.compile(r"token|vocab|merges|sp(iece|m)\b|sentencepiece|tekken")
+"""What the name of any tokenizer's file has in it, of whatever kind."""
 
 
 def open_tokenizer(tokenizer: Any, checkpoint: Checkpoint | None) -> Any:
@@ -57,7 +61,15 @@ def load_tokenizer(name: str | Path | Checkpoint) -> Any:
     """
     checkpoint = name if isinstance(name, Checkpoint) else find_checkpoint(name, what="the tokenizer of")
     with loading_named(checkpoint, "the tokenizer of"):
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, **checkpoint.options)
+        except (OSError, ValueError) as error:  # "you need to have sentencepiece or tiktoken installed"
+            if not checkpoint.is_folder or any(_FILE.search(name) for name in os.listdir(checkpoint.path)):
+                raise
+            raise ModelLoadError(
+                f"cannot load the tokenizer of {checkpoint.name!r}: the folder has none (tokenizer.json, "
+                "tokenizer.model, …); give tokenizer=…, the folder or hub name of one, or a tokenizer"
+            ) from error
         if getattr(tokenizer, "chat_template", None) is None:
             tokenizer.chat_template = _processor_template(checkpoint)
     return tokenizer

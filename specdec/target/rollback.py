@@ -7,6 +7,7 @@ have left a trace in a state, and whether each accepted one is replayed, once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,9 +45,16 @@ def rollback_of(target: Target) -> Rollback:
 
 
 def read_rollback(
-    target: Target, ids: list[torch.Tensor], prompts: np.ndarray, table: np.ndarray
+    target: Target,
+    ids: list[torch.Tensor],
+    prompts: np.ndarray,
+    table: np.ndarray,
+    read: Callable[..., list[torch.Tensor]] = read_paged,
 ) -> list[tuple[np.ndarray, np.ndarray, list[torch.Tensor]]]:
     """Verify rows twice whose `prompts` [B] tokens were read.
+
+    Args:
+        read: `read_paged`, or what keeps something of it besides.
 
     Returns:
         Of each verification first and last position [B] of what is right, and its logits [last - first, V] by row.
@@ -57,10 +65,10 @@ def read_rollback(
     for row, bad, end in zip(wrong, second, prompts + 1 + plan.drafts, strict=True):
         row[bad:end] = (row[bad:end] + 1) % target.num_embeddings
     none, a, b = np.zeros_like(prompts), prompts, prompts + 1 + plan.drafts
-    first = read_paged(target, wrong, a, b, table, states=verifying(rows, a, none))
+    first = read(target, wrong, a, b, table, states=verifying(rows, a, none))
     right = [logits[: 1 + plan.accepted] for logits in first]
     end, replay = second + 1 + plan.drafts, none + plan.accepted
-    again = read_paged(target, ids, second, end, table, states=verifying(rows, second, replay))
+    again = read(target, ids, second, end, table, states=verifying(rows, second, replay))
     return [(a, second, right), (second, end, again)]
 
 

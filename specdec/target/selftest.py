@@ -7,6 +7,7 @@ to be read is checked on a text.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from specdec.requests.prompts import encode_prompts
 from specdec.target.fp8_selftest import fp8_self_test
 from specdec.target.neighbours import neighbour_test, rounds_activations
 from specdec.target.probing import TargetProbe
+from specdec.target.recurrence_selftest import recurrence_self_test
 from specdec.target.rereading import (
     dummy_ids,
     errors_named,
@@ -33,6 +35,7 @@ from specdec.target.rereading import (
     scrambled_table,
 )
 from specdec.target.rollback import read_rollback, rollback_of
+from specdec.target.routers import RoutedReader, check_choices, has_mixtures
 from specdec.target.target import Target
 from specdec.target.twin import TwinReport, in_words
 from specdec.target.unrounded import unrounded_activations
@@ -63,12 +66,14 @@ SELF_TEST_TEXT = (
 )
 """Plain enough for any tokenizer and any target trained on English."""
 _MOST_TOKENS = 256
+_Piece = tuple[np.ndarray, np.ndarray, list[torch.Tensor]]
 _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 """Tokens for every tile of `triton_invariant_linear`."""
 
 
 def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
-    """The self-test of the real weights, see `self_test`, after that of FP8 operators; the largest error.
+    """The self-test of the real weights, see `self_test`; before it those of FP8 operators and of recurrent layers'
+    kernels. The largest error.
 
     A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
@@ -77,12 +82,14 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
-            depend on the batch.
+            depend on the batch, and of a kernel of recurrent layers that comes out wrong.
     """
     neighbour_test(probed.model)
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if target.fp8 is not None:
         fp8_self_test(target.fp8)
+    if target.states is not None:
+        recurrence_self_test(target.states)
     error = self_test(target)
     if report.unbuilt is None:
         return error if half else max(error, self_test(target, min(_LONG_ROW, room)))
@@ -125,53 +132,110 @@ def self_test(target: Target, longest: int = 0) -> float:
 
 @torch.inference_mode()
 def _self_test(target: Target, longest: int) -> float:
-    recurrent = target.states is not None
-    tail = rollback_of(target).num_tokens if recurrent else _VERIFY_LEN
+    tail = _VERIFY_LEN if target.states is None else rollback_of(target).num_tokens
     lens = _PROMPT_LENS + tail
     lens[0] = max(lens[0], longest)
-    prompts = lens - tail
-    table, ids = scrambled_table(target, lens), dummy_ids(target, lens)
-    no_tokens, one = np.zeros(len(ids), np.int64), slice(0, 1)
+    rows = _Rows(dummy_ids(target, lens), scrambled_table(target, lens), lens - tail, lens)
+    error = _largest(_errors(target, rows))
+    limit = _limit(target, error)
+    if error <= limit:
+        return error
+    chosen = ""
+    if has_mixtures(target.hf_model):
+        error, chosen = _largest(_routed_errors(target, rows)), " that is given the same choices of experts"
+        limit = _limit(target, error)
+        if error <= limit:
+            return error
+    hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if _eight_bits(target) else ""
+    found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
+    raise UnsupportedModelError(
+        f"{type(target.hf_model).__name__} comes out wrong through the paged attention: {found} "
+        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {limit:g}){hint}"
+    )
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """What the self-test reads: ids of B rows, their block table [B, P], tokens [B] of their prompts and of all."""
+
+    ids: list[torch.Tensor]
+    table: np.ndarray
+    prompts: np.ndarray
+    lens: np.ndarray
+
+
+def _errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
+    """Of each piece, against the model's own eager forward."""
     with errors_named(target.hf_model, "its own eager forward reads one row of dummy tokens"):
-        right = read_eager(target.hf_model, ids)
+        right = read_eager(target.hf_model, rows.ids)
+    errors = _piece_errors(_read_pieces(target, rows, read_paged), right)
+    start, last = _alone(target, rows)
+    return [*errors, _error(_read_alone(target, rows, start, last), right[0][-1:])]
+
+
+def _routed_errors(target: Target, rows: _Rows) -> list[torch.Tensor]:
+    """The same against an eager forward with the paged one's choices of experts, and of the states these read.
+
+    Raises:
+        UnsupportedModelError: more choices of a mixture differ than rounding explains.
+    """
+    model, reader = target.hf_model, RoutedReader()
+    pieces = _read_pieces(target, rows, reader.read_paged)
+    read = [reader.read_eager(model, row, ids) for row, ids in enumerate(rows.ids)]
+    errors = _piece_errors(pieces, [logits for logits, _ in read])
+    for row, (_, own) in enumerate(read):
+        errors += [_error(ours.states, right.states) for ours, right in zip(reader.rows[row], own, strict=True)]
+    check_choices(model, reader, [own for _, own in read])
+    start, last = _alone(target, rows)
+    with reader.reading(model, start, rows.lens[:1]):
+        logits = _read_alone(target, rows, start, last)
+    right, _ = reader.read_eager(model, 0, rows.ids[0])
+    return [*errors, _error(logits, right[-1:])]
+
+
+def _read_pieces(target: Target, rows: _Rows, read: Callable[..., list[torch.Tensor]]) -> list[_Piece]:
+    """Prompts and verifications of all rows: first and last token [B] of each piece, and its logits by row."""
+    none = np.zeros(len(rows.ids), np.int64)
     with errors_named(target.hf_model, "three rows are read through the paged attention"):
-        pieces = [(no_tokens, prompts, read_paged(target, ids, no_tokens, prompts, table))]
-        if recurrent:
-            pieces += read_rollback(target, ids, prompts, table)
-        else:
-            pieces.append((prompts, lens, read_paged(target, ids, prompts, lens, table)))
-    errors = [
+        prompts = (none, rows.prompts, read(target, rows.ids, none, rows.prompts, rows.table))
+        if target.states is not None:
+            return [prompts, *read_rollback(target, rows.ids, rows.prompts, rows.table, read)]
+        return [prompts, (rows.prompts, rows.lens, read(target, rows.ids, rows.prompts, rows.lens, rows.table))]
+
+
+def _piece_errors(pieces: list[_Piece], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [
         _error(ours, own[a:b])
         for start, stop, logits in pieces
         for ours, own, a, b in zip(logits, right, start, stop, strict=True)
     ]
-    most = _allowed(target, errors)
-    begin = no_tokens[one] if recurrent else prompts[one]  # a state is at the end of its row
-    last = torch.tensor([int((lens[one] - begin)[0]) - 1], device=target.hf_model.device)
+
+
+def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
+    """Where the first row is read from as a batch of one, [1], and the token of that batch whose logits count, [1]."""
+    start = np.zeros(1, np.int64) if target.states is not None else rows.prompts[:1]  # a state is at its row's end
+    return start, torch.tensor([int((rows.lens[:1] - start)[0]) - 1], device=target.hf_model.device)
+
+
+def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
-        alone = read_logits(target, ids[one], begin, lens[one], table[one], last)
-    return max(most, _allowed(target, [_error(alone, right[0][-1:])]))
+        return read_logits(target, rows.ids[:1], start, rows.lens[:1], rows.table[:1], last)
 
 
-def _allowed(target: Target, errors: list[torch.Tensor]) -> float:
-    """The largest of these errors.
+def _largest(errors: list[torch.Tensor]) -> float:
+    return float(torch.stack(errors).max())
 
-    Raises:
-        UnsupportedModelError: it is above what rounding explains.
-    """
-    error = float(torch.stack(errors).max())
-    eight_bits = target.runner.runners[0].group.format.dtype is not None
-    limit = _EIGHT_BIT_TOLERANCE if eight_bits else _TOLERANCE[target.hf_model.dtype]
+
+def _eight_bits(target: Target) -> bool:
+    return target.runner.runners[0].group.format.dtype is not None
+
+
+def _limit(target: Target, error: float) -> float:
+    """What rounding explains."""
+    limit = _EIGHT_BIT_TOLERANCE if _eight_bits(target) else _TOLERANCE[target.hf_model.dtype]
     if limit < error <= _ROUNDED_TOLERANCE and rounds_activations(target.hf_model):
-        limit = _ROUNDED_TOLERANCE
-    if not error <= limit:
-        hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if eight_bits else ""
-        found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
-        raise UnsupportedModelError(
-            f"{type(target.hf_model).__name__} comes out wrong through the paged attention: {found} "
-            f"against its own eager forward (allowed for {target.hf_model.dtype}: {limit:g}){hint}"
-        )
-    return error
+        return _ROUNDED_TOLERANCE
+    return limit
 
 
 @torch.inference_mode()

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
+from fakes import TINY, enlarge, hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
 from safetensors.torch import load_file, save_file
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import SamplingParams, SpeculativeModel
 from specdec.errors import InvalidInputError, ModelChangedError, ModelLoadError, SpecdecError, UnsupportedModelError
@@ -117,6 +118,35 @@ def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Pa
     head = table_head(tiny_llama())
     with wrap(base, head, num_speculative_tokens=3, adapter=folder, merge_adapter=merge) as wrapped:
         assert ours(wrapped) == right
+
+
+@pytest.mark.parametrize("layers", [["lm_head"], ["embed_tokens", "lm_head"]])
+def test_an_adapter_of_tied_embeddings_is_not_merged(layers: list[str], tmp_path: Path) -> None:
+    """peft would add the part of one of them to the weight of both."""
+    torch.manual_seed(0)
+    plain = LlamaForCausalLM(LlamaConfig(**TINY | {"tie_word_embeddings": True, "num_hidden_layers": 2})).eval()
+    enlarge(plain)
+    plain.save_pretrained(tmp_path / "base")
+    with pytest.warns(UserWarning, match="tie_word_embeddings"):
+        model = peft.get_peft_model(plain, peft.LoraConfig(r=4, init_lora_weights=False, target_modules=layers)).eval()
+    right, folder = own(model), save(model, tmp_path / "adapter", tmp_path / "base")
+    with pytest.warns(UserWarning, match="tie_word_embeddings"), wrap(str(folder)) as wrapped:
+        assert ours(wrapped) == right and wrapped.describe()["adapter"].endswith(", live")
+    with pytest.warns(UserWarning), pytest.raises(ModelLoadError, match=r"lm_head.* another module uses too .*=False"):
+        wrap(str(folder), merge_adapter=True)
+
+
+def test_tokens_that_were_added_before_training_are_named(base: Path, tmp_path: Path) -> None:
+    larger = tiny_llama()
+    larger.resize_token_embeddings(72)
+    model = peft.get_peft_model(
+        larger, peft.LoraConfig(r=4, **LINEAR | {"modules_to_save": ["embed_tokens", "lm_head"]})
+    )
+    with pytest.warns(UserWarning, match="embedding layer has been resized"):
+        folder = save(model, tmp_path, base)
+    words = r"has embeddings of 72 tokens, and the base model 64: .* resize_token_embeddings\(72\)"
+    with pytest.raises(ModelLoadError, match=words):
+        wrap(str(folder))
 
 
 @pytest.mark.slow

@@ -103,6 +103,10 @@ def sharded(index: bytes) -> Callable[[Path], None]:
     return edit
 
 
+def renamed(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / "model.safetensors").rename(folder / name) and None
+
+
 def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing", "peft_type": "LORA"}')
 
@@ -120,9 +124,20 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "empty weights": (content("model.safetensors", b""), "damaged or incomplete.*download it again"),
     "a malicious pickle": (pickled(lambda f: {"x": Malicious(f / "made")}), "could run code and is never read"),
     "a pickle of something else": (pickled(lambda _: [1, 2]), "weight files is wrong"),
-    "a shard that is missing": (sharded(b'{"metadata": {}, "weight_map": {"a": "no.safetensors"}}'), "no.safetensors"),
-    "an index that is none": (sharded(b"{{"), "JSON files is damaged"),
-    "no weights": (lambda f: (f / "model.safetensors").unlink(), "no file named model.safetensors"),
+    "a shard that is missing": (
+        sharded(b'{"metadata": {}, "weight_map": {"a": "no.safetensors"}}'),
+        "1 of 1 files .*no.safetensors.*download",
+    ),
+    "an index that is none": (sharded(b"{{"), "index.json cannot be read as JSON"),
+    "an index without a map": (sharded(b"{}"), "index.json has no weight_map .*download it again"),
+    "shards without an index": (renamed("model-00001-of-00002.safetensors"), "shards .* and no index of them"),
+    "no weights": (lambda f: (f / "model.safetensors").unlink(), r"it has no weights \(.*; it holds \['config.json'"),
+    "weights in GGUF": (renamed("model.gguf"), "its weights are GGUF files"),
+    "Mistral's own format": (renamed("consolidated.safetensors"), "consolidated.safetensors.* maker's own format"),
+    "pointers of git-lfs": (
+        content("model.safetensors", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"),
+        "1 of 1 files of its weights are git-lfs pointers.*git lfs pull",
+    ),
     "no configuration": (lambda f: (f / "config.json").unlink(), "has no config.json; it holds"),
     "a configuration that is no JSON": (content("config.json", b"{{"), "config.json cannot be read as JSON"),
     "a configuration of other bytes": (content("config.json", b"\xff\xfe\0"), "config.json cannot be read as JSON"),
@@ -177,6 +192,13 @@ def test_a_missing_folder_is_called_one_and_not_asked_of_the_hub(what: str, name
         load(options.pop("target"), **options)
     assert "nothing" in str(caught.value) or "local" in str(caught.value)
     assert "hub gave" not in str(caught.value)
+
+
+def test_a_folder_without_a_tokenizer(saved: Path) -> None:
+    """transformers recommends to install sentencepiece."""
+    words = r"the folder has none \(tokenizer.json.*give tokenizer="
+    with pytest.raises(ModelLoadError, match=f"cannot load the tokenizer of .*{words}"):
+        SpeculativeModel.from_pretrained(str(saved), device="cpu")
 
 
 def test_a_file_is_no_folder(saved: Path, tmp_path: Path) -> None:
@@ -450,7 +472,10 @@ def silent() -> Iterator[str]:
 
 LOAD = """
 import sys, time
+import drafters.checkpoints.hub
 from specdec import SpecdecError, SpeculativeModel
+assert drafters.checkpoints.hub.HUB_SECONDS <= 3
+drafters.checkpoints.hub.HUB_SECONDS = 0.5  # each of the loads waits so long for a silent hub
 for names in sys.argv[1:]:
     target, _, draft = names.partition("+")
     start = time.perf_counter()

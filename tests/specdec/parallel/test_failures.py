@@ -191,6 +191,43 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
 
 
 @pytest.mark.slow
+def test_a_process_that_stands_still_and_two_interrupts(
+    folders: Callable[[str], Path], every_self_test: None, interruptible: None
+) -> None:
+    """Rank 0 waits for it in a sum; the first interrupt waits for the end of the round, which does not come."""
+    with load(folders("one-kv-head")) as own:
+        (pid,) = pids_of(own)
+        stream = own.stream(PROMPT, SamplingParams(max_new_tokens=60))
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        timers = [threading.Timer(delay, signal.raise_signal, [signal.SIGINT]) for delay in (0.3, 0.9)]
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            for timer in timers:
+                timer.start()
+            for _ in stream:
+                pass
+        assert 0.9 <= time.monotonic() - started < SOON
+        with pytest.raises(RanksLostError, match="in the midst of a call"):
+            own.generate(PROMPT, PARAMS)
+        assert alive([pid]) == []
+
+
+class OfThisProgram:
+    """What no other process can import."""
+
+
+@pytest.mark.slow
+def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path], every_self_test: None) -> None:
+    with load(folders("one-kv-head")) as own:
+        own.engine.tell(OfThisProgram())
+        started = time.monotonic()
+        with pytest.raises(RanksLostError, match=r"rank 1 .*(ModuleNotFoundError|AttributeError)"):
+            own.generate(PROMPT, PARAMS)
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         assert own.engine.run("on_ranks:nothing") == 0
@@ -199,17 +236,6 @@ def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: No
         with pytest.raises(RanksLostError, match="the ranks disagree about a round"):
             own.generate(PROMPT, PARAMS)
         assert time.monotonic() - started < SOON
-
-
-@pytest.mark.slow
-def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
-    own = load(folders("one-kv-head"))
-    pids = pids_of(own)
-    assert alive(pids) == pids
-    started = time.monotonic()
-    own.close()
-    assert time.monotonic() - started < 1.5 and alive(pids) == []
-    own.close()
 
 
 @pytest.mark.long
@@ -223,43 +249,70 @@ def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path]
         inner(torch.tensor([[1, 2]]))
 
 
-@pytest.mark.slow
-def test_wrong_drafts_of_a_rank_are_counted_and_harmless(every_self_test: None) -> None:
-    """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
-    prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True, return_drafts=True)
+@pytest.fixture(scope="module")
+def built_in(every_self_test: None) -> Iterator[Any]:
+    """The built-in pair, on processes of its own."""
     with SpeculativeModel.from_pretrained(
         "gsm-llama", "auto", device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
-    ) as own:
-        right = own.generate(prompts, params)
-        assert differing_ids(own.engine) == [0, 0]
-        own.engine.run("on_ranks:wrong_drafts")
-        found = own.generate(prompts, params)
-        assert [c.token_ids for c in found] == [c.token_ids for c in right]
-        assert [c.drafts for c in found] == [c.drafts for c in right]
-        counts = differing_ids(own.engine)
-        assert counts[0] == 0 and counts[1] > 10
-        own.engine.run("on_ranks:right_drafts")
-        own.engine.run("on_ranks:wrong_results")
-        assert [c.token_ids for c in own.generate(prompts, params)] == [c.token_ids for c in right]
-        assert differing_ids(own.engine)[1] > counts[1] + 10
-        own.engine.run("on_ranks:right_results")
-        own.engine.run("on_ranks:wrong_drafts")
-        own.engine.run("on_ranks:never_share")
-        assert [c.token_ids for c in own.generate(prompts, params)] != [c.token_ids for c in right]
+    ) as loaded:
+        yield loaded
+
+
+@pytest.mark.slow
+def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
+    """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
+    prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, return_drafts=True)
+    right = built_in.generate(prompts, params)
+    assert differing_ids(built_in.engine) == [0, 0]
+    built_in.engine.run("on_ranks:wrong_drafts")
+    found = built_in.generate(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in right]
+    assert [c.drafts for c in found] == [c.drafts for c in right]
+    counts = differing_ids(built_in.engine)
+    assert counts[0] == 0 and counts[1] > 10
+    built_in.engine.run("on_ranks:right_drafts")
+    built_in.engine.run("on_ranks:wrong_results")
+    assert [c.token_ids for c in built_in.generate(prompts, params)] == [c.token_ids for c in right]
+    assert differing_ids(built_in.engine)[1] > counts[1] + 10
+    built_in.engine.run("on_ranks:right_results")
+    built_in.engine.run("on_ranks:wrong_drafts")
+    built_in.engine.run("on_ranks:never_share")
+    assert [c.token_ids for c in built_in.generate(prompts, params)] != [c.token_ids for c in right]
+
+
+@pytest.mark.slow
+def test_close_ends_the_processes(built_in: Any) -> None:
+    """Last of those that use the pair."""
+    pids = pids_of(built_in)
+    assert alive(pids) == pids and len(pids) == 1
+    started = time.monotonic()
+    built_in.close()
+    assert time.monotonic() - started < 1.5 and alive(pids) == []
+    built_in.close()
 
 
 CRASH = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from specdec.loading.leading import start_ranks
 link = start_ranks(2, torch.device("cpu"))
-print(*link.workers.pids, flush=True)
+fork = os.fork()
+if fork == 0:
+    sys.exit(7)  # with the group of its parent, whose threads it does not have
+for _ in range(600):
+    if os.waitpid(fork, os.WNOHANG)[0]:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(fork, signal.SIGKILL)
+    sys.exit("the fork did not end")
+print(link.workers.folder, *link.workers.pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_crash() -> None:
+def test_nothing_outlives_a_crash() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", CRASH],
@@ -268,9 +321,10 @@ def test_no_process_outlives_a_crash() -> None:
         text=True,
         check=False,
     )
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert done.returncode == -signal.SIGKILL and len(pids) == 1
+    folder, *numbers = done.stdout.split() or [""]
+    pids = [int(number) for number in numbers]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 1, done.stderr
     deadline = time.monotonic() + SOON
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert alive(pids) == []
+    assert alive(pids) == [] and not Path(folder).exists()
