@@ -1,6 +1,5 @@
 """Time of a round at a published shape with random weights, through the public engine.
 
-\b
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
     python -m benchmarks.bench_round --shape qwen3.5-9b --drafts 0,1,3 --rows 1,8,32 --out round-hybrid.jsonl
 
@@ -11,18 +10,15 @@ wall time between two completed device-to-host reads of a full batch.
 With --long the first row of every batch has a prompt of so many tokens, for the others --prompt holds; it is read
 before them, so that all rows decode together. A row of 65,536 keys beside 15 short ones:
 
-\b
     python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.jsonl
 
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
 Several shares are measured one after the other in one process, a line each; 1 is a greedy batch:
 
-\b
     python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
 
 With --weights fp8 the target's linear layers have weights in fine-grained FP8 (blocks of 128 x 128):
 
-\b
     python -m benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --out round-fp8.jsonl
 """
 

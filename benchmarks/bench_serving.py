@@ -1,6 +1,5 @@
 """A workload of requests at a published shape with random weights, through the public SpeculativeModel.
 
-\b
     python -m benchmarks.bench_serving --out serving.jsonl                                      # greedy, all at once
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
@@ -39,8 +38,8 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.document import provenance, usage
-from benchmarks.given import ResultFile, check_range, refuse_unused
+from benchmarks.document import provenance
+from benchmarks.given import ResultFile, check_range, refuse_unused, usage
 from benchmarks.hold import wait_for
 from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix

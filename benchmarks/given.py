@@ -1,4 +1,4 @@
-"""What is given on a benchmark's command line: lists of numbers, result files, and options that would do nothing.
+"""A benchmark's command line: its help, lists of numbers, result files, and options that would do nothing.
 
 A run takes minutes of a GPU, so all of it is refused before anything is built.
 """
@@ -11,6 +11,16 @@ from typing import Any
 
 import click
 from click.core import ParameterSource
+
+
+def usage(page: str | None) -> str:
+    r"""A module's docstring as a command's help, in which indented paragraphs (commands) keep their lines.
+
+    >>> usage("Does this.\n\n    python -m this\n    python -m that\n")
+    'Does this.\n\n\x08\n    python -m this\n    python -m that'
+    """
+    paragraphs = (page or "").strip().split("\n\n")
+    return "\n\n".join(f"\b\n{each}" if each.startswith("    ") else each for each in paragraphs)
 
 
 def numbers(listed: str) -> list[int]:

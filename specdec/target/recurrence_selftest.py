@@ -105,11 +105,18 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
 def _rows(
     tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, device: torch.device
 ) -> StateRows:
-    starts = np.concatenate([[0], np.cumsum(tokens)])
-    arrays = [
-        torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, np.array(_SLOTS), start, replay, num_new)
-    ]
-    return StateRows(*arrays, max_query_len=int(tokens.max()), max_replay=int(replay.max()))
+    def sent(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(x.astype(np.int32)).to(device)
+
+    return StateRows(
+        query_start_loc=sent(np.concatenate([[0], np.cumsum(tokens)])),
+        slots=sent(np.array(_SLOTS)),
+        start=sent(start),
+        replay=sent(replay),
+        num_new=sent(num_new),
+        max_query_len=int(tokens.max()),
+        max_replay=int(replay.max()),
+    )
 
 
 def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Sequence[Any]:
