@@ -199,7 +199,7 @@ def as_rank(ranks: Ranks) -> Iterator[None]:
 
     meshes: Any = _Meshes(ranks)
     own = mixin.initialize_distributed_mesh
-    mixin.initialize_distributed_mesh = lambda config: (ranks.device, meshes)
+    mixin.initialize_distributed_mesh = lambda distributed_config: (ranks.device, meshes)
     try:
         yield
     finally:
