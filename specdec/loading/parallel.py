@@ -197,8 +197,9 @@ def as_rank(ranks: Ranks) -> Iterator[None]:
     """
     from transformers.distributed import mixin  # as of 5.23
 
-    meshes, own = _Meshes(ranks), mixin.initialize_distributed_mesh
-    mixin.initialize_distributed_mesh = lambda config: (ranks.device, meshes)
+    meshes: Any = _Meshes(ranks)
+    own = mixin.initialize_distributed_mesh
+    mixin.initialize_distributed_mesh = lambda distributed_config: (ranks.device, meshes)
     try:
         yield
     finally:
