@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import isfinite
+
+from attention.errors import InvalidInputError
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,12 @@ class AttentionSpec:
         chunk_size: positions per chunk of local attention, whose queries see the keys of their own chunk only; or None.
             A backend's kernel never sees it: `GroupRunner` gives its builder virtual rows that are in one chunk each.
         temperature: the factor by position that `GroupRunner` multiplies queries with before a backend, or None.
+        alibi: a slope for each query head, [Hq], or None. A logit gets slope·(key's position - query's position) after
+            the softcap (Source: Press et al. 2021, arXiv 2108.12409). No model of transformers asks its attention
+            interface for it: it is for builders without an engine, on "flex" and "torch".
+
+    Raises:
+        InvalidInputError: not one finite slope for each query head, or slopes with values inside keys.
     """
 
     num_q_heads: int
@@ -50,3 +59,14 @@ class AttentionSpec:
     value_in_key: bool = False
     chunk_size: int | None = None
     temperature: TemperatureTuning | None = None
+    alibi: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.alibi is None:
+            return
+        if len(self.alibi) != self.num_q_heads or not all(map(isfinite, self.alibi)):
+            raise InvalidInputError(
+                f"alibi={self.alibi}: give one finite slope for each of the {self.num_q_heads} query heads, or None"
+            )
+        if self.value_in_key:
+            raise InvalidInputError("alibi with value_in_key=True: MLA has no slopes; give None")

@@ -13,89 +13,27 @@ matmul rate, both measured in the same run; a kernel that only reads can be a li
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from itertools import chain, cycle, islice
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
 import torch
 
 from attention.cache.kv_cache import FP8
-from benchmarks.attention_arms import CUDA, PAGE_SIZE, Case, Configuration, Scene, arms, make_scene
-from benchmarks.document import provenance
+from benchmarks.attention_configurations import CUDA, PAGE_SIZE, Case, Configuration, Scene, configurations, make_scene
+from benchmarks.device_time import Place, Rates, device_us, host_us, measured_rates
+from benchmarks.document import provenance, usage
 
-_REPEATS = 15
+PLACE = Place(CUDA, torch.bfloat16)
 _LEAST_LAUNCHES = 16
 _WORKSPACE_BYTES = 256 << 20
 
 
-def plan_us(arm: Configuration) -> float:
-    """Median host microseconds of a plan; the device is idle, and earlier copies are done."""
-    times = []
-    for _ in range(_REPEATS + 3):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        arm.plan()
-        times.append(time.perf_counter() - start)
-    return median(times[3:]) * 1e6
-
-
-def run_us(launch: Callable[[], None], launches: int, graph: bool = True) -> float:
-    """Median device microseconds of one of the `launches` that `launch` makes."""
-    launch()
-    torch.cuda.synchronize()
-    replay = _captured(launch) if graph else launch
-    replay()
-    times = []
-    for _ in range(_REPEATS if graph else 5):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / launches)
-    return median(times)
-
-
-def _captured(launch: Callable[[], None]) -> Callable[[], None]:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    return graph.replay
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What this GPU reaches: bytes a second of a device copy (read and written), operations a second of a matmul."""
-
-    copy: float
-    matmul: float
-
-    def floor_us(self, case: Case) -> float:
-        """The least time of a case."""
-        return max(case.cache_bytes / self.copy, case.operations / self.matmul) * 1e6
-
-
-def measured_rates() -> Rates:
-    """Copy of 2 GiB; matmul of 8192³ in bfloat16 on random data."""
-    a, b = (torch.empty(2 << 30, dtype=torch.uint8, device=CUDA).random_() for _ in range(2))
-    copy = 2 * a.nbytes / (run_us(_eight_times(lambda: a.copy_(b)), 8, graph=False) * 1e-6)
-    x, y = (torch.randn(8192, 8192, device=CUDA, dtype=torch.bfloat16) for _ in range(2))
-    z = torch.empty_like(x)
-    matmul = 2 * 8192**3 / (run_us(_eight_times(lambda: torch.mm(x, y, out=z)), 8, graph=False) * 1e-6)
-    return Rates(copy, matmul)
-
-
-def _eight_times(launch: Callable[[], object]) -> Callable[[], None]:
-    def launches() -> None:
-        for _ in range(8):
-            launch()
-
-    return launches
+def floor_us(case: Case, rates: Rates) -> float:
+    """The least time of a case."""
+    return max(case.cache_bytes / rates.copy, case.operations / rates.matmul) * 1e6
 
 
 def decode_cases(rows: list[int], contexts: list[int], queries: list[int]) -> Iterator[Case]:
@@ -118,16 +56,17 @@ def prompt_cases() -> Iterator[Case]:
         yield Case(rows, query, context, torch.bfloat16, torch.bfloat16)
 
 
-def measure(arm: Configuration, name: str, scene: Scene) -> dict[str, float]:
+def measure(one: Configuration, name: str, scene: Scene) -> dict[str, float]:
     """Plan and run one configuration."""
-    planning = plan_us(arm)
+    planning = host_us(one.plan, PLACE)
     launches = 1 if name == "torch" else max(_LEAST_LAUNCHES, len(scene.layers))
 
     def launch() -> None:
         for layer in islice(cycle(scene.layers), launches):
-            arm.run(layer)
+            one.run(layer)
 
-    return {"plan_us": round(planning, 1), "run_us": round(run_us(launch, launches, name != "torch"), 2)}
+    running = device_us(launch, PLACE, graph=name != "torch") / launches
+    return {"plan_us": round(planning, 1), "run_us": round(running, 2)}
 
 
 def numbers(text: str) -> list[int]:
@@ -142,12 +81,12 @@ def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, 
         scene = make_scene(case)
         dtypes = {name: str(getattr(case, name)).removeprefix("torch.") for name in ("dtype", "cache")}
         shape = {name: getattr(case, name) for name in ("rows", "query", "context")}
-        for route, arm in arms(scene, workspace, kind == "prompt"):
-            floor = {} if route == "write" else {"floor_us": round(rates.floor_us(case), 2)}
-            yield {"kind": kind, "route": route, **shape, **dtypes, **measure(arm, route, scene), **floor}
+        for route, one in configurations(scene, workspace, kind == "prompt"):
+            floor = {} if route == "write" else {"floor_us": round(floor_us(case, rates), 2)}
+            yield {"kind": kind, "route": route, **shape, **dtypes, **measure(one, route, scene), **floor}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="1,8,32,128", show_default=True)
 @click.option("--context", default="512,2048,8192", show_default=True)
 @click.option("--query", default="1,6", show_default=True)
@@ -155,7 +94,7 @@ def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, 
 def main(rows: str, context: str, query: str, out: Path) -> None:
     """Measure and write as measured."""
     torch.manual_seed(0)
-    rates = measured_rates()
+    rates = measured_rates(PLACE)
     common = {"benchmark": "attention", "heads": (32, 8), "head_dim": 128, "page_size": PAGE_SIZE}
     common |= {"copy_tb_s": rates.copy / 1e12, "matmul_tflops": rates.matmul / 1e12, **provenance()}
     decoding = decode_cases(numbers(rows), numbers(context), numbers(query))

@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
@@ -47,43 +45,24 @@ from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 from benchmarks.batches import Batch, full_size, small_size
-from benchmarks.document import provenance
+from benchmarks.device_time import Place, Rates, device_us, host_us, measured_rates
+from benchmarks.document import provenance, usage
 from specdec.loading.backends import make_backend
 
 PAGE_SIZE, LAYERS = 16, 32
 FIXED = ", fixed"
 """After a backend's name: planned for batches of one shape, as CUDA graphs hold them; else for any batch."""
 WAYS = ("torch", "flex", "flashinfer", f"flashinfer{FIXED}", "batch_invariant")
-REPEATS, _LEAST_LAUNCHES, _CACHES_BYTES = 9, 8, 256 << 20
+_LEAST_LAUNCHES, _CACHES_BYTES = 8, 256 << 20
 DECODE_KERNELS = ("CUDA-core decode", "tensor-core decode", "fa2", "packed")
 RATIOS, HEAD_SIZES, DECODE_ROWS, DECODE_KEYS = (1, 2, 4, 8, 16), (64, 128, 256), (1, 32, 128), 2048
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where and on what is measured."""
+class LayerPlace(Place):
+    """Where a layer is measured, and which."""
 
-    device: torch.device
-    dtype: torch.dtype
     key: AttentionSpec
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether time is the GPU's."""
-        return self.device.type == "cuda"
-
-    def wait(self) -> None:
-        """Until the device is idle."""
-        if self.on_gpu:
-            torch.cuda.synchronize()
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What the device reaches: bytes a second of a copy (read and written), operations a second of a matmul."""
-
-    copy: float
-    matmul: float
 
 
 def backend_of(way: str, device: torch.device) -> AttentionBackend:
@@ -96,52 +75,7 @@ def backend_of(way: str, device: torch.device) -> AttentionBackend:
     return FlexBackend(device) if name == "flex" else make_backend(name, device)
 
 
-def host_us(call: Callable[[], object], place: Place) -> float:
-    """Median host microseconds of a call; the device is idle before it."""
-    times = []
-    for _ in range(REPEATS + 2):
-        place.wait()
-        start = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - start)
-    return median(times[2:]) * 1e6
-
-
-def device_us(launch: Callable[[], object], place: Place, graph: bool) -> float:
-    """Median microseconds of the device for what `launch` launches; of the host where there is no GPU."""
-    launch()
-    launch()
-    place.wait()
-    if not place.on_gpu:
-        return host_us(launch, place)
-    if graph:
-        captured = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(captured):
-            launch()
-        launch = captured.replay
-        launch()
-    times = []
-    for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        launch()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return median(times)
-
-
-def measured_rates(place: Place) -> Rates:
-    """Copy of 2 GiB and matmul of 8192³ on a GPU; a small one of each elsewhere."""
-    size, width = (2 << 30, 8192) if place.on_gpu else (1 << 22, 256)
-    a, b = (torch.zeros(size, dtype=torch.uint8, device=place.device) for _ in range(2))
-    x, y = (torch.randn(width, width, device=place.device).to(place.dtype) for _ in range(2))
-    copied = device_us(lambda: b.copy_(a), place, graph=False)
-    multiplied = device_us(lambda: torch.mm(x, y), place, graph=False)
-    return Rates(2e6 * size / copied, 2e6 * width**3 / multiplied)
-
-
-def floor_us(batch: Batch, place: Place, rates: Rates) -> float:
+def floor_us(batch: Batch, place: LayerPlace, rates: Rates) -> float:
     """The least time of one layer: keys and values read, new ones written, queries read, the result written."""
     key, tokens = place.key, sum(batch.query_lens)
     keys_and_values = 2 * key.num_kv_heads * key.head_dim_k * (sum(batch.seq_lens) + tokens)
@@ -150,7 +84,7 @@ def floor_us(batch: Batch, place: Place, rates: Rates) -> float:
     return max(moved / rates.copy, 4 * seen * key.num_q_heads * key.head_dim_k / rates.matmul) * 1e6
 
 
-def metadata_of(batch: Batch, place: Place) -> CommonAttentionMetadata:
+def metadata_of(batch: Batch, place: LayerPlace) -> CommonAttentionMetadata:
     """The batch on the device."""
     host = batch.host(PAGE_SIZE)
     return stage(host, *single_batch_arena(host.num_reqs, host.num_tokens, host.block_table.shape[1], place.device))
@@ -161,7 +95,7 @@ def one_page_less(batch: Batch) -> Batch:
     return Batch(batch.query_lens, tuple(max(0, n - PAGE_SIZE) for n in batch.computed))
 
 
-def measure(way: str, batch: Batch, place: Place) -> dict[str, float]:
+def measure(way: str, batch: Batch, place: LayerPlace) -> dict[str, float]:
     """Plan and run one backend on one batch.
 
     Raises:
@@ -198,7 +132,7 @@ def measure(way: str, batch: Batch, place: Place) -> dict[str, float]:
     return {"plan_us": plan, "run_us": run, "total_us": plan + LAYERS * run}
 
 
-def backend_lines(place: Place, batches: dict[str, Batch], only: Iterable[str]) -> Iterator[dict[str, Any]]:
+def backend_lines(place: LayerPlace, batches: dict[str, Batch], only: Iterable[str]) -> Iterator[dict[str, Any]]:
     """One line for every backend and batch."""
     rates = measured_rates(place)
     measured_at = {"copy_tb_s": rates.copy / 1e12, "matmul_tflops": rates.matmul / 1e12}
@@ -242,7 +176,7 @@ def build_decode_kernels(sizes: Sequence[int], kernels: Sequence[str]) -> None:
 
 def decode_lines(sizes: Sequence[int], kernels: Sequence[str]) -> Iterator[dict[str, Any]]:
     """One line for every decode kernel, number of query heads a KV head, head size and number of rows."""
-    from benchmarks.attention_arms import (
+    from benchmarks.attention_configurations import (
         CUDA,
         Case,
         Configuration,
@@ -254,7 +188,7 @@ def decode_lines(sizes: Sequence[int], kernels: Sequence[str]) -> Iterator[dict[
 
     build_decode_kernels(sizes, kernels)
     workspace = torch.empty(_CACHES_BYTES, dtype=torch.uint8, device=CUDA)
-    place = Place(CUDA, torch.bfloat16, AttentionSpec(32, 8, 128, 128, 1.0))
+    place = Place(CUDA, torch.bfloat16)
     rates = measured_rates(place)
     for dim, ratio, rows in itertools.product(sizes, RATIOS, DECODE_ROWS):
         key = AttentionSpec(32, 32 // ratio, dim, dim, scale=dim**-0.5)
@@ -281,7 +215,7 @@ def decode_lines(sizes: Sequence[int], kernels: Sequence[str]) -> Iterator[dict[
             yield line | {"plan_us": round(plan, 2), "run_us": round(run, 2), "ratio": round(run / floor, 2)}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--part", type=click.Choice(["backends", "decode"]), default="backends", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny batches and heads in float32, on a CPU too.")
 @click.option("--backend", "only", multiple=True, type=click.Choice(WAYS), help="Repeatable; default all.")
@@ -298,9 +232,9 @@ def main(
         raise click.UsageError("no GPU is here; --small runs part `backends` on a CPU")
     device = torch.device("cuda" if has_gpu else "cpu")
     if small:
-        place = Place(device, torch.float32, AttentionSpec(4, 2, 16, 16, scale=0.25))
+        place = LayerPlace(device, torch.float32, AttentionSpec(4, 2, 16, 16, scale=0.25))
     else:
-        place = Place(device, torch.bfloat16, AttentionSpec(32, 8, 128, 128, scale=128**-0.5))
+        place = LayerPlace(device, torch.bfloat16, AttentionSpec(32, 8, 128, 128, scale=128**-0.5))
     batches = small_size() if small else full_size()
     if part == "decode":
         found = decode_lines(sizes or HEAD_SIZES, kernels or DECODE_KERNELS)

@@ -1,7 +1,7 @@
 """The built-in EAGLE-3 pair on GSM8K test questions: acceptance against simple drafters, and speed at batch 1.
 
-    SPECDEC_DATA=… python benchmarks/bench_builtin.py acceptance --questions 200 [--out …]
-    SPECDEC_DATA=… python benchmarks/bench_builtin.py speed --questions 80 [--out …]
+    SPECDEC_DATA=… python -m benchmarks.bench_builtin acceptance --questions 200 [--out …]
+    SPECDEC_DATA=… python -m benchmarks.bench_builtin speed --questions 80 [--out …]
 
 Greedy. `acceptance`: tau of the head, of prompt lookup, of a bigram table, and of the head with zeroed and shuffled
 aux hidden states; simple drafters are simulated on the target's own tokens, which greedy verification makes exact.
@@ -23,8 +23,8 @@ from typing import Any
 
 import click
 import torch
-from document import publish
 
+from benchmarks.document import publish
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.prompts import encode_prompts
 from specdec.requests.stats import RoundRecord, pool, pool_requests

@@ -15,11 +15,10 @@ On an H200 it takes less than 40 s.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import cycle, islice
 from pathlib import Path
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -34,7 +33,8 @@ from attention.batch.metadata import CommonAttentionMetadata, single_batch_arena
 from attention.batch.transforms.cascade import shared_prefix
 from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.spec import AttentionSpec
-from benchmarks.document import provenance
+from benchmarks.device_time import Place, device_us
+from benchmarks.document import provenance, usage
 
 if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
@@ -44,7 +44,7 @@ KEY = AttentionSpec(32, 8, 128, 128, scale=128**-0.5)
 PAGE_SIZE, DTYPE = 16, torch.bfloat16
 _CACHES_BYTES = 160 << 20
 """More than twice an H200's L2 cache, of the distinct pages of all layers."""
-_LEAST_LAUNCHES, _REPEATS = 8, 9
+_LEAST_LAUNCHES = 8
 
 
 @dataclass(frozen=True)
@@ -64,25 +64,6 @@ def batch_of(case: Case) -> HostBatch:
     table = np.concatenate([np.tile(pages[:shared], (case.rows, 1)), pages[shared:].reshape(case.rows, own)], 1)
     first = np.full(case.rows, case.prefix + case.own - case.query)
     return rows_batch(np.arange(case.rows + 1) * case.query, first, table, PAGE_SIZE)
-
-
-def run_us(launch: Callable[[], None], launches: int) -> float:
-    """Median device microseconds of one of the `launches` that a replay of `launch` makes."""
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(_REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3 / launches)
-    return median(times)
 
 
 class Scene:
@@ -116,7 +97,7 @@ class Scene:
             for layer in islice(cycle(self.layers), launches):
                 kernel.run(self.query, layer, out, None)
 
-        taken = run_us(launch, launches)
+        taken = device_us(launch, Place(CUDA, DTYPE)) / launches
         kernel.run(self.query, self.layers[0], out, None)
         return taken, out
 
@@ -179,7 +160,7 @@ def numbers(text: str) -> list[int]:
     return [int(n) for n in text.split(",")]
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="8,32,128", show_default=True)
 @click.option("--prefix", default="512,2048,8192", show_default=True)
 @click.option("--own", default="64,256", show_default=True)

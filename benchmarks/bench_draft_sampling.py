@@ -1,6 +1,6 @@
 """How many drafts of sampled requests are accepted: drawn from the head's distribution, or its most probable tokens.
 
-    SPECDEC_DATA=… python benchmarks/bench_draft_sampling.py --questions 60 --out draft_sampling.json
+    SPECDEC_DATA=… python -m benchmarks.bench_draft_sampling --questions 60 --out draft_sampling.json
 
 The built-in EAGLE-3 pair on GSM8K test questions, at several temperatures, with and without top-p. Tau is tokens a
 verification, pooled over all requests; its interval is the bootstrap's over questions (`evals.acceptance.bootstrap`).
@@ -15,9 +15,9 @@ from typing import Any
 
 import click
 import numpy as np
-from bench_builtin import questions
-from document import publish
 
+from benchmarks.bench_builtin import questions
+from benchmarks.document import publish, usage
 from evals.acceptance.bootstrap import Resampling
 from evals.acceptance.metrics import METRICS
 from specdec import Completion, SamplingParams, SpeculativeModel
@@ -35,7 +35,7 @@ def tau(completions: Sequence[Completion]) -> dict[str, float]:
     return {"tau": found.estimate, "low": found.low, "high": found.high}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--questions", "count", type=click.IntRange(min=2), default=120, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True)
 @click.option("--temperatures", default="0.3,0.6,0.8,1.0,1.3", show_default=True)

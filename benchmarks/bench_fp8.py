@@ -24,13 +24,14 @@ from typing import Any
 import click
 import torch
 
-from benchmarks.bench_latent import replay_us
-from benchmarks.document import provenance
+from benchmarks.device_time import Place, device_us
+from benchmarks.document import provenance, usage
 from benchmarks.shapes import COPY_BYTES_PER_S
 from specdec.ops.fp8 import BLOCK, FP8, fp8_quantise
 from specdec.ops.linear import few_tokens_linear
 
 CUDA = torch.device("cuda")
+PLACE = Place(CUDA, torch.bfloat16)
 LLAMA = ((6144, 4096), (4096, 4096), (28_672, 4096), (4096, 14_336))
 """Rows and width of Llama-3.1-8B's fused q, k, v; of o; of fused gate, up; and of down."""
 _LEAST_BYTES = 160 << 20
@@ -88,7 +89,7 @@ def timed(launch: Callable[[torch.Tensor, torch.Tensor], object], weights: list[
         for weight in weights:
             launch(*weight)  # type: ignore[call-arg]
 
-    return replay_us(all_of_them) / len(weights)
+    return device_us(all_of_them, PLACE) / len(weights)
 
 
 def measured(rows: int, width: int, tokens: int, sweep: bool) -> dict[str, Any]:
@@ -107,7 +108,7 @@ def measured(rows: int, width: int, tokens: int, sweep: bool) -> dict[str, Any]:
     chosen = tiling_of(tokens, rows, width)
     found = {"rows": rows, "width": width, "tokens": tokens, "chosen": asdict(chosen), "us": by(chosen)}
     found["floor_us"] = 1e6 * (rows * width + 4 * scales.numel()) / COPY_BYTES_PER_S
-    found["quantise_us"] = replay_us(lambda: [fp8_quantise(half) for _ in range(20)]) / 20
+    found["quantise_us"] = device_us(lambda: [fp8_quantise(half) for _ in range(20)], PLACE) / 20
     plain = [(torch.randn(rows, width, device=CUDA, dtype=torch.bfloat16),) for _ in range(count)]
     found["bf16_us"] = timed(lambda w: few_tokens_linear(half, w), plain)  # type: ignore[misc, arg-type]
     if sweep:
@@ -117,7 +118,7 @@ def measured(rows: int, width: int, tokens: int, sweep: bool) -> dict[str, Any]:
     return found
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--tokens", default="1,8,48", show_default=True)
 @click.option("--sweep/--no-sweep", default=True, show_default=True, help="Every tiling, not only the one in use.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")

@@ -32,7 +32,7 @@ import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
 from benchmarks.bench_round import numbers
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.hold import wait_for
 from specdec.parallel.collectives import GroupCollectives
 from specdec.parallel.group import join_group, leave_group
@@ -195,7 +195,7 @@ def say(settings: dict[str, Any], found: dict[str, Any]) -> None:
             file.write(json.dumps(line | provenance()) + "\n")
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--rows", default="32,128", show_default=True)
 @click.option("--tokens", type=int, default=1, show_default=True, help="Of a row: 1 without drafts, K+1 with K.")
 @click.option("--width", type=int, default=8192, show_default=True)

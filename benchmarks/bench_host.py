@@ -1,6 +1,6 @@
 """Host time of a round's preparation: every numpy array of the draft loop and the next verification, and their packing.
 
-    python benchmarks/bench_host.py [--out benchmarks/results/host.json]
+    python -m benchmarks.bench_host [--out benchmarks/results/host.json]
 
 Ends in one JSON line with versions and commit. Runs on CPU; the transfer itself is not part of it.
 """
@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from document import publish
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
+from benchmarks.document import publish
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.static import FixedSteps
 from drafters.loops.lengths import num_drafts_allowed

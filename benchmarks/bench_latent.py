@@ -12,10 +12,8 @@ from __future__ import annotations
 
 import itertools
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import click
@@ -30,45 +28,16 @@ from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
-from benchmarks.document import provenance
+from benchmarks.device_time import Place, device_us, host_us
+from benchmarks.document import provenance, usage
 from benchmarks.shapes import COPY_BYTES_PER_S
 from specdec.ops.experts import CAPTURABLE
 
 CUDA = torch.device("cuda")
-LAYERS, PAGE_SIZE, REPEATS = 16, 16, 15
+PLACE = Place(CUDA, torch.bfloat16)
+LAYERS, PAGE_SIZE = 16, 16
 KEY = AttentionSpec(16, 1, 576, 512, scale=192**-0.5, value_in_key=True)
 EXPERTS, CHOSEN, HIDDEN, INNER, SETS = 64, 6, 2048, 1408, 8
-
-
-def replay_us(launch: Callable[[], object]) -> float:
-    """Median device microseconds of a captured launch."""
-    launch()
-    launch()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        launch()
-    graph.replay()
-    times = []
-    for _ in range(REPEATS):
-        start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        stop.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(stop) * 1e3)
-    return median(times)
-
-
-def host_us(call: Callable[[], object]) -> float:
-    """Median host microseconds of a call; the device is idle before it."""
-    times = []
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        call()
-        times.append((time.perf_counter() - start) * 1e6)
-    return median(times)
 
 
 def attention(rows: int, query: int, computed: int) -> dict[str, Any]:
@@ -85,12 +54,12 @@ def attention(rows: int, query: int, computed: int) -> dict[str, Any]:
     planned = planner.plan(stage(batch, arena, bucket))
     q = torch.randn(KEY.num_q_heads, rows * query, 576, device=CUDA, dtype=torch.bfloat16).transpose(0, 1)
     k = torch.randn(rows * query, 1, 576, device=CUDA, dtype=torch.bfloat16)
-    run = replay_us(lambda: [runner.attend(planned, n, q, k, k[..., :512]) for n in range(LAYERS)]) / LAYERS
+    run = device_us(lambda: [runner.attend(planned, n, q, k, k[..., :512]) for n in range(LAYERS)], PLACE) / LAYERS
     floor = rows * (computed + query) * 576 * 2 / COPY_BYTES_PER_S * 1e6
     facts = {"part": "attention", "rows": rows, "query": query, "computed": computed}
     other = rows_batch(np.arange(rows + 1) * query, np.full(rows, computed - 1), table, PAGE_SIZE)
     turns = itertools.cycle([other, batch])
-    return facts | {"run_us": run, "floor_us": floor, "replan_us": host_us(lambda: planner.replan(next(turns)))}
+    return facts | {"run_us": run, "floor_us": floor, "replan_us": host_us(lambda: planner.replan(next(turns)), PLACE)}
 
 
 def experts(form: str, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -111,13 +80,13 @@ def experts(form: str, tokens: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     for n in tokens:
         routes = [torch.rand(n, EXPERTS, device=CUDA).topk(CHOSEN, -1) for _ in range(SETS)]
         sets = [(torch.randn(n, HIDDEN, device=CUDA, dtype=torch.bfloat16), r.indices, r.values) for r in routes]
-        run = replay_us(lambda sets=sets: [compiled(*s) for s in sets]) / SETS  # type: ignore[misc]
+        run = device_us(lambda sets=sets: [compiled(*s) for s in sets], PLACE) / SETS  # type: ignore[misc]
         distinct = sum(len(r.indices.unique()) for r in routes) / SETS
         floor = distinct * 3 * HIDDEN * INNER * 2 / COPY_BYTES_PER_S * 1e6
         yield {"part": "experts", "form": form, "tokens": n, "run_us": run, "floor_us": floor, "distinct": distinct}
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
 def main(out: Path) -> None:
     """Measure both."""

@@ -31,7 +31,7 @@ import numpy as np
 from transformers.models.auto import AutoModelForCausalLM
 
 from benchmarks.bench_round import Moments, measure, numbers, prompts
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.drawn_weights import in_every_rank
 from benchmarks.hold import wait_for
 from benchmarks.kinds import Kind
@@ -124,7 +124,7 @@ def in_words(line: dict[str, Any]) -> str:
     )
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(list(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--layers", default="", help="One or several numbers.  [default: the shape's]")
 @click.option("--experts", type=int, default=64, show_default=True, help="Of a layer of deepseek-v3, which has 256.")

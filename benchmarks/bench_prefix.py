@@ -20,7 +20,7 @@ from typing import Any
 
 import click
 
-from benchmarks.document import publish
+from benchmarks.document import publish, usage
 from benchmarks.prefix import expected_hits
 from evals.data.arithmetic import problems
 from evals.data.datasets import read_jsonl
@@ -72,7 +72,7 @@ def timed(model: SpeculativeModel, prompts: list[list[int]], params: SamplingPar
     return model.generate(prompts, params), time.perf_counter() - started
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--target", default="gsm-llama", show_default=True)
 @click.option("--draft", default="auto", show_default=True)
 @click.option("--questions", "count", type=int, default=100, show_default=True)

@@ -9,7 +9,8 @@ Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows 
 prompts of 512 and 2,048 tokens. run_us is the device's median time of one layer, replayed from a CUDA graph over layers
 that the L2 cache does not hold. floor_us is the bytes of one layer over the copy rate of the same run: the states read
 and written, tokens read and outputs written, the ring's entries read and written; of prompts their operations over the
-matmul rate where that is longer. ratio is run over floor.
+matmul rate where that is longer. ratio is run over floor. copy_us is what a device copy of as many bytes takes in
+the same launches, with what it costs to start and end a kernel, which the copy rate of large tensors does not show.
 
 Part `tilings`: rounds of the gated delta rule and of Mamba2's scan by every tiling, to choose from.
 """
@@ -28,9 +29,8 @@ import click
 import torch
 
 from attention.recurrence.rows import StateRows
-from attention.spec import AttentionSpec
-from benchmarks.bench_backends import Place, Rates, device_us, measured_rates
-from benchmarks.document import provenance
+from benchmarks.device_time import Place, Rates, device_us, measured_rates
+from benchmarks.document import provenance, usage
 
 ROWS, DRAFTS, PROMPTS = (1, 8, 32, 128), (0, 1, 3), ((1, 512), (1, 2048), (8, 512))
 _CACHES_BYTES, _LEAST_LAUNCHES, _MOST_LAYERS = 256 << 20, 16, 64
@@ -227,9 +227,21 @@ def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, t
     run_us = device_us(launch, place, graph=True) / turns
     ops = operations(kernel, shape, work.rows * work.tokens) if work.tokens == work.new else 0.0
     floor_us = max(moved / rates.copy, ops / rates.matmul) * 1e6
+    copy_us = _copy_us(moved, count, turns, place)
     sizes = {"rows": work.rows, "tokens": work.tokens, "replay": work.replay, "bytes": moved}
-    times = {"run_us": round(run_us, 2), "floor_us": round(floor_us, 2), "ratio": round(run_us / floor_us, 2)}
-    return {"kernel": kernel, **sizes, **times}
+    times = {"run_us": run_us, "floor_us": floor_us, "copy_us": copy_us, "ratio": run_us / floor_us}
+    return {"kernel": kernel, **sizes, **{name: round(value, 2) for name, value in times.items()}}
+
+
+def _copy_us(moved: int, count: int, turns: int, place: Place) -> float:
+    """Of a copy that reads and writes so many bytes together: `turns` of them over `count` pairs of tensors."""
+    half = torch.empty(count, 2, max(1, moved // 2), dtype=torch.uint8, device=place.device)
+
+    def launch() -> None:
+        for new, old in itertools.islice(itertools.cycle(half), turns):
+            new.copy_(old)
+
+    return device_us(launch, place, graph=True) / turns
 
 
 def kernel_lines(
@@ -258,7 +270,7 @@ def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[in
         yield {"tiling": sizes} | measure(kernel, shape, Work.of_round(rows, 3), place, rates, kind(*sizes))
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--part", type=click.Choice(["kernels", "tilings"]), default="kernels", show_default=True)
 @click.option("--small", is_flag=True, help="Tiny layers in float32, in Triton's interpreter where there is no GPU.")
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines, one a measurement.")
@@ -269,7 +281,7 @@ def main(part: str, small: bool, out: Path) -> None:
     if not has_gpu and (not small or part == "tilings" or os.environ.get("TRITON_INTERPRET") != "1"):
         raise click.UsageError("no GPU is here; TRITON_INTERPRET=1 and --small run part `kernels` on a CPU")
     device, shape = torch.device("cuda" if has_gpu else "cpu"), SMALL if small else FULL
-    place = Place(device, torch.float32 if small else torch.bfloat16, AttentionSpec(1, 1, 64, 64, 1.0))
+    place = Place(device, torch.float32 if small else torch.bfloat16)
     rates = measured_rates(place)
     rounds = [(n, k) for n in (ROWS if not small else (2,)) for k in (DRAFTS if not small else (1,))]
     works = [("round", Work.of_round(*each)) for each in rounds]

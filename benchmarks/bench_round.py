@@ -37,7 +37,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.engines import engine, sizes_of
 from benchmarks.gaps import replay_gaps
 from benchmarks.hold import wait_for
@@ -274,7 +274,7 @@ class Run:
                 self.trace(model, read, lines)
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--drafts", default="5", show_default=True, help="K, one or several: 0,1,3; 0 is no speculation.")
 @click.option("--rows", default="1,8,32,128", show_default=True)

@@ -38,7 +38,7 @@ import click
 import numpy as np
 import torch
 
-from benchmarks.document import provenance
+from benchmarks.document import provenance, usage
 from benchmarks.hold import wait_for
 from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix
@@ -217,7 +217,7 @@ def trace_of_mixed(
     return found
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True, help="K; 0 is no speculation.")
 @click.option("--acceptance", type=float, default=0.8, show_default=True)

@@ -26,6 +26,8 @@ from typing import Any
 
 import click
 
+from benchmarks.document import usage
+
 _CACHES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",
     "TRITON_CACHE_DIR": "triton",
@@ -189,7 +191,7 @@ def brief(name: str, part: dict[str, Any]) -> str:
     return f"{name}: {'; '.join(words)}"
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--shape", default=_SHAPE, show_default=True)
 @click.option("--drafts", type=int, default=3, show_default=True, help="K.")
 @click.option("--rows", type=int, default=32, show_default=True)

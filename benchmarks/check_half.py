@@ -1,6 +1,6 @@
 """A pair in half precision: do drafts change the answers, and are the drafts those of a head without cache?
 
-    SPECDEC_DATA=… python benchmarks/check_half.py --target gsm-deepseek -k 3 --questions 200 --out half.jsonl
+    SPECDEC_DATA=… python -m benchmarks.check_half --target gsm-deepseek -k 3 --questions 200 --out half.jsonl
 
 Greedy, GSM8K test questions. Each dtype's answers with drafts are compared with its own answers without. Where two
 differ, the difference is allowed if the top-2 gap in float32 is at most four times the rms error of the logits by which
@@ -24,10 +24,10 @@ from typing import Any
 import click
 import numpy as np
 import torch
-from arm_logits import recorded_logits
-from check_pair import drafted_rounds, matching, test_chats
-from document import provenance
 
+from benchmarks.check_pair import drafted_rounds, matching, test_chats
+from benchmarks.decided_logits import recorded_logits
+from benchmarks.document import provenance, usage
 from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel
 from specdec.requests.stats import pool_requests
@@ -119,7 +119,7 @@ def check(load: Any, dtype: str, graphs: bool, chats: list[Any], k: int, oracle_
     }
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--target", default="gsm-deepseek", show_default=True)
 @click.option("-k", default=3, show_default=True)
 @click.option("--questions", default=200, show_default=True)

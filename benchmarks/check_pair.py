@@ -1,7 +1,7 @@
 """Both oracles on a pair: tokens against transformers' own greedy `generate`, drafts against a head without cache.
 
-    SPECDEC_DATA=… python benchmarks/check_pair.py --out benchmarks/results/check_pair.json
-    SPECDEC_DATA=… python benchmarks/check_pair.py --shard 0/2 …     # half of the questions, for two processes
+    SPECDEC_DATA=… python -m benchmarks.check_pair --out benchmarks/results/check_pair.json
+    SPECDEC_DATA=… python -m benchmarks.check_pair --shard 0/2 …     # half of the questions, for two processes
 
 Float32, torch backend, greedy, GSM8K test questions, batch 1 and batch 16. A divergence is replayed in float64; it is
 allowed only if the top-2 gap there is below 1e-4, and is listed. The draft oracle must also fail once one slot of the
@@ -19,9 +19,9 @@ from typing import Any
 
 import click
 import torch
-from document import publish
 from rich.progress import track
 
+from benchmarks.document import publish
 from drafters.oracle import oracle_drafts
 from evals.lossless.replay import Replay
 from specdec import Completion, SamplingParams, SpeculativeModel

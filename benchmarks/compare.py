@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from benchmarks.document import usage
+
 _CASE = (
     *("benchmark", "shape", "target", "drafts", "k", "prompt", "new_tokens", "acceptance", "backend", "plan_from"),
     *("sampled", "dtype", "cuda_graphs", "kind", "route", "query", "context", "cache", "rows"),
@@ -121,7 +123,7 @@ def compare(old: dict[str, Sample], new: dict[str, Sample]) -> list[Comparison]:
     return [Comparison(case, old.get(case), new.get(case)) for case in sorted(old | new)]
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.argument("old", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.argument("new", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--metric", default="step_ms", show_default=True)

@@ -41,6 +41,16 @@ def publish(document: dict[str, Any], out: Path | None) -> None:
         out.write_text(line + "\n", encoding="utf-8")
 
 
+def usage(page: str | None) -> str:
+    r"""A module's docstring as a command's help, in which indented paragraphs (commands) keep their lines.
+
+    >>> usage("Does this.\n\n    python -m this\n    python -m that\n")
+    'Does this.\n\n\x08\n    python -m this\n    python -m that'
+    """
+    paragraphs = (page or "").strip().split("\n\n")
+    return "\n\n".join(f"\b\n{each}" if each.startswith("    ") else each for each in paragraphs)
+
+
 def _version(package: str) -> str | None:
     try:
         return version(package)

@@ -11,6 +11,8 @@ from typing import Any
 
 import click
 
+from benchmarks.document import usage
+
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PAGE = ROOT / "docs" / "models.md"
@@ -122,7 +124,7 @@ def newest(results: Path = RESULTS) -> Path:
     return max(found, key=lambda path: tuple(map(int, found[path].split("."))))
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
 def main(check: bool) -> None:
     """Write docs/models.md, or check it."""

@@ -1,6 +1,6 @@
 """Build FlashInfer's kernels for a Hopper GPU on a machine without one: nvcc is enough.
 
-    python benchmarks/prebuild_kernels.py --out aot.tar.xz          # some minutes a kernel on one core
+    python -m benchmarks.prebuild_kernels --out aot.tar.xz          # some minutes a kernel on one core
 
 Unpack the archive into flashinfer/data/aot on the GPU machine; FlashInfer then compiles nothing at the first start.
 """
@@ -18,6 +18,8 @@ from typing import Any
 
 import click
 import torch
+
+from benchmarks.document import usage
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -48,7 +50,7 @@ def with_libcuda_stub(folder: Path) -> None:
     os.environ["LIBRARY_PATH"] = f"{folder}:/usr/local/cuda/lib64"
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--out", type=click.Path(path_type=Path), required=True)
 @click.option("--head-dims", default="64,128", show_default=True)
 @click.option("--latent/--no-latent", default=True, show_default=True)

@@ -10,8 +10,7 @@
 #
 #   python3 -m pytest -q -s tests/gpu/test_parallel.py
 #   python3 -m benchmarks.bench_parallel --folder /tmp/pairs --tensor-parallel-size 1 --drafts 0,5 --out $OUT/tp.jsonl
-#   python3 -m benchmarks.bench_parallel --folder /tmp/pairs --tensor-parallel-size 2 --drafts 0,5 --trace 1,32 \
-#     --out $OUT/tp.jsonl
+#   python3 -m benchmarks.bench_parallel --folder /tmp/pairs --tensor-parallel-size 2 --drafts 0,5 --out $OUT/tp.jsonl
 #   SPECDEC_COLLECTIVES=nccl … the same with 2, to compare
 #   python3 -m benchmarks.bench_parallel --shape llama-70b --layers 8 --tensor-parallel-size 1,2 --drafts 0 \
 #     --folder /tmp/pairs --out $OUT/tp.jsonl      then --layers 24, and --drafts 5

@@ -20,6 +20,7 @@ import click
 import numpy as np
 
 from attention.cache.pages import BlockTables
+from benchmarks.document import usage
 from benchmarks.workload import Load, Timeline, between_updates, until_first_token
 from specdec.config import EngineConfig
 from specdec.engine.scheduler import Scheduler
@@ -161,7 +162,7 @@ def interference(
     return {"update_p99_over_alone": ratio} | until_first_token([line for line in arrived if line.moments])
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--prefill-tokens", type=int, multiple=True, default=(128, 256, 384, 448, 512, 640, 1024, 2048))
 @click.option("--drafts", type=int, default=3, show_default=True)
 @click.option("--acceptance", type=float, default=0.8, show_default=True)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from transformers.utils import logging as transformers_logging
 
 from attention.spec import AttentionSpec
+from benchmarks.document import usage
 from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
@@ -95,7 +96,7 @@ def run(rank: int, folder: Path, names: tuple[str, ...]) -> list[dict[str, Any]]
     return lines
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--types", default="", help="Only these, joined by commas.")
 @click.option("--out", type=click.Path(path_type=Path))
 def main(types: str, out: Path | None) -> None:

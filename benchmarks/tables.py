@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+from benchmarks.document import usage
 from benchmarks.evaluation_tables import DOCUMENTS, measured_by, percent, short
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -357,7 +358,7 @@ def _table(rows: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in [head, ["---"] * len(head), *body]) + "\n"
 
 
-@click.command(help=__doc__)
+@click.command(help=usage(__doc__))
 @click.option("--check", is_flag=True, help="Write nothing; exit 1 where the page differs.")
 def main(check: bool) -> None:
     """Write docs/benchmarks.md, or check it."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROOMS = ("attention", "drafters", "specdec", "evals")
+ROOMS = ("attention", "drafters", "specdec", "evals", "benchmarks", "examples")
 
 
 def mapped_files() -> set[str]:
@@ -21,6 +21,7 @@ def mapped_files() -> set[str]:
 def test_the_map_names_every_file_and_no_other() -> None:
     mapped = mapped_files()
     files = {path.relative_to(ROOT).as_posix() for room in ROOMS for path in (ROOT / room).rglob("*.py")}
+    files |= {f"tests/{path.name}" for path in (ROOT / "tests").glob("*.py") if not path.name.startswith("test_")}
     assert {name for name in files if not name.endswith("__init__.py")} - mapped == set()
     assert [name for name in mapped if not (ROOT / name).exists()] == []
 

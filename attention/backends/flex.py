@@ -57,6 +57,9 @@ class FlexBuilder:
     ) -> None:
         self._group, self._key, self._dtype, self._device, self._compiler = group, key, dtype, device, compiler
         self._folded = key.num_kv_heads if group.layout == "HND" else 1
+        self._slopes: torch.Tensor | None = None
+        if key.alibi is not None:
+            self._slopes = torch.tensor(key.alibi, device=device).view(key.num_kv_heads, -1)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlexPlan:
         """Plan one batch. Never waits for the device."""
@@ -70,7 +73,8 @@ class FlexBuilder:
         blocks = (*self._blocks(partly, pages), *self._blocks(whole, whole_pages))
         cache = group.format.dtype_for(self._dtype)
         kernel = FlexKernel(key, self._dtype, cache, group.page_size, self._folded, tile, self._compiler)
-        return FlexPlan(function_of(kernel), (*blocks, logical_page, row_start, position), token, head, place)
+        bias = () if self._slopes is None else (self._slopes, head)
+        return FlexPlan(function_of(kernel), (*blocks, logical_page, row_start, position, *bias), token, head, place)
 
     def _blocks(self, counts: torch.Tensor, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] counts and [n, W] pages of each tile as blocks of the cache: [1, H, n] and [1, H, n, W].
@@ -93,7 +97,8 @@ class FlexBuilder:
 
 
 class FlexBackend:
-    """torch's FlexAttention: GQA, window, softcap, sinks, Dk != Dv, NHD and HND pages, 8-bit caches, float32 too."""
+    """torch's FlexAttention: GQA, window, softcap, sinks, ALiBi, Dk != Dv, NHD and HND pages, 8-bit caches, float32
+    too."""
 
     name = "flex"
     batch_invariant = False

@@ -84,6 +84,8 @@ def attend_blocks(
     logical_page: torch.Tensor,
     row_start: torch.Tensor,
     position: torch.Tensor,
+    slopes: torch.Tensor | None = None,
+    head: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of packed queries, and the logarithm of their sums where a sink joins them.
 
@@ -94,6 +96,7 @@ def attend_blocks(
             W] int32.
         logical_page: [rows · pages] int32, the place of a page in a row's order; -1 where the row does not own it.
         row_start: [N] int32, the row of each query times the number of pages; position: [N] int32, -1 for padding.
+        slopes, head: with ALiBi, [Hkv, G] float32, and [N] int32 the query head of its KV head that each query is.
 
     Returns:
         [1, Hkv, N, Dv] in the dtype of `query`, without the values' scale; [1, Hkv, N] float32 or None.
@@ -101,9 +104,16 @@ def attend_blocks(
     key, page_size, folded = kernel.key, kernel.page_size, kernel.folded
     window = key.window
 
-    def seen(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+    def place_of(m: torch.Tensor, n: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page = logical_page[row_start[m] + n // (page_size * folded)]
-        place = page * page_size + n % page_size
+        return page, page * page_size + n % page_size
+
+    def biased(score: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        assert slopes is not None and head is not None
+        return score + slopes[h, head[m]] * (place_of(m, n)[1] - position[m])
+
+    def seen(b: torch.Tensor, h: torch.Tensor, m: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        page, place = place_of(m, n)
         visible = (page >= 0) & (place <= position[m])
         if folded > 1:
             visible = visible & (n // page_size % folded == h)
@@ -126,7 +136,7 @@ def attend_blocks(
         query,
         keys,
         values,
-        score_mod=_modification(kernel, key_scale),
+        score_mod=_modification(kernel, key_scale, None if slopes is None else biased),
         block_mask=mask,
         scale=key.scale,
         enable_gqa=folded > 1,
@@ -136,10 +146,12 @@ def attend_blocks(
     return (attended[0], attended[1].lse) if key.has_sinks else (attended, None)
 
 
-def _modification(kernel: FlexKernel, key_scale: torch.Tensor) -> Callable[..., torch.Tensor] | None:
-    """What becomes of a score before the softmax: the scale of keys in 8 bits, then the softcap."""
+def _modification(
+    kernel: FlexKernel, key_scale: torch.Tensor, biased: Callable[..., torch.Tensor] | None
+) -> Callable[..., torch.Tensor] | None:
+    """What becomes of a score before the softmax: the scale of keys in 8 bits, the softcap, then a bias by distance."""
     eight_bits, softcap = kernel.cache == FP8, kernel.key.softcap
-    if not eight_bits and softcap is None:
+    if not eight_bits and softcap is None and biased is None:
         return None
 
     def modified(
@@ -147,7 +159,9 @@ def _modification(kernel: FlexKernel, key_scale: torch.Tensor) -> Callable[..., 
     ) -> torch.Tensor:
         if eight_bits:
             score = score * key_scale[h * 0]
-        return score if softcap is None else softcap * torch.tanh(score / softcap)
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return score if biased is None else biased(score, h, m, n)
 
     return modified
 

@@ -26,8 +26,10 @@ def check_heads(key: AttentionSpec, where: str, elsewhere: str = "") -> None:
         where, elsewhere: how the message begins, and what it recommends in the end.
 
     Raises:
-        UnsupportedAttentionError: head counts or head dims.
+        UnsupportedAttentionError: head counts or head dims, or slopes by distance, which no kernel here adds.
     """
+    if key.alibi is not None:
+        raise UnsupportedAttentionError(f"{where} has no ALiBi slopes; use backend='flex' or 'torch'")
     if key.num_q_heads % key.num_kv_heads:
         raise UnsupportedAttentionError(
             f"{where} needs the {key.num_q_heads} query heads to be a multiple of the {key.num_kv_heads} KV heads"

@@ -34,6 +34,7 @@ class Segment:
         real: [n] int64 indices into b·Q of the tokens that are not padding, or None when all are real.
         slots: [b·S] int64 cache slots of the rows' keys (padding: slot 0).
         mask: [b, 1, G·Q, S] bool, True = visible, for G query heads a KV head; None when everything is visible.
+        bias: [b, Hkv, G·Q, S] float32 that logits get by distance; None without ALiBi slopes.
         shape: (b, Q, S).
     """
 
@@ -42,6 +43,7 @@ class Segment:
     slots: torch.Tensor
     mask: torch.Tensor | None
     shape: tuple[int, int, int]
+    bias: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,8 @@ class TorchBuilder:
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
         self._device = device
+        slopes = None if key.alibi is None else np.array(key.alibi, np.float32)
+        self._slopes = None if slopes is None else slopes.reshape(key.num_kv_heads, -1, 1, 1)  # [Hkv, G, 1, 1]
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchPlan:
         """Plan one batch: its rows as padded segments, from host arrays only."""
@@ -95,7 +99,15 @@ class TorchBuilder:
             slots=self._send(_key_slots(host, rows, seqs).reshape(-1)),
             mask=self._mask(host.num_computed_tokens[rows], lens, seqs),
             shape=(len(rows), num_queries, num_keys),
+            bias=self._bias(host.num_computed_tokens[rows], lens, num_keys),
         )
+
+    def _bias(self, computed: np.ndarray, lens: np.ndarray, num_keys: int) -> torch.Tensor | None:
+        if self._slopes is None:
+            return None
+        distance = np.arange(num_keys) - _padded_tokens(computed, lens)[:, None, None, :, None]  # [b, 1, 1, Q, S]
+        bias = self._slopes * distance.astype(np.float32)  # [b, Hkv, G, Q, S]
+        return self._send(bias.reshape(len(lens), len(self._slopes), -1, num_keys))
 
     def _mask(self, computed: np.ndarray, lens: np.ndarray, seqs: np.ndarray) -> torch.Tensor | None:
         num_queries, num_keys = int(lens.max()), int(seqs.max())
@@ -130,7 +142,8 @@ def _key_slots(host: HostBatch, rows: np.ndarray, seqs: np.ndarray) -> np.ndarra
 
 
 class TorchBackend:
-    """Reference attention: GQA, window, softcap, sinks, Dk != Dv, values inside keys, NHD and HND, 8-bit caches."""
+    """Reference attention: GQA, window, softcap, sinks, ALiBi, Dk != Dv, values inside keys, NHD and HND, 8-bit
+    caches."""
 
     name = "torch"
     batch_invariant = False
@@ -223,7 +236,8 @@ def _attend_segment(
     rows, num_queries, _ = segment.shape
     heads, groups = key.num_kv_heads, key.num_q_heads // key.num_kv_heads
     q, k, v = _states(segment, key, query, layer_kv)
-    out = _attend_folded(q.reshape(rows, heads, groups * num_queries, -1), k, v, segment.mask, key, sinks)
+    folded = q.reshape(rows, heads, groups * num_queries, -1)
+    out = _attend_folded(folded, k, v, segment.mask, key, sinks, segment.bias)
     out = out.view(rows, heads, groups, num_queries, key.head_dim_v).permute(0, 3, 1, 2, 4)
     # With one row the reshape is a view in another order of memory.
     return out.reshape(-1, key.num_q_heads, key.head_dim_v).to(query.dtype).contiguous()
@@ -262,7 +276,12 @@ def attend(
 
     Returns:
         [b, Hq, Q, Dv] float32 (float64 for float64 input).
+
+    Raises:
+        UnsupportedAttentionError: ALiBi slopes: a mask does not say where queries stand.
     """
+    if key.alibi is not None:
+        raise UnsupportedAttentionError("dense attention has no ALiBi slopes; use TorchBackend over pages")
     rows, _, num_queries, _ = query.shape
     groups = key.num_q_heads // key.num_kv_heads
     folded = query.reshape(rows, key.num_kv_heads, groups * num_queries, -1)
@@ -277,18 +296,21 @@ def _attend_folded(
     mask: torch.Tensor | None,
     key: AttentionSpec,
     sinks: torch.Tensor | None,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`attend` with the G query heads of a KV head folded into the query axis.
 
-    query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None.
+    query [b, Hkv, G·Q, Dk] -> [b, Hkv, G·Q, Dv]; mask: [b, 1, G·Q, S] bool or None; bias: see `Segment`.
     """
     dtype = torch.promote_types(query.dtype, torch.float32)
     q, k, v = query.to(dtype), key_states.to(dtype), value_states.to(dtype)
-    if key.softcap is None and sinks is None:
+    if key.softcap is None and sinks is None and bias is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=key.scale)
     scores = (q @ k.transpose(-1, -2)) * key.scale  # [b, Hkv, G·Q, S]
     if key.softcap is not None:
         scores = key.softcap * torch.tanh(scores / key.softcap)
+    if bias is not None:
+        scores = scores + bias
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     if sinks is None:

@@ -29,6 +29,7 @@ def cascade_limit(key: AttentionSpec, eight_bits: bool) -> str:
         (key.chunk_size is not None, "attention in chunks"),
         (key.has_sinks, "attention sinks"),
         (key.softcap is not None, "a softcap"),
+        (key.alibi is not None, "ALiBi slopes"),
         (key.head_dim_k != key.head_dim_v, "keys and values of different widths"),
     )
     return next((name for limited, name in limits if limited), "")

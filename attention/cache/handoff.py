@@ -31,7 +31,7 @@ import torch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import HandoffMismatchError
 
-VERSION = 2
+VERSION = 3
 """Of the tables. An engine that reads another version refuses by name."""
 
 

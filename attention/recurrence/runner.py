@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,9 +19,10 @@ from attention.cache.state import (
     allocate_states,
     tensors_of,
 )
-from attention.recurrence.index import slots_of_rows
+from attention.recurrence.index import ring_place, slots_of_rows
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.rows import StateRows
+from attention.recurrence.spec import ConvSpec
 
 
 class Recur(Protocol):
@@ -91,10 +93,37 @@ class StateRunner:
         for tensor, copy in zip(self._tensors(), copies, strict=True):
             tensor.copy_(copy)
 
-    def of_row(self, row: int) -> list[torch.Tensor]:
-        """Views of the states of one row of the row table, in a fixed order."""
+    @property
+    def moved_shapes(self) -> list[tuple[int, ...]]:
+        """Of what `of_row` gives."""
+        return [spec.moved_shape for spec in self.group.specs]
+
+    def of_row(self, row: int, position: int) -> list[torch.Tensor]:
+        """Copies of what a row of the row table needs of its past from `position` on, where its states hold all tokens
+        before it: each call's state, or a convolution's last inputs. The same for any K."""
         slot = int(slots_of_rows(np.array(row)))
-        return [tensor[slot] for tensor in self._tensors()]
+        pairs = zip(self.states, self._kept_places(position), strict=True)
+        return [s.ring[slot, at] if isinstance(s, ConvState) else s.state[slot].clone() for s, at in pairs]
+
+    def put_row(self, row: int, position: int, given: Sequence[torch.Tensor]) -> None:
+        """The inverse of `of_row`, into a row of this engine; tensors on any device."""
+        slot = int(slots_of_rows(np.array(row)))
+        for state, at, own in zip(self.states, self._kept_places(position), given, strict=True):
+            if isinstance(state, ConvState):
+                state.ring[slot, at] = own.to(state.ring)
+            else:
+                state.state[slot].copy_(own)
+
+    def _kept_places(self, position: int) -> list[torch.Tensor | None]:
+        """Of each convolution where its inputs before `position` are in its ring; None of other calls."""
+        found: list[torch.Tensor | None] = []
+        for spec, state in zip(self.group.specs, self.states, strict=True):
+            places = None
+            if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
+                before = np.arange(position - spec.width + 1, position)  # below 0 it is nobody's, and never read
+                places = torch.from_numpy(ring_place(before, state.ring.shape[1])).to(state.ring.device)
+            found.append(places)
+        return found
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]

@@ -26,6 +26,11 @@ class ConvSpec:
         """The tensors of one slot by name."""
         return {"ring": ((conv_ring_size(self.width, num_drafts), self.channels), dtype)}
 
+    @property
+    def moved_shape(self) -> tuple[int, ...]:
+        """Of what a row takes along that moves to another engine."""
+        return self.width - 1, self.channels
+
 
 @dataclass(frozen=True)
 class DeltaSpec:
@@ -57,6 +62,11 @@ class DeltaSpec:
             "beta": ((size, heads), torch.float32),
         }
 
+    @property
+    def moved_shape(self) -> tuple[int, ...]:
+        """Of what a row takes along that moves to another engine."""
+        return self.num_v_heads, self.v_dim, self.k_dim
+
 
 @dataclass(frozen=True)
 class SsdSpec:
@@ -78,6 +88,11 @@ class SsdSpec:
             "dt": ((size, self.num_heads), torch.float32),
         }
 
+    @property
+    def moved_shape(self) -> tuple[int, ...]:
+        """Of what a row takes along that moves to another engine."""
+        return self.num_heads, self.head_dim, self.num_states
+
 
 @dataclass(frozen=True)
 class ScanSpec:
@@ -96,6 +111,11 @@ class ScanSpec:
             "B": ((size, self.num_states), dtype),
             "dt": ((size, self.channels), torch.float32),
         }
+
+    @property
+    def moved_shape(self) -> tuple[int, ...]:
+        """Of what a row takes along that moves to another engine."""
+        return self.channels, self.num_states
 
 
 RecurrenceSpec = ConvSpec | DeltaSpec | SsdSpec | ScanSpec

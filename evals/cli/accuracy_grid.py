@@ -30,7 +30,7 @@ def backends_of(text: str, options: dict[str, Any]) -> tuple[str, ...]:
     Raises:
         click.UsageError: an unknown name, or --backend besides.
     """
-    names = tuple(dict.fromkeys(text.split(",")))
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     allowed = [name for name in BACKENDS if name != "auto"]
     unknown = [name for name in names if name not in allowed]
     if unknown:

@@ -80,9 +80,13 @@ class Crossing(ABC):
             self.head_pages.extend(rows, table.computed[rows] + drafts)
         return Schedule(rows, np.ones_like(rows), drafts), [r for r, d in zip(leaving, own, strict=True) if d]
 
+    def computed(self, request: Request) -> int:
+        """Tokens of a running request that were read."""
+        return int(self._table.computed[request.row])
+
     def leave(self, request: Request) -> Pages:
         """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
-        row, computed = request.row, int(self._table.computed[request.row])
+        row, computed = request.row, self.computed(request)
         self._free_behind_windows(np.array([row]))
         for pool in self.pools():
             if pool.pages_of(row):  # else the head's, which it has none of
@@ -162,5 +166,5 @@ class Crossing(ABC):
                 pool.attach(request.row, pages, computed)
         request.arrival = None
         self.running.append(request)
-        self.arrived.append(Arrived(request.row, arrival, drafts, request.params))
+        self.arrived.append(Arrived(request.row, computed, arrival, drafts, request.params))
         return True

@@ -92,7 +92,9 @@ class Engine(Visited):
         self._next_id = 0
         self._weights: WeightVersions | None = None
         if config.enable_prefix_caching:
-            self._weights = WeightVersions(target.hf_model, None if drafter is None else drafter.head)
+            head = None if drafter is None else drafter.head
+            captured = not isinstance(self.executor, EagerExecutor)
+            self._weights = WeightVersions(target.hf_model, head, captured=captured)
         self._change = Change(self._mend)
         self.moving = Moving()
         self._departures = Departures(self.moving)
@@ -226,7 +228,7 @@ class Engine(Visited):
         return self._admission.check(token_ids, params)
 
     def check_weights(self) -> None:
-        """Empty the prefix cache when weights have changed in place since the last call, see `WeightVersions`."""
+        """Empty the prefix cache when weights have changed since the last call, see `WeightVersions`."""
         if self._weights is not None and self._weights.changed():
             self.forget_prefixes()
 

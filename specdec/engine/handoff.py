@@ -255,7 +255,8 @@ class Departures:
         for request in leaving:
             assert request.hand_off is not None
             own = drafts.get(request.id, {})
-            tensors = executor.moves.pack(request.row, bool(own)) | own  # after the draft prefill, which carries on
+            carried = executor.moves.pack(request.row, scheduler.computed(request), bool(own))
+            tensors = carried | own  # after the draft prefill, which carries on
             pages = scheduler.leave(request)
             lease = self._moving.hold(pages, request.hand_off)
             self._leaving[request.id] = Departure(request.moved, lease, pages, tensors)

@@ -128,7 +128,7 @@ class Launcher:
             target = self._verification(schedule, tables, drafts_in_order_of_last=True)
             device = self._send(schedule, target)
             return self.launched(schedule, target, device, self._received(device, draft))
-        loop = self._draft_loop(last, committed, schedule, tables)
+        loop = self._draft_loop(committed, schedule, tables)
         target = self._verification(schedule, tables)
         device = self._send(schedule, target, loop)
         draft = None if loop is None else self.executor.draft(device, last.verification.aux_hidden_states)
@@ -216,9 +216,7 @@ class Launcher:
         kinds = (self._recurrent, self._long_rope)
         return target_arrays(schedule, self._table, *pages, in_order, tables.windowed, *kinds)
 
-    def _draft_loop(
-        self, last: VerifyingRound, committed: Committed, schedule: Schedule, tables: Tables
-    ) -> DraftInput | None:
+    def _draft_loop(self, committed: Committed, schedule: Schedule, tables: Tables) -> DraftInput | None:
         """None without a head, and where no row has anything for it to read."""
         if tables.head is None:
             return None

@@ -269,7 +269,8 @@ class GraphExecutor:
         aux_hidden_states = self._target.aux_hidden_states(len(device.token_ids))
         if self._prefill is None:
             return Verification(read, aux_hidden_states)
-        ahead = ahead_inputs(round_.target, self._num_modules, self._sizes[-1])  # made while the device verifies
+        num_carried = self._prefill.num_rows
+        ahead = ahead_inputs(round_.target, self._num_modules, num_carried)  # made while the device verifies
         sent = self._transfer.send_ahead(round_.target, ahead, device)
         accepted, chosen = self._prefill.run(result, sent, device.logits_indices)
         if round_.sampled and self._drawn is not None:

@@ -29,9 +29,11 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Arrived:
-    """A request that joins a round: its RowTable row, what it has brought, and how many of its drafts are verified."""
+    """A request that joins a round: its RowTable row, how many of its tokens were read, what it has brought, and how
+    many of its drafts are verified."""
 
     row: int
+    computed: int
     arrival: Arrival
     num_drafts: int
     params: SamplingParams
@@ -40,9 +42,12 @@ class Arrived:
 class Moves(Protocol):
     """An executor's part in requests that leave, and in those that come."""
 
-    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
-        """What the request in a RowTable row carries from round to round, copied on the device; drafts: whether its
-        drafts were made."""
+    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
+        """What the request in a RowTable row carries from round to round, copied on the device.
+
+        Args:
+            computed: its tokens that were read; none of them are drafts. drafts: whether its drafts were made.
+        """
 
     def drafts_of(self, draft: Draft, place: int, count: int, sampled: bool) -> dict[str, torch.Tensor]:
         """Copies, on the device, of one row's first drafts and, of a sampled row, of what they were drawn from."""
@@ -68,13 +73,13 @@ class _Carried:
     def __init__(self, states: StateRunner | None, loop: object, device: torch.device) -> None:
         self._states, self._loop, self._device = states, loop, device
 
-    def pack(self, row: int, drafts: bool) -> dict[str, torch.Tensor]:
+    def pack(self, row: int, computed: int, drafts: bool) -> dict[str, torch.Tensor]:
         """See `Moves.pack`."""
         found: dict[str, torch.Tensor] = {}
         if drafts and isinstance(self._loop, CarriesVectors):
             found["carried"] = self._loop.carried_by(row).clone()
         if self._states is not None:
-            found |= {f"state.{i}": tensor.clone() for i, tensor in enumerate(self._states.of_row(row))}
+            found |= {f"state.{i}": tensor for i, tensor in enumerate(self._states.of_row(row, computed))}
         return found
 
     def refuses(self, tensors: Tensors) -> str:
@@ -83,17 +88,17 @@ class _Carried:
         if isinstance(self._loop, CarriesVectors) and "drafts" in tensors:
             expected["carried"] = self._loop.carried_shape
         if self._states is not None:
-            expected |= {f"state.{i}": tuple(own.shape) for i, own in enumerate(self._states.of_row(0))}
+            expected |= {f"state.{i}": shape for i, shape in enumerate(self._states.moved_shapes)}
         given = {name: tuple(t.shape) for name, t in tensors.items() if not name.startswith("draft")}
         return "" if given == expected else f"it brings tensors {given}, and this engine takes {expected}"
 
-    def unpack(self, row: int, tensors: Tensors) -> None:
+    def unpack(self, row: int, computed: int, tensors: Tensors) -> None:
         """Put back what `pack` gave in another engine of the model, for a row of this one."""
         if isinstance(self._loop, CarriesVectors) and "carried" in tensors:
             self._loop.carry(row, tensors["carried"].to(self._device))
         if self._states is not None:
-            for i, own in enumerate(self._states.of_row(row)):
-                own.copy_(tensors[f"state.{i}"])
+            given = [tensors[f"state.{i}"] for i in range(len(self._states.states))]
+            self._states.put_row(row, computed, given)
 
 
 class EagerMoves(_Carried):
@@ -124,7 +129,7 @@ class EagerMoves(_Carried):
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """See `Moves.receive`."""
         for one in arrived:
-            self.unpack(one.row, one.arrival.tensors)
+            self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
         if not drafting or self._vocab is None:
             return draft
@@ -155,7 +160,7 @@ class GraphMoves(_Carried):
     def receive(self, round_: Round, draft: Draft | None, arrived: Sequence[Arrived]) -> Draft | None:
         """See `Moves.receive`."""
         for one in arrived:
-            self.unpack(one.row, one.arrival.tensors)
+            self.unpack(one.row, one.computed, one.arrival.tensors)
         drafting = [one for one in arrived if one.num_drafts]
         if not drafting or self._static is None:
             return draft

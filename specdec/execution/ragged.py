@@ -217,6 +217,11 @@ class RaggedPrefill:
         self._pool = pool
         self._graphs: dict[int, _PrefillGraph] = {}
 
+    @property
+    def num_rows(self) -> int:
+        """Rows that each graph serves, vectors that modules carried among them: as many as the loop drafts for."""
+        return len(self._loop.drafts)
+
     def run(
         self, result: PackedResult, ahead: DeviceAhead, logits_indices: torch.Tensor
     ) -> tuple[torch.Tensor, Chosen]:
@@ -261,7 +266,7 @@ class RaggedPrefill:
 
     def _capture(self, tokens: int) -> _PrefillGraph:
         with torch.inference_mode(False), self._compiling():  # normal tensors, as those it was compiled for
-            new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), len(self._loop.drafts)
+            new, rows = partial(torch.zeros, dtype=torch.int64, device=self._device), self.num_rows
             nobody = new(rows).fill_(-1)  # a launch for nobody writes to no request's place
             carried = CarriedRows(nobody, new(tokens)) if self._num_passes > 1 else None
             inputs = StaticPrefill(new(tokens), new(rows), carried)

@@ -98,11 +98,6 @@ class Workers:
         self._next += 1
         return link
 
-    @property
-    def num_open(self) -> int:
-        """Links that are not closed."""
-        return len(self._numbers)
-
     def send(self, message: Any, rank: int | None = None) -> None:
         """Tell all of them, or one. Raises RanksLostError when one is gone."""
         self.check()

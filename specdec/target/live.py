@@ -213,26 +213,58 @@ class LiveModel:
 
 
 class WeightVersions:
-    """Whether the values of weights have changed in place since the last look, as far as torch counts that.
+    """Whether weights have changed since the last look: other values in place, as far as torch counts that, and, but
+    for graphs, other tensors in their place.
 
     It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
-    not what is written through `.data` or `.detach()`. For inference tensors it counts nothing.
+    not what is written through `.data` or `.detach()`. For inference tensors it counts nothing. Another tensor is one
+    that was assigned (`layer.weight = …`, `load_state_dict(assign=True)`, another linear layer of the same sizes):
+    rounds without graphs read it from then on. They run forward hooks, too, so other hooks count as other weights.
     """
 
-    def __init__(self, *parts: object) -> None:
-        """parts: modules; anything else has no weights."""
-        modules = (part for part in parts if isinstance(part, nn.Module))
-        tensors = (p for module in modules for p in (*module.parameters(), *module.buffers()))
-        self._tensors = [tensor for tensor in tensors if not tensor.is_inference()]
-        self._seen = self._now()
+    def __init__(self, *parts: object, captured: bool = False) -> None:
+        """parts: modules; anything else has no weights. captured: graphs read the tensors that are there now, whatever
+        is assigned in their place, so only their values are looked at."""
+        self._roots = tuple(part for part in parts if isinstance(part, nn.Module))
+        self._captured = captured
+        self._walk()
+        self._look()
 
     def changed(self) -> bool:
         """Whether any has since this was asked last."""
-        before, self._seen = self._seen, self._now()
-        return self._seen != before
+        before, versions, hooks = self._tensors, self._versions, self._hooks
+        if not self._captured and self._children != self._children_now():
+            self._walk()
+        self._look(again=self._captured)
+        if versions == self._versions and before is self._tensors:
+            return False
+        if len(before) != len(self._tensors) or hooks != self._hooks:
+            return True
+        pairs = zip(before, versions, self._tensors, self._versions, strict=True)
+        return not all((old is new and seen == now) or _equal_buffers(old, new) for old, seen, new, now in pairs)
 
-    def _now(self) -> int:
-        return sum(tensor._version for tensor in self._tensors)
+    def _walk(self) -> None:
+        self._modules = [module for root in self._roots for module in root.modules()]
+        self._children = self._children_now()
+        self._owners: list[Any] = [d for module in self._modules for d in (module._parameters, module._buffers)]
+
+    def _children_now(self) -> list[nn.Module | None]:
+        return [child for module in self._modules for child in module._modules.values()]
+
+    def _look(self, again: bool = False) -> None:
+        """The weights as they are; `again`: of the same tensors."""
+        if not again:
+            self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
+            hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
+            self._hooks = [hook for of_one in hooks for hook in of_one]
+        self._versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+
+
+def _equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Whether another buffer has the same values: some forwards make their rotary one anew."""
+    if before is now or isinstance(before, nn.Parameter) or isinstance(now, nn.Parameter):
+        return False
+    return before.device == now.device and before.dtype == now.dtype and torch.equal(before, now)
 
 
 def _parts(model: nn.Module) -> tuple[object, ...]:

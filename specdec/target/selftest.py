@@ -23,6 +23,7 @@ from specdec.requests.prompts import encode_prompts
 from specdec.target.fp8_selftest import fp8_self_test
 from specdec.target.neighbours import neighbour_test, rounds_activations
 from specdec.target.probing import TargetProbe
+from specdec.target.recurrence_selftest import recurrence_self_test
 from specdec.target.rereading import (
     dummy_ids,
     errors_named,
@@ -71,7 +72,8 @@ _BATCHES, _LARGE_BATCH = (1, 16, 17, 48, 200), 600
 
 
 def check_target(target: Target, probed: TargetProbe, max_model_len: int, report: TwinReport) -> float:
-    """The self-test of the real weights, see `self_test`, after that of FP8 operators; the largest error.
+    """The self-test of the real weights, see `self_test`; before it those of FP8 operators and of recurrent layers'
+    kernels. The largest error.
 
     A model without a twin is itself read in rows of up to 512 tokens, and a SpecdecWarning names what was not tested.
 
@@ -80,12 +82,14 @@ def check_target(target: Target, probed: TargetProbe, max_model_len: int, report
 
     Raises:
         UnsupportedModelError, CacheTooSmallError: as `self_test`; the former also of a quantised target whose results
-            depend on the batch.
+            depend on the batch, and of a kernel of recurrent layers that comes out wrong.
     """
     neighbour_test(probed.model)
     room, half = min(max_model_len, _room(target)), probed.model.dtype in HALF
     if target.fp8 is not None:
         fp8_self_test(target.fp8)
+    if target.states is not None:
+        recurrence_self_test(target.states)
     error = self_test(target)
     if report.unbuilt is None:
         return error if half else max(error, self_test(target, min(_LONG_ROW, room)))

@@ -187,7 +187,7 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
         "target weights": weights + (f", adapters {adapters}" if adapters else ""),
         _SHARES: shares,
         "scales of an fp8 cache": scales,
-        "recurrent states": None if states is None else [list(t.shape) for t in states.of_row(0)],
+        "recurrent states": None if states is None else [list(shape) for shape in states.moved_shapes],
         "draft_sampling": None if head is None else model.config.draft_sampling,
         "modules of the head": None if head is None else modules,
     }

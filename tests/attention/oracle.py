@@ -50,11 +50,14 @@ def expected_row(
     visible = at <= place  # [q, S]
     if key.window is not None:
         visible &= place - at < key.window
-    if key.softcap is None and sinks is None:
+    if key.softcap is None and sinks is None and key.alibi is None:
         return F.scaled_dot_product_attention(q, k, v, visible, scale=key.scale).transpose(0, 1)
     scores = torch.einsum("hqd,hsd->hqs", q, k) * key.scale
     if key.softcap is not None:
         scores = (scores / key.softcap).tanh() * key.softcap
+    if key.alibi is not None:
+        slopes = torch.tensor(key.alibi, device=query.device)
+        scores = scores + slopes[:, None, None] * (at - place)
     weights = scores.where(visible, -torch.inf)
     total = weights.logsumexp(-1, keepdim=True)
     if sinks is not None:

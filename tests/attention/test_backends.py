@@ -32,6 +32,8 @@ from tests.attention.oracle import Rig, Variant, expected_row
 CPU = torch.device("cpu")
 LIMIT = {torch.float32: 1e-5, torch.bfloat16: 3e-3, torch.float16: 1e-3}
 HALF = (torch.bfloat16, torch.float16)
+SLOPES = tuple(2.0 ** -(n + 1) for n in range(8))
+"""Of 8 heads, as Press et al. choose them."""
 Check = Callable[[CacheGroup, AttentionSpec, torch.dtype], None]
 
 
@@ -62,6 +64,12 @@ def variants(window: int, usual: int) -> dict[str, Variant]:
         "sinks": Variant(plain(has_sinks=True)),
         "sinks and window": Variant(plain(has_sinks=True, window=window)),
         "sinks and softcap": Variant(plain(has_sinks=True, softcap=3.0)),
+        "ALiBi": Variant(plain(alibi=SLOPES)),
+        "ALiBi, everything": Variant(
+            plain(alibi=SLOPES, window=window, softcap=3.0, has_sinks=True),
+            layout="HND",
+            format=KVFormat(FP8, ((0.5, 0.25),)),
+        ),
         "8 bits": Variant(plain(), format=KVFormat(FP8)),
         "8 bits, scaled": Variant(plain(), format=KVFormat(FP8, ((0.5, 0.125),))),
         "8 bits, window, HND": Variant(plain(window=window), layout="HND", format=KVFormat(FP8, ((0.5, 0.25),))),
@@ -122,6 +130,7 @@ def made_flashinfer(device: torch.device) -> AttentionBackend:
     return FlashInferBackend(device)
 
 
+ALIBI = ("ALiBi", "ALiBi, everything")
 EIGHT_BITS = ("8 bits", "8 bits, scaled", "8 bits, window, HND", "8 bits, head dim 80")
 LATENT = ("MLA", "MLA, HND", "MLA of rank 32")
 FLASHINFER = Contender(
@@ -129,6 +138,7 @@ FLASHINFER = Contender(
     check_flashinfer,
     HALF,
     {
+        **dict.fromkeys(ALIBI, "has no ALiBi slopes; use backend='flex' or 'torch'"),
         "pages of 8": r"takes page sizes \(1, 16, 32, 64\); given 8",
         "sinks and softcap": "no attention sinks together with a softcap; use backend='torch'",
         "MLA of rank 32": r"latents of width 512 .* and 64 .* given 32 and 16; use backend='torch'",
@@ -150,6 +160,7 @@ CONTENDERS = {
         InvariantBackend().builder,
         HALF,
         {
+            **dict.fromkeys(ALIBI, "has no ALiBi slopes; use backend='flex' or 'torch'|has no cache in 8 bits"),
             **dict.fromkeys(EIGHT_BITS, "has no cache in 8 bits; use kv_cache_dtype='auto'"),
             **dict.fromkeys(LATENT, "does not serve MLA; use backend='flashinfer'"),
         },

@@ -16,9 +16,10 @@ from click.testing import CliRunner
 
 from attention.backends.building import in_background
 from attention.spec import AttentionSpec
-from benchmarks import bench_backends, tables
+from benchmarks import bench_backends, device_time, tables
 from benchmarks.batches import Batch, full_size, small_size
-from benchmarks.bench_backends import DECODE_KERNELS, WAYS, Place, Rates, floor_us, main
+from benchmarks.bench_backends import DECODE_KERNELS, WAYS, LayerPlace, floor_us, main
+from benchmarks.device_time import Rates
 
 BATCHES = ("decode, small", "mixed")
 
@@ -26,7 +27,7 @@ BATCHES = ("decode, small", "mixed")
 @pytest.mark.slow
 def test_every_backend_and_batch_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_backends, "REPEATS", 2)
+    monkeypatch.setattr(device_time, "REPEATS", 2)
     monkeypatch.setattr(bench_backends, "small_size", lambda: {name: small_size()[name] for name in BATCHES})
     out = tmp_path / "backends.jsonl"
     done = CliRunner().invoke(main, ["--small", "--out", str(out)], catch_exceptions=False)
@@ -56,7 +57,7 @@ def test_without_a_gpu_real_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, t
 def test_the_floor_by_hand() -> None:
     """Two rows of 3 and 5 keys, one and two new tokens, one head of 4 in float32: 2·(8 + 3)·4 numbers of the cache and
     2·3·4 of queries and results, 4 bytes each."""
-    place = Place(torch.device("cpu"), torch.float32, AttentionSpec(1, 1, 4, 4, 1.0))
+    place = LayerPlace(torch.device("cpu"), torch.float32, AttentionSpec(1, 1, 4, 4, 1.0))
     batch = Batch((1, 2), (2, 3))
     assert floor_us(batch, place, Rates(copy=1e6, matmul=1e12)) == 4 * (88 + 24)
     seen = 3 + 4 + 5

@@ -18,20 +18,21 @@ pytest.importorskip("triton", reason="Triton is not installed")
 from attention.spec import AttentionSpec
 from benchmarks import bench_cascade
 from benchmarks.bench_cascade import main
+from benchmarks.device_time import Place
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    def once(launch: Callable[[], None], launches: int) -> float:
+    def once(launch: Callable[[], None], place: Place) -> float:
         launch()
-        return float(launches)
+        return 1.0
 
     monkeypatch.setattr(bench_cascade, "CUDA", torch.device("cpu"))
     monkeypatch.setattr(bench_cascade, "DTYPE", torch.float16)
     monkeypatch.setattr(bench_cascade, "KEY", AttentionSpec(4, 2, 64, 64, 0.125))
     monkeypatch.setattr(bench_cascade, "_CACHES_BYTES", 1)
     monkeypatch.setattr(bench_cascade, "_LEAST_LAUNCHES", 1)
-    monkeypatch.setattr(bench_cascade, "run_us", once)
+    monkeypatch.setattr(bench_cascade, "device_us", once)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.long
 def test_it_ends_in_one_json_line_with_versions(tmp_path: Path) -> None:
     out = tmp_path / "host.json"
-    command = [sys.executable, "benchmarks/bench_host.py", "--rounds", "1", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.bench_host", "--rounds", "1", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     document = json.loads(done.stdout.splitlines()[-1])
     assert document == json.loads(out.read_text("utf-8"))

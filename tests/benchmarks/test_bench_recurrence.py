@@ -10,19 +10,18 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from attention.spec import AttentionSpec
-from benchmarks import bench_backends, tables
-from benchmarks.bench_backends import Place
+from benchmarks import device_time, tables
 from benchmarks.bench_recurrence import FULL, LAYERS, Work, delta_layer, main
+from benchmarks.device_time import Place
 
-PLACE = Place(torch.device("cpu"), torch.bfloat16, AttentionSpec(1, 1, 64, 64, 1.0))
+PLACE = Place(torch.device("cpu"), torch.bfloat16)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="a GPU is here")
 def test_every_kernel_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton is not installed")
-    monkeypatch.setattr(bench_backends, "REPEATS", 1)
+    monkeypatch.setattr(device_time, "REPEATS", 1)
     out = tmp_path / "recurrence.jsonl"
     assert CliRunner().invoke(main, ["--small", "--out", str(out)], catch_exceptions=False).exit_code == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]

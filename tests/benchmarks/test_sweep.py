@@ -36,10 +36,12 @@ FURTHER = (
     "qwen3: sliding",
     "qwen3_moe",
     "gemma3_text",
+    "gpt_oss",
     "deepseek_v2: no q_lora",
     "glm4_moe",
     "gpt2",
     "phi3",
+    "qwen3_next",
 )
 """Types that the others stand for in `make test`."""
 REFUSED = {"rwkv": "keeps state", "xlm-roberta": "comes out wrong"}

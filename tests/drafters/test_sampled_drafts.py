@@ -68,15 +68,17 @@ def drafts_of(pair: Pair, options: dict[str, Any]) -> tuple[Any, Compared]:
         return wrapped, [r for p, c, own in every for r in oracle_rounds(target, head, p, c, drawn_as(own))]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("eagle3", TIGHT),
-        *(pytest.param(name, TIGHT, marks=pytest.mark.slow) for name in HEADS[1:]),
-        *(pytest.param(name, {"max_num_batched_tokens": 20}, marks=pytest.mark.long) for name in ("eagle3", "mimo")),
-    ],
-)
+def pairs() -> list[Any]:
+    """Every head from graphs, and one of each draft loop eagerly; the other pairs are long ones."""
+    eagerly = ("eagle3", "mimo")
+    found = [pytest.param(name, TIGHT, "graphs", marks=pytest.mark.slow) for name in HEADS]
+    marks = {name: pytest.mark.slow if name in eagerly else pytest.mark.long for name in HEADS}
+    found += [pytest.param(name, TIGHT, "eager", marks=marks[name]) for name in HEADS]
+    chunks = {"max_num_batched_tokens": 20}
+    return found + [pytest.param(n, chunks, e, marks=pytest.mark.long) for n in eagerly for e in ("eager", "graphs")]
+
+
+@pytest.mark.parametrize(("name", "options", "execution"), pairs(), indirect=["execution"])
 def test_drawn_drafts_are_the_oracles(
     name: str,
     options: dict[str, int],

@@ -100,7 +100,7 @@ def resampling_from_p(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.usefixtures("resampling_from_p")
 def test_a_wrong_sampling_rule_fails(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
-    found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=500)
+    found = verdict(plant, worker, tmp_path / "run", mode="sampled", samples=250)
     control, speculative = found["sampled"]["arms"]
     assert control["verdict"] == "PASS" and speculative["verdict"] == "FAIL"
 

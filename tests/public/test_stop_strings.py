@@ -6,6 +6,7 @@ unfinished character at its end, contains the stop string. Real tokenizers, rand
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -98,28 +99,28 @@ def wrapped(request: pytest.FixtureRequest) -> tuple[str, Any]:
     model = tiny_llama()
     tokenizer = Spread(TOKENIZERS[request.param])
     head = table_head(model, disturbance=0.05)
-    return request.param, wrap(model, head, num_speculative_tokens=5, max_num_seqs=4, tokenizer=tokenizer)
+    sizes = {"num_speculative_tokens": 5, "max_num_seqs": 16, "max_num_batched_tokens": 96}
+    return request.param, wrap(model, head, tokenizer=tokenizer, **sizes)
 
 
 @pytest.mark.slow
 def test_a_stop_string_ends_where_the_definition_says_whatever_k_is(wrapped: tuple[str, Any]) -> None:
     name, model = wrapped
-    sampled = {"max_new_tokens": NEW, "temperature": 1.5}
+    drawn = SamplingParams(max_new_tokens=NEW, temperature=1.5, num_speculative_tokens=0)
     ends = 0
     for seed in range(2):
         prompt = PROMPTS[seed % len(PROMPTS)]
-        free = model.generate(prompt, SamplingParams(seed=seed, num_speculative_tokens=0, **sampled))[0].token_ids
+        free = model.generate(prompt, replace(drawn, seed=seed))[0].token_ids
         greedy = model.generate(prompt, SamplingParams(max_new_tokens=NEW))[0].token_ids
-        for stop in STOPS[name]:
-            tokens, text = naive(model.tokenizer, greedy, stop)
-            params = [SamplingParams(max_new_tokens=NEW, stop=stop, num_speculative_tokens=k) for k in (0, 2, 5)]
-            for completion in model.generate([prompt] * 3, params):
-                assert (completion.token_ids, completion.text) == (tokens, text), (stop, name)
-            tokens, text = naive(model.tokenizer, free, stop)
-            one = SamplingParams(seed=seed, stop=stop, num_speculative_tokens=0, **sampled)
-            (completion,) = model.generate(prompt, one)
-            assert (completion.token_ids, completion.text) == (tokens, text), (stop, name)
-            ends += len(tokens) < len(free)
+        asked = [(stop, k) for stop in STOPS[name] for k in (0, 2, 5)]
+        params = [SamplingParams(max_new_tokens=NEW, stop=stop, num_speculative_tokens=k) for stop, k in asked]
+        params += [replace(drawn, seed=seed, stop=stop) for stop in STOPS[name]]
+        right = [naive(model.tokenizer, greedy, stop) for stop, _ in asked]
+        right += [naive(model.tokenizer, free, stop) for stop in STOPS[name]]
+        found = model.generate([prompt] * len(params), params)
+        for one, completion, expected in zip(params, found, right, strict=True):
+            assert (completion.token_ids, completion.text) == expected, (one, name)
+        ends += sum(len(tokens) < len(free) for tokens, _ in right[len(asked) :])
     assert ends > 3, "some requests did end at their stop string"
 
 

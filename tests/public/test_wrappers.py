@@ -6,6 +6,7 @@ import copy
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,16 @@ def test_text_is_what_the_wrapper_generates(name: str, tmp_path: Path) -> None:
     wrapper = write(name, tmp_path)
     prompts = prompts_of([5, 37, 60])
     own = [own_text(wrapper, prompt, NEW) for prompt in prompts]
-    with load(tmp_path) as plain:
-        assert [c.prompt_token_ids + c.token_ids for c in plain.generate(prompts, PARAMS)] == own
-        assert plain.describe()["twin"].startswith("exact")
-        assert own_text(plain.hf_model, prompts[1], NEW) == own[1], "by the attention that transformers chooses itself"
-    with load(tmp_path, RecallHead(own, 0.6), num_speculative_tokens=3) as drafting:
-        found = drafting.generate(prompts, PARAMS)
+    with load(tmp_path, RecallHead(own, 0.6), num_speculative_tokens=3) as model:
+        assert model.describe()["twin"].startswith("exact")
+        found = model.generate(prompts, PARAMS)
         assert [c.prompt_token_ids + c.token_ids for c in found] == own
         rounds = [r for c in found for r in c.stats.rounds]
         assert 0 < sum(r.accepted for r in rounds) < sum(r.drafted for r in rounds)
-        assert drafting.generate(prompts[1], PARAMS)[0].token_ids == own[1][37:]
+        plain = replace(PARAMS, num_speculative_tokens=0)
+        assert [c.prompt_token_ids + c.token_ids for c in model.generate(prompts[::-1], plain)] == own[::-1]
+        assert model.generate(prompts[1], PARAMS)[0].token_ids == own[1][37:]
+        assert own_text(model.hf_model, prompts[1], NEW) == own[1], "by the attention that transformers chooses itself"
 
 
 @pytest.mark.slow

@@ -31,12 +31,18 @@ def types(quick: tuple[str, ...], others: Any = pytest.mark.slow) -> list[Any]:
 
 
 def settings() -> list[Any]:
-    """Every type with two settings, in turn, and one type with all of them; the other pairs are long ones."""
+    """Every type with one setting that drafts, in turn, one type of each kind with K = 0, and one type with all.
+
+    The other pairs are long ones.
+    """
     pairs = []
+    drafting = [setting for setting in SETTINGS if setting != "K=0"]
     for i, name in enumerate(TYPES):
-        for j, setting in enumerate(SETTINGS):
-            slow = pytest.mark.slow if (j - 2 * i) % len(SETTINGS) < 2 else pytest.mark.long
-            marks = [slow] if name != "qwen3_next" else [pytest.mark.slow] * (setting not in ("K=0", "K=3"))
+        for setting in SETTINGS:
+            own = setting == drafting[i % len(drafting)] or (setting == "K=0" and name in KINDS)
+            marks = [pytest.mark.slow if own else pytest.mark.long]
+            if name == "qwen3_next":
+                marks = [pytest.mark.slow] * (setting not in ("K=0", "K=3"))
             pairs.append(pytest.param(name, setting, marks=marks))
     return pairs
 

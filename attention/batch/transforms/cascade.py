@@ -25,6 +25,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch
 from attention.checking import require
+from attention.errors import InvalidInputError
 
 NULL_PAGE = 0
 
@@ -63,7 +64,15 @@ def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page
 
     Args:
         block_table: [B, P] int32; num_computed_tokens: [B].
+
+    Raises:
+        InvalidInputError: not as many lengths as rows, or no page size.
     """
+    if len(num_computed_tokens) != len(block_table) or page_size < 1:
+        raise InvalidInputError(
+            f"{len(block_table)} rows of pages of {page_size} tokens with {len(num_computed_tokens)} lengths: allowed "
+            "are as many lengths as rows, and pages of at least one token"
+        )
     first = block_table[:, 0] if block_table.shape[1] else np.zeros(len(block_table), np.int32)
     ordered = np.sort(first)
     if not ((ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_PAGE)).any():
@@ -105,6 +114,9 @@ class Cascade:
 def cascade(batch: HostBatch, prefix: SharedPrefix) -> Cascade:
     """Divide a batch at a prefix that `shared_prefix` found in it.
 
+    Raises:
+        InvariantError: it was found in another batch.
+
     >>> from attention.batch.host import rows_batch
     >>> table = np.array([[7, 9, 3], [7, 9, 4], [5, 0, 0]], np.int32)
     >>> batch = rows_batch(np.array([0, 2, 3, 4]), np.array([8, 9, 1]), table, 4)
@@ -118,6 +130,8 @@ def cascade(batch: HostBatch, prefix: SharedPrefix) -> Cascade:
     require(prefix.page_size == batch.page_size, "a prefix of another page size")
     require(int(batch.num_computed_tokens[rows].min()) >= prefix.num_keys, "a row does not see all of the prefix")
     require(not batch.other_groups, "a batch of several cache groups is divided group by group")
+    leading = batch.block_table[rows, :cut]
+    require(leading.shape[1] == cut and bool((leading == leading[:1]).all()), "the rows begin on different pages")
     table = batch.block_table.copy()
     table[rows, : table.shape[1] - cut] = batch.block_table[rows, cut:]
     table[rows, table.shape[1] - cut :] = NULL_PAGE

@@ -30,6 +30,7 @@ from __future__ import annotations
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
+from attention.batch.transforms.arguments import refuse_states, whole_number
 from attention.errors import InvalidInputError
 
 
@@ -44,11 +45,9 @@ def decode_first_swaps(query_lens: np.ndarray, longest_decode: int) -> np.ndarra
         [n, 2] int64 pairs (long row, short row after it); no row occurs twice.
 
     Raises:
-        InvalidInputError: longest_decode is less than 1.
+        InvalidInputError: longest_decode is no whole number from 1 on.
     """
-    if longest_decode < 1:
-        raise InvalidInputError(f"longest_decode={longest_decode}: a row that decodes has 1 query token or more")
-    is_short = query_lens <= longest_decode
+    is_short = np.asarray(query_lens) <= whole_number("longest_decode", longest_decode, 1)
     front = int(is_short.sum())
     return np.stack([np.flatnonzero(~is_short[:front]), front + np.flatnonzero(is_short[front:])], axis=1)
 
@@ -63,8 +62,9 @@ def swapped(batch: HostBatch, swaps: np.ndarray) -> HostBatch:
         A batch of the same rows; `batch` itself when there are no swaps. Queries are to be taken in `token_order`.
 
     Raises:
-        InvalidInputError: a row occurs twice, or there is no such row.
+        InvalidInputError: a row occurs twice, or there is no such row; the rows have recurrent states.
     """
+    refuse_states(batch, "reordered")
     order = _row_order(batch, swaps)
     if not len(swaps):
         return batch
@@ -97,12 +97,16 @@ def token_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
 
 def _row_order(batch: HostBatch, swaps: np.ndarray) -> np.ndarray:
     """[B] int64, the row of `batch` at each place after the swaps."""
-    rows = swaps.reshape(-1)
-    if len(np.unique(rows)) < len(rows) or (len(rows) and not 0 <= rows.min() <= rows.max() < batch.num_reqs):
+    pairs = np.asarray(swaps)
+    rows = pairs.reshape(-1)
+    some = len(rows) > 0
+    wrong = some and (pairs.ndim != 2 or pairs.shape[1] != 2 or not np.issubdtype(pairs.dtype, np.integer))
+    if wrong or len(np.unique(rows)) < len(rows) or (some and not 0 <= rows.min() <= rows.max() < batch.num_reqs):
         raise InvalidInputError(
-            f"swaps {swaps.tolist()} of a batch of {batch.num_reqs} rows: allowed are pairs of rows from 0 to "
+            f"swaps {pairs.tolist()} of a batch of {batch.num_reqs} rows: allowed are pairs of rows from 0 to "
             f"{batch.num_reqs - 1}, none of which occurs twice"
         )
     order = np.arange(batch.num_reqs)
-    order[rows] = swaps[:, ::-1].reshape(-1)
+    if some:
+        order[rows] = pairs[:, ::-1].reshape(-1)
     return order

@@ -30,6 +30,7 @@ from attention.batch.staging import Field, Staged, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import check_chunk_size
 from attention.batch.transforms.windowed import WindowedBatch, listed_pages
 from attention.checking import checking
+from attention.errors import InvalidInputError
 
 
 def virtual_rows_of(query_len: int, chunk_size: int) -> int:
@@ -52,7 +53,11 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
 
     Returns:
         B·each rows, whose page lists are cut out of the batch's table directly.
+
+    Raises:
+        InvalidInputError: a row lies in more than `each` chunks, or the page size does not divide chunk_size.
     """
+    check_chunk_size(chunk_size, batch.page_size)
     start, stop = batch.num_computed_tokens[:, None], batch.seq_lens[:, None]
     key_start = (start // chunk_size + np.arange(each)) * chunk_size  # [B, each]
     first, end = np.maximum(start, key_start), np.minimum(stop, key_start + chunk_size)
@@ -68,6 +73,11 @@ def fixed_local_attention(batch: HostBatch, chunk_size: int, each: int) -> HostB
     pages[page_indptr[:-1][unused]] = 0  # the null page
     query_start_loc = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=query_start_loc[1:])
+    if query_start_loc[-1] != batch.num_tokens:
+        raise InvalidInputError(
+            f"each={each}: a row lies in more than {each} chunks of {chunk_size} tokens; `virtual_rows_of` says how "
+            "many a row of so many query tokens may lie in"
+        )
     return WindowedBatch(
         query_start_loc=query_start_loc,
         seq_lens=seq_lens,

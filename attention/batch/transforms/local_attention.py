@@ -32,6 +32,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within
+from attention.batch.transforms.arguments import whole_number
 from attention.errors import InvalidInputError
 
 
@@ -54,7 +55,7 @@ def check_chunk_size(chunk_size: int, page_size: int) -> None:
     Raises:
         InvalidInputError: chunk_size is not a positive multiple of page_size.
     """
-    if chunk_size < 1 or chunk_size % page_size:
+    if whole_number("chunk_size", chunk_size, 1) % page_size:
         raise InvalidInputError(
             f"attention in chunks of {chunk_size} tokens needs a page size that divides {chunk_size}; given pages of "
             f"{page_size}: choose another page size"
@@ -85,7 +86,8 @@ def local_attention(batch: HostBatch, chunk_size: int) -> HostBatch:
         chunk_size: c, positions per chunk, counted from each row's first key; a multiple of the page size.
 
     Returns:
-        V rows, ⌈query length/c⌉ or one more for every row with queries; block_table [V, min(c / page size, P)].
+        The rows on the batch's own pages (those of its `other_groups`, and its states, stay with the batch): V rows,
+        ⌈query length/c⌉ or one more for every row with queries; block_table [V, min(c / page size, P)].
 
     Raises:
         InvalidInputError: the page size does not divide chunk_size.

@@ -27,11 +27,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from operator import index
 
 import numpy as np
 
 from attention.batch.host import HostBatch
+from attention.batch.transforms.arguments import refuse_states, whole_numbers
 from attention.errors import InvalidInputError
 
 
@@ -45,7 +45,7 @@ def request_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ..
         len(cuts) + 1 batches, whose arrays are views of the batch's where nothing changes.
 
     Raises:
-        InvalidInputError: a cut outside 1 … B-1, or not after the one before it.
+        InvalidInputError: a cut outside 1 … B-1, not after the one before it, or no whole number.
     """
     bounds = _bounds(cuts, batch.num_reqs, "rows")
     starts = batch.query_start_loc
@@ -63,7 +63,7 @@ def token_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]
         nothing changes. A row without queries is in one of them.
 
     Raises:
-        InvalidInputError: a cut outside 1 … T-1, or not after the one before it.
+        InvalidInputError: a cut outside 1 … T-1, not after the one before it, or no whole number.
     """
     bounds = np.array(_bounds(cuts, batch.num_tokens, "tokens"))
     starts, ends = batch.query_start_loc[:-1], batch.query_start_loc[1:]
@@ -76,12 +76,10 @@ def token_slices(batch: HostBatch, cuts: Sequence[int]) -> tuple[HostBatch, ...]
 
 def _bounds(cuts: Sequence[int], size: int, of: str) -> list[int]:
     """0, the cuts and `size`."""
-    bounds = [0, *(index(cut) for cut in cuts), size]
+    allowed = f"increasing whole numbers from 1 to {size - 1}, the first of each slice but the first one"
+    bounds = [0, *whole_numbers(f"a batch of {size} {of} has no slices at cuts", cuts, allowed), size]
     if len(bounds) > 2 and any(a >= b for a, b in pairwise(bounds)):
-        raise InvalidInputError(
-            f"cuts {bounds[1:-1]} of a batch of {size} {of}: allowed are increasing numbers from 1 to {size - 1}, the "
-            "first of each slice but the first one"
-        )
+        raise InvalidInputError(f"a batch of {size} {of} has no slices at cuts {bounds[1:-1]}: allowed are {allowed}")
     return bounds
 
 
@@ -91,8 +89,7 @@ def _part(batch: HostBatch, first: int, stop: int, start: int, end: int) -> Host
     Raises:
         InvalidInputError: the rows have recurrent states, which a cut inside a row would store in its midst.
     """
-    if batch.states is not None:
-        raise InvalidInputError("a batch of rows with recurrent states cannot be sliced")
+    refuse_states(batch, "sliced")
     rows, tokens = slice(first, stop), slice(start, end)
     starts = batch.query_start_loc[first : stop + 1]
     kept = np.clip(starts, start, end)

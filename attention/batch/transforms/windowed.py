@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from attention.batch.host import HostBatch, page_counts_of, slots_of
+from attention.errors import InvalidInputError
 
 TILE_KEYS = 128
 """Kernels walk over keys in tiles of at most so many. A list that begins where a tile of the whole row would gives the
@@ -89,7 +90,15 @@ def windowed_batch(batch: HostBatch, block_table: np.ndarray, rows: np.ndarray, 
         block_table: [R, P] pages in that group by logical page; the null page where they are freed.
         rows: [B] the batch's rows there.
         window: of the group's layers, see `AttentionSpec`.
+
+    Raises:
+        InvalidInputError: not one row of the table for each of the batch's, or no window.
     """
+    if len(rows) != batch.num_reqs or window < 1:
+        raise InvalidInputError(
+            f"{batch.num_reqs} rows with window={window} in rows {rows.tolist()} of a table: allowed are one row of it "
+            "for each row of the batch, and windows of at least one token"
+        )
     size = batch.page_size
     first = first_listed(batch.num_computed_tokens, window, size)
     first_pages, seq_lens = first // size, (batch.seq_lens - first).astype(np.int32)

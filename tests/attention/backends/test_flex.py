@@ -26,6 +26,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 KEY = AttentionSpec(8, 2, 64, 64, scale=0.125)
 GROUP = CacheGroup("target", (KEY,), 8, 16)
 HALF = torch.bfloat16
+SLOPES = tuple(2.0 ** -(n + 1) for n in range(8))
 
 
 def attended(rig: Rig, backend: FlexBackend) -> float:
@@ -33,11 +34,11 @@ def attended(rig: Rig, backend: FlexBackend) -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_all_batches_of_a_tile_size_share_one_compilation(layout: Any) -> None:
+@pytest.mark.parametrize(("layout", "scale", "alibi"), [("NHD", 0.11, None), ("HND", 0.12, None), ("HND", 0.1, SLOPES)])
+def test_all_batches_of_a_tile_size_share_one_compilation(layout: Any, scale: float, alibi: Any) -> None:
     """Traced by torch's compiler, and run operator by operator: sizes are variables from the first call on."""
     counter = CompileCounter()
-    key = replace(KEY, scale=0.11 if layout == "NHD" else 0.12)  # no other test's kernel
+    key = replace(KEY, scale=scale, alibi=alibi)  # no other test's kernel
     same = ("decode, small", "decode, medium", "decode, large", "single long")
     for compiled, names in ((1, same), (2, ("verify, q = 7", "verify, q = 8"))):
         for name in names:

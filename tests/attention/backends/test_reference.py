@@ -13,11 +13,11 @@ from fakes import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attention.backends.reference import TorchBackend
+from attention.backends.reference import TorchBackend, attend
 from attention.batch.host import rows_batch
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup, bytes_per_token, gather, write
-from attention.errors import UnsupportedAttentionError
+from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.runner import GroupRunner
 from attention.spec import AttentionSpec
 
@@ -199,3 +199,23 @@ def test_the_output_is_contiguous_whatever_the_strides_of_the_input(rows: int, q
     out = runner.attend(planned, 0, *strided)
     assert out.is_contiguous()
     assert torch.allclose(out, runner.attend(planned, 0, *(x.contiguous() for x in strided)), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("slopes", "others", "said"),
+    [
+        ((0.5,), {}, "one finite slope for each of the 2 query heads"),
+        ((0.5, float("nan")), {}, "one finite slope for each of the 2 query heads"),
+        ((0.5, 0.25), {"value_in_key": True}, "MLA has no slopes"),
+    ],
+)
+def test_slopes_that_are_none_are_refused(slopes: tuple[float, ...], others: dict[str, bool], said: str) -> None:
+    with pytest.raises(InvalidInputError, match=said):
+        AttentionSpec(2, 1, 16, 16, 0.25, alibi=slopes, **others)
+
+
+def test_dense_attention_has_no_slopes() -> None:
+    """A mask does not say where queries stand."""
+    states, mask = torch.zeros(1, 2, 1, 16), torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    with pytest.raises(UnsupportedAttentionError, match="no ALiBi slopes; use TorchBackend"):
+        attend(states, states, states, mask, AttentionSpec(2, 2, 16, 16, 0.25, alibi=(1.0, 2.0)))

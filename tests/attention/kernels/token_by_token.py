@@ -12,8 +12,6 @@ import torch
 
 from attention.recurrence import rows as recurrence_rows
 
-Inputs = dict[str, torch.Tensor]
-
 
 class StateRows(recurrence_rows.StateRows):
     """The rows of a launch, made from a list and read as one."""

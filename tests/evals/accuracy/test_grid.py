@@ -103,4 +103,4 @@ def test_what_is_refused_before_anything_is_loaded(
 
 
 def test_a_backend_is_named_once() -> None:
-    assert backends_of("torch,flex,torch", {"backend": "auto"}) == ("torch", "flex")
+    assert backends_of("torch, flex,torch", {"backend": "auto"}) == ("torch", "flex")

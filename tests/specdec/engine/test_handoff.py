@@ -30,7 +30,7 @@ from attention.cache.handoff import VERSION
 from attention.errors import HandoffMismatchError, TransferError, TransferTimeoutError
 from specdec import Handoff, SamplingParams
 from specdec.errors import CacheTooSmallError, InvalidInputError, OutOfPagesError, RequestFailedError
-from tests.hybrids import tiny_hybrid
+from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 from tests.quantised import Int8Pair
 from tests.specdec.target.test_long_rope import OPTIONS, answers_of, model_of, scripted
 from tests.specdec.test_hybrid_kv_cache import mixed
@@ -155,6 +155,24 @@ def test_states_of_recurrent_layers_move(name: str) -> None:
             if key.startswith("state"):
                 handoff.tensors[key].zero_()
     assert lived(d.resume(handoffs)) != expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["qwen3_next", pytest.param("lfm2", marks=pytest.mark.long), pytest.param("jamba", marks=pytest.mark.long)]
+)
+def test_states_move_between_engines_of_another_k(name: str) -> None:
+    """Their rings differ; what moves does not: a state, and the last inputs of a convolution."""
+    right = [greedy_text(name, prompt, 20) for prompt in PROMPTS]
+    head = RecallHead(right, 0.6)
+    p, d = (wrap(tiny_hybrid(name), head, **SIZES | {"num_speculative_tokens": k}) for k in (2, 5))
+    d.generate(PROMPTS[::-1], GREEDY)  # slots that were used
+    for a, b in ((p, d), (d, p)):
+        completions = moved(a, b, PROMPTS, SamplingParams(20, num_speculative_tokens=2))
+        assert [q + list(c.token_ids) for q, c in zip(PROMPTS, completions, strict=True)] == right
+    (handoff,) = p.prefill(PROMPTS[1], SamplingParams(20))
+    shapes = [list(handoff.tensors[f"state.{i}"].shape) for i in range(len(p.target.states.states))]
+    assert shapes == [list(shape) for shape in d.target.states.moved_shapes]
 
 
 @pytest.mark.slow

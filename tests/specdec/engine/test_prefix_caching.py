@@ -62,9 +62,9 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
     ("kind", "options"),
     [
         pytest.param("table", {"max_num_seqs": 9, "max_num_batched_tokens": 60}, id="all at once"),
-        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks"),
+        pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks", marks=pytest.mark.long),
         pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
-        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.slow),
+        pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.long),
         pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.slow),
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
@@ -183,6 +183,25 @@ def test_new_weights_empty_the_cache() -> None:
             assert wrapped.generate(PROMPTS[0], PARAMS)[0].stats.cached_tokens == 24, "torch does not count that"
             wrapped.refresh()
         assert wrapped.generate(PROMPTS[0], PARAMS)[0].stats.cached_tokens == 0
+
+
+@pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked"])
+def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> None:
+    """Rounds without graphs read what stands in the model now, not the tensors that it was loaded with."""
+    target, other = tiny_llama(), tiny_llama(seed=5)
+    wrapped = wrap(target)
+    wrapped.generate(PROMPTS[0], PARAMS)
+    if replaced == "all at once":
+        target.load_state_dict(other.state_dict(), assign=True)
+    elif replaced == "one layer":
+        target.model.layers[0].self_attn.v_proj = other.model.layers[0].self_attn.v_proj
+    else:
+        target.model.layers[2].register_forward_hook(lambda module, arguments, output: output.roll(1, -1))
+    (first, second) = (wrapped.generate(PROMPTS[0], PARAMS)[0] for _ in range(2))
+    ids = torch.tensor(PROMPTS[:1])
+    expected = target.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert first.token_ids == second.token_ids == expected[0, ids.shape[1] :].tolist()
+    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 24)
 
 
 class Named:

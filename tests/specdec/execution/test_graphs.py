@@ -224,16 +224,19 @@ def test_sampled_rows_draft_and_verify_beside_greedy_ones_as_eagerly(
         assert all(same)
 
 
+ONE_BY_ONE = {"kv_cache_layout": "HND", "page_size": 1, "kv_cache_tokens": 88, "max_model_len": 70}
+"""Options that `make test` tries in pairs."""
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
         ("table", {}),
-        pytest.param("table", {"kv_cache_layout": "HND"}, marks=pytest.mark.slow),
-        pytest.param("table", {"kv_cache_tokens": 88}, marks=pytest.mark.slow),
-        pytest.param("table", {"page_size": 1}, marks=pytest.mark.slow),
-        pytest.param("table", {"max_model_len": 70}, marks=pytest.mark.slow),
-        pytest.param("eagle3", {}, marks=pytest.mark.slow),
+        pytest.param("table", {"page_size": 1, "kv_cache_layout": "HND"}, marks=pytest.mark.slow),
+        pytest.param("table", {"max_model_len": 70, "kv_cache_tokens": 88}, marks=pytest.mark.slow),
         pytest.param("eagle3", {"kv_cache_layout": "HND", "kv_cache_tokens": 88}, marks=pytest.mark.slow),
+        *(pytest.param("table", {name: value}, marks=pytest.mark.long) for name, value in ONE_BY_ONE.items()),
+        pytest.param("eagle3", {}, marks=pytest.mark.long),
     ],
 )
 def test_tokens_and_drafts_are_those_of_the_eager_path(

@@ -32,7 +32,7 @@ from tests.specdec.execution.test_graphs import (  # noqa: F401 (fixtures)
 
 CHUNK = 8
 PROMPTS = random_prompts((5, 33, 1, 17, 50, 9))
-LENGTHS = (40, 14, 45, 3, 20, 9)
+LENGTHS = (24, 14, 28, 3, 12, 9)
 PARAMS = [SamplingParams(max_new_tokens=n, return_drafts=True) for n in LENGTHS]
 SIZES = {"num_speculative_tokens": 3, "max_num_seqs": 4, "max_num_batched_tokens": 24}
 """Prompts come in pieces, beside verifications, and rows join and leave."""

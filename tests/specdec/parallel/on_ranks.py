@@ -55,10 +55,6 @@ def never_share(engine: Any) -> None:
     engine.ranks.share = functools.partial(not_drafts, engine.ranks)
 
 
-def share_again(engine: Any) -> None:
-    vars(engine.ranks).pop("share", None)
-
-
 def broken_loading(engine: Any) -> None:
     """The next load fails on rank 1, after its weights are read."""
     if engine.ranks.rank == 0:

@@ -19,8 +19,8 @@ TEXTS = [
     "A box holds 6 eggs.",
     "There are 30 birds on a tree and 11 fly away. How many are left?",
 ]
-GREEDY = SamplingParams(max_new_tokens=20, ignore_eos=True)
-SAMPLED = SamplingParams(max_new_tokens=20, temperature=0.8, top_p=0.95, seed=11)
+GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
+SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.8, top_p=0.95, seed=11)
 
 
 def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[int], str, Any]]:
@@ -57,7 +57,7 @@ def compare(target: Any, draft: Any, prompts: Any, **options: Any) -> Any:
 
 @pytest.mark.slow
 def test_llama_with_its_eagle3_head_and_preemption(two_ranks: Any) -> None:
-    sizes = {"kv_cache_tokens": 128, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
+    sizes = {"kv_cache_tokens": 112, "max_num_seqs": 4, "max_model_len": 96, "max_num_batched_tokens": 64}
     stats = compare("gsm-llama", "auto", TEXTS, num_speculative_tokens=4, **sizes)
     assert stats.preemptions > 0
 

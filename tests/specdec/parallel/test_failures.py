@@ -201,17 +201,6 @@ def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: No
         assert time.monotonic() - started < SOON
 
 
-@pytest.mark.slow
-def test_close_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
-    own = load(folders("one-kv-head"))
-    pids = pids_of(own)
-    assert alive(pids) == pids
-    started = time.monotonic()
-    own.close()
-    assert time.monotonic() - started < 1.5 and alive(pids) == []
-    own.close()
-
-
 @pytest.mark.long
 def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path], every_self_test: None) -> None:
     own = load(folders("one-kv-head"))
@@ -223,30 +212,47 @@ def test_the_garbage_collector_ends_the_processes(folders: Callable[[str], Path]
         inner(torch.tensor([[1, 2]]))
 
 
-@pytest.mark.slow
-def test_wrong_drafts_of_a_rank_are_counted_and_harmless(every_self_test: None) -> None:
-    """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
-    prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
-    params = SamplingParams(max_new_tokens=16, ignore_eos=True, return_drafts=True)
+@pytest.fixture(scope="module")
+def built_in(every_self_test: None) -> Iterator[Any]:
+    """The built-in pair, on processes of its own."""
     with SpeculativeModel.from_pretrained(
         "gsm-llama", "auto", device="cpu", tensor_parallel_size=2, max_model_len=64, max_num_seqs=2
-    ) as own:
-        right = own.generate(prompts, params)
-        assert differing_ids(own.engine) == [0, 0]
-        own.engine.run("on_ranks:wrong_drafts")
-        found = own.generate(prompts, params)
-        assert [c.token_ids for c in found] == [c.token_ids for c in right]
-        assert [c.drafts for c in found] == [c.drafts for c in right]
-        counts = differing_ids(own.engine)
-        assert counts[0] == 0 and counts[1] > 10
-        own.engine.run("on_ranks:right_drafts")
-        own.engine.run("on_ranks:wrong_results")
-        assert [c.token_ids for c in own.generate(prompts, params)] == [c.token_ids for c in right]
-        assert differing_ids(own.engine)[1] > counts[1] + 10
-        own.engine.run("on_ranks:right_results")
-        own.engine.run("on_ranks:wrong_drafts")
-        own.engine.run("on_ranks:never_share")
-        assert [c.token_ids for c in own.generate(prompts, params)] != [c.token_ids for c in right]
+    ) as loaded:
+        yield loaded
+
+
+@pytest.mark.slow
+def test_wrong_drafts_of_a_rank_are_counted_and_harmless(built_in: Any) -> None:
+    """Without the broadcast they change the tokens: what the planted defect shows of the test itself."""
+    prompts = ["Anna has 12 apples and buys 8 more.", "Tom reads 7 pages a day."]
+    params = SamplingParams(max_new_tokens=12, ignore_eos=True, return_drafts=True)
+    right = built_in.generate(prompts, params)
+    assert differing_ids(built_in.engine) == [0, 0]
+    built_in.engine.run("on_ranks:wrong_drafts")
+    found = built_in.generate(prompts, params)
+    assert [c.token_ids for c in found] == [c.token_ids for c in right]
+    assert [c.drafts for c in found] == [c.drafts for c in right]
+    counts = differing_ids(built_in.engine)
+    assert counts[0] == 0 and counts[1] > 10
+    built_in.engine.run("on_ranks:right_drafts")
+    built_in.engine.run("on_ranks:wrong_results")
+    assert [c.token_ids for c in built_in.generate(prompts, params)] == [c.token_ids for c in right]
+    assert differing_ids(built_in.engine)[1] > counts[1] + 10
+    built_in.engine.run("on_ranks:right_results")
+    built_in.engine.run("on_ranks:wrong_drafts")
+    built_in.engine.run("on_ranks:never_share")
+    assert [c.token_ids for c in built_in.generate(prompts, params)] != [c.token_ids for c in right]
+
+
+@pytest.mark.slow
+def test_close_ends_the_processes(built_in: Any) -> None:
+    """Last of those that use the pair."""
+    pids = pids_of(built_in)
+    assert alive(pids) == pids and len(pids) == 1
+    started = time.monotonic()
+    built_in.close()
+    assert time.monotonic() - started < 1.5 and alive(pids) == []
+    built_in.close()
 
 
 CRASH = """

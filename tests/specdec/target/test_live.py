@@ -11,7 +11,7 @@ from fakes import count_calls, tiny_llama
 from torch import nn
 
 from specdec.errors import ModelChangedError
-from specdec.target.live import LiveModel, _Snapshot
+from specdec.target.live import LiveModel, WeightVersions, _Snapshot
 
 
 def move(model: Any) -> None:
@@ -103,3 +103,46 @@ def test_a_snapshot_without_addresses_would_miss_weights_that_moved(monkeypatch:
     live = LiveModel.of(model, captured=True)
     move(model)
     live.check()
+
+
+def assign(model: Any) -> None:
+    """`load_state_dict(assign=True)`, with other values."""
+    model.load_state_dict({name: 2 * value for name, value in model.state_dict().items()}, assign=True)
+
+
+def replace_linear(model: Any) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.o_proj = nn.Linear(attention.o_proj.in_features, attention.o_proj.out_features, bias=False)
+
+
+def replace_buffer(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = 2 * model.model.rotary_emb.inv_freq
+
+
+def write_in_place(model: Any) -> None:
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+
+
+def steer(model: Any) -> None:
+    model.model.layers[1].register_forward_hook(lambda module, arguments, output: 2 * output)
+
+
+def same_buffer_anew(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
+
+
+IN_GRAPHS = {write_in_place}
+"""What rounds from graphs see: these read the tensors that were there at the capture, and run no hooks."""
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("change", [assign, replace_linear, replace_buffer, write_in_place, steer, same_buffer_anew])
+def test_other_weights_are_noticed_once(change: Callable[[Any], None], captured: bool) -> None:
+    model = tiny_llama()
+    versions = WeightVersions(model, None, captured=captured)
+    for _ in range(2):
+        assert not versions.changed()
+        change(model)
+        seen = change is not same_buffer_anew and (change in IN_GRAPHS or not captured)
+        assert versions.changed() == seen

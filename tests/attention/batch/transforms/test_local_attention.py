@@ -129,7 +129,7 @@ def test_a_live_batch_gives_rows_that_do_not_follow_its_buffers() -> None:
     assert virtual.seq_lens.tolist() == before
 
 
-@pytest.mark.parametrize(("chunk", "page_size"), [(6, 4), (3, 4), (0, 4), (-4, 4), (8192, 48)])
+@pytest.mark.parametrize(("chunk", "page_size"), [(6, 4), (3, 4), (8192, 48)])
 def test_chunks_that_do_not_begin_on_a_page_are_refused(chunk: int, page_size: int) -> None:
     batch = rows_batch(np.array([0, 4]), np.array([0]), np.array([[1]], np.int32), page_size)
     with pytest.raises(InvalidInputError, match=f"chunks of {chunk} tokens .* given pages of {page_size}"):

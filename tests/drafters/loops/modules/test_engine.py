@@ -92,6 +92,8 @@ def test_tokens_and_drafts(
     assert free_everywhere(wrapped)
 
 
+SHORT_OF_MODULES = {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}
+"""Prompts in chunks shorter than the modules are many."""
 SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5, 1, 9, 2, 7), seed=3), [])]
 
 
@@ -101,10 +103,11 @@ SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5,
     [
         (2, {}),
         pytest.param(3, {}, marks=pytest.mark.long),
-        (3, {"max_num_seqs": 2, "max_num_batched_tokens": 12, "max_num_prefill_tokens": 2}),
-        (3, {"page_size": 1}),
+        (3, SHORT_OF_MODULES | {"page_size": 1}),
+        pytest.param(3, SHORT_OF_MODULES, marks=pytest.mark.long),
+        pytest.param(3, {"page_size": 1}, marks=pytest.mark.long),
     ],
-    ids=["two", "three", "chunks shorter than the modules are many", "pages shorter than the modules are many"],
+    ids=["two", "three", "both shorter than the modules are many", "chunks shorter", "pages shorter"],
 )
 @torch.inference_mode()
 def test_drafts_on_pages_of_other_requests(

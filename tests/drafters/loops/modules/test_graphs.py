@@ -125,6 +125,16 @@ def test_tokens_and_drafts_are_those_of_eager_rounds(
 
 
 @pytest.mark.slow
+def test_one_request_at_once(
+    graphs_on_cpu: list[Replayed],  # noqa: F811
+    make: Make,  # noqa: F811
+) -> None:
+    """Its draft steps have a row beside it, and so have the vectors that passes of any shape carry."""
+    sizes = {"num_speculative_tokens": 3, **SIZES, "max_num_seqs": 1}
+    check(make, "mimo", 2, PROMPTS[:2], SamplingParams(max_new_tokens=9, return_drafts=True), **sizes)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "modules"), [("mimo", 3), long("deepseek_v3", 2)])
 def test_pages_of_other_requests(
     graphs_on_cpu: list[Replayed],  # noqa: F811

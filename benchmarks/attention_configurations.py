@@ -202,7 +202,7 @@ def _fill(tensor: torch.Tensor) -> None:
         tensor.normal_()
 
 
-def arms(scene: Scene, workspace: torch.Tensor, prompt: bool) -> Iterator[tuple[str, Configuration]]:
+def configurations(scene: Scene, workspace: torch.Tensor, prompt: bool) -> Iterator[tuple[str, Configuration]]:
     """The ways to attend that fit a scene."""
     yield "fa2", FlashInferConfiguration(scene, workspace, "fa2", fixed=not prompt)
     if scene.case.dtype != torch.bfloat16 or scene.case.cache == FP8:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fakes import random_prompts, table_head, tiny_llama, wrap
 
-from benchmarks.arm_logits import recorded_logits
+from benchmarks.decided_logits import recorded_logits
 from specdec.requests.sampling import SamplingParams
 from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, with_graphs  # noqa: F401 (fixtures)
 

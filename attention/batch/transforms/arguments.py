@@ -1,0 +1,48 @@
+"""What a caller may give a transform: whole numbers, and batches that it can keep whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+from attention.batch.host import HostBatch
+from attention.errors import InvalidInputError
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """`value` as an int.
+
+    Raises:
+        InvalidInputError: it is no whole number (numpy's are), or less than `least`.
+    """
+    try:
+        number = index(value)
+    except TypeError:
+        number = least - 1
+    if isinstance(value, bool) or number < least:
+        raise InvalidInputError(f"{name}={value!r}: allowed are whole numbers from {least} on")
+    return number
+
+
+def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
+    """Each of `values` as an int.
+
+    Raises:
+        InvalidInputError: this is no sequence of whole numbers.
+    """
+    given = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
+    try:
+        return [index(value) for value in given]
+    except TypeError:
+        raise InvalidInputError(f"{name} {values!r}: allowed are {allowed}") from None
+
+
+def refuse_states(batch: HostBatch, done: str) -> None:
+    """Recurrent states are of whole rows in their order, see `attention.recurrence.index.StateIndex`.
+
+    Raises:
+        InvalidInputError: the batch has some.
+    """
+    if batch.states is not None:
+        raise InvalidInputError(f"a batch of rows with recurrent states cannot be {done}")

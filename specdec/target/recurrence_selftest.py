@@ -1,0 +1,163 @@
+"""The load-time self-test of the kernels of recurrences: against the torch functions, on states of its own.
+
+The self-test of logits runs the model's own weights. In half precision it cannot tell an accepted draft that was not
+replayed, or a rejected one that was folded into a state, from rounding. The twin can, but runs on a CPU, through the
+torch functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention.cache.state import CallState, ConvState, StateGroup, allocate_states, tensors_of
+from attention.recurrence.registry import REFERENCE
+from attention.recurrence.rows import StateRows
+from attention.recurrence.runner import StateRunner
+from attention.recurrence.spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
+from specdec.errors import UnsupportedModelError
+
+_TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}
+"""Largest rms error of a row's outputs, and of its state, over their rms: outputs are rounded to the dtype, by 0.002 in
+bfloat16, and prompts are summed in TF32. What is planted in tests is off by 0.05 or more."""
+_FLOAT32_TOLERANCE = 1e-3
+_SLOTS = (2, 3, 1)
+_PADDING = 2
+"""Tokens of no row, whose outputs are zeros."""
+
+Row = tuple[int, int, int]
+"""Tokens of a row in a launch, how many are replayed before them, and how many of them are committed."""
+Tensors = Callable[..., torch.Tensor]
+
+
+@torch.inference_mode()
+def recurrence_self_test(states: StateRunner) -> None:
+    """Run each of the model's recurrences over a few launches; nothing where torch functions compute them anyway.
+
+    Raises:
+        UnsupportedModelError: a recurrence comes out wrong on this device; the message names it.
+    """
+    if states.functions == REFERENCE:
+        return
+    for spec in dict.fromkeys(states.group.specs):
+        _test(spec, states)
+
+
+def launches(num_drafts: int) -> list[tuple[Row, Row, Row]]:
+    """Prompts; a prompt's second chunk beside verifications; verifications that replay all, some and none of the drafts
+    before them; again, with a row that has no drafts.
+
+    >>> launches(3)[2]
+    ((4, 0, 1), (4, 3, 1), (4, 1, 1))
+    """
+    some, verified = num_drafts // 2, 1 + num_drafts
+    return [
+        ((70, 0, 70), (5, 0, 5), (19, 0, 19)),
+        ((20, 0, 20), (verified, 0, 1), (verified, 0, 1)),
+        ((verified, 0, 1), (verified, num_drafts, 1), (verified, some, 1)),
+        ((1, num_drafts, 1), (verified, some, 1), (verified, num_drafts, 1)),
+    ]
+
+
+def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
+    """One recurrence: outputs of every launch, and the states after it."""
+    generator, (device, dtype) = (
+        torch.Generator().manual_seed(0),
+        (tensors_of(states.states[0])[0].device, states.dtype),
+    )
+
+    def random(*shape: int, form: str = "normal") -> torch.Tensor:
+        made = torch.randn(shape, generator=generator) if form == "normal" else torch.rand(shape, generator=generator)
+        return made.to(device)
+
+    group = StateGroup((spec,), 1 + len(_SLOTS), states.group.num_drafts)
+    ours, right = (allocate_states(group, dtype, device)[0] for _ in range(2))
+    for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
+        own.copy_(random(*own.shape))  # as of requests before
+        other.copy_(own)
+    fixed = _weights(spec, dtype, random)
+    start = np.zeros(len(_SLOTS), np.int64)
+    for number, rows in enumerate(launches(group.num_drafts)):
+        tokens, replay, num_new = np.array(rows).T
+        start += replay
+        launch = _rows(tokens, start, replay, num_new, device)
+        inputs = _inputs(spec, int(tokens.sum()) + _PADDING, dtype, random)
+        out = _call(states.functions, spec, inputs, fixed, ours, launch)
+        expected = _call(REFERENCE, spec, inputs, fixed, right, launch)
+        pieces = zip(*(x.split([*tokens.tolist(), _PADDING]) for x in (out, expected)), strict=True)
+        found = [("outputs", _error(*piece)) for piece in pieces]
+        for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
+            found += [("states", _error(own[slot], other[slot])) for slot in _SLOTS]
+        what, worst = max(found, key=lambda pair: (pair[1] != pair[1], pair[1]))
+        limit = _TOLERANCE.get(dtype, _FLOAT32_TOLERANCE)
+        if not worst <= limit:
+            raise UnsupportedModelError(
+                f"the {spec.kind} of the model's recurrent layers comes out wrong on {device}: relative error "
+                f"{worst:.2g} (allowed for {dtype}: {limit:g}) of the {what} in launch {number + 1} of {spec} by "
+                f"{states.functions.name} functions; device='cpu' runs torch functions"
+            )
+        start += num_new
+
+
+def _rows(
+    tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, device: torch.device
+) -> StateRows:
+    starts = np.concatenate([[0], np.cumsum(tokens)])
+    arrays = [
+        torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, np.array(_SLOTS), start, replay, num_new)
+    ]
+    return StateRows(*arrays, max_query_len=int(tokens.max()), max_replay=int(replay.max()))
+
+
+def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Sequence[Any]:
+    """What all launches of a call share."""
+    match spec:
+        case ConvSpec():
+            return random(spec.channels, spec.width).to(dtype), None, True
+        case DeltaSpec():
+            return spec.k_dim**-0.5, True
+        case SsdSpec():
+            return -random(spec.num_heads, form="uniform") - 0.1, random(spec.num_heads).to(dtype)
+        case ScanSpec():
+            return -random(spec.channels, spec.num_states, form="uniform") - 0.1, random(spec.channels).to(dtype)
+
+
+def _inputs(spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Tensors) -> Sequence[torch.Tensor]:
+    """Those of `count` tokens. Gates and steps are small: a state shows what it has read for some ten tokens."""
+    match spec:
+        case ConvSpec():
+            return (random(count, spec.channels).to(dtype),)
+        case DeltaSpec():
+            q, k = (random(count, spec.num_k_heads, spec.k_dim).to(dtype) for _ in range(2))
+            gates = (spec.num_v_heads, spec.k_dim) if spec.vector_gate else (spec.num_v_heads,)
+            g, beta = -0.2 * random(count, *gates, form="uniform"), random(count, spec.num_v_heads, form="uniform")
+            return q, k, random(count, spec.num_v_heads, spec.v_dim).to(dtype), g, beta
+        case SsdSpec():
+            x = random(count, spec.num_heads, spec.head_dim).to(dtype)
+            b, c = (random(count, spec.num_groups, spec.num_states).to(dtype) for _ in range(2))
+            return x, 0.3 * random(count, spec.num_heads, form="uniform"), b, c
+        case ScanSpec():
+            x = random(count, spec.channels).to(dtype)
+            b, c = (random(count, spec.num_states).to(dtype) for _ in range(2))
+            return x, 0.3 * random(count, spec.channels, form="uniform"), b, c
+
+
+def _call(
+    functions: Any, spec: RecurrenceSpec, inputs: Sequence[Any], fixed: Sequence[Any], kept: CallState, rows: StateRows
+) -> torch.Tensor:
+    if isinstance(kept, ConvState):
+        return functions.short_conv(*inputs, *fixed, kept.ring, rows)
+    if isinstance(spec, DeltaSpec):
+        return functions.gated_delta(*inputs, *fixed, kept.state, kept.ring, rows)
+    scan = functions.ssd_scan if isinstance(spec, SsdSpec) else functions.selective_scan
+    (x, dt, b, c), (a, d) = inputs, fixed
+    return scan(x, dt, a, b, c, d, kept.state, kept.ring, rows)
+
+
+def _error(ours: torch.Tensor, right: torch.Tensor) -> float:
+    """Rms error over rms; NaN where ours has NaN. Of zeros: rms error."""
+    size = right.float().norm()
+    return float((ours.float() - right.float()).norm() / (size if size else 1.0))
