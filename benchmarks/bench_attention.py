@@ -25,6 +25,7 @@ from attention.cache.kv_cache import FP8
 from benchmarks.attention_configurations import CUDA, PAGE_SIZE, Case, Configuration, Scene, configurations, make_scene
 from benchmarks.device_time import Place, Rates, device_us, host_us, measured_rates
 from benchmarks.document import provenance, usage
+from benchmarks.given import numbers
 
 PLACE = Place(CUDA, torch.bfloat16)
 _LEAST_LAUNCHES = 16
@@ -67,11 +68,6 @@ def measure(one: Configuration, name: str, scene: Scene) -> dict[str, float]:
 
     running = device_us(launch, PLACE, graph=name != "torch") / launches
     return {"plan_us": round(planning, 1), "run_us": round(running, 2)}
-
-
-def numbers(text: str) -> list[int]:
-    """Comma-separated numbers."""
-    return [int(n) for n in text.split(",")]
 
 
 def lines(cases: Iterable[Case], kind: str, rates: Rates) -> Iterator[dict[str, Any]]:

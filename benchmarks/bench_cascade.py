@@ -35,6 +35,7 @@ from attention.cache.kv_cache import CacheGroup, LayerKV, allocate
 from attention.spec import AttentionSpec
 from benchmarks.device_time import Place, device_us
 from benchmarks.document import provenance, usage
+from benchmarks.given import numbers
 
 if TYPE_CHECKING:
     from attention.kernels.packed import Scratch
@@ -153,11 +154,6 @@ def lines(cases: Sequence[Case]) -> Iterator[dict[str, Any]]:
             "least_keys": tiling.least_keys,
             "relative_difference": round(errors[1], 5),
         }
-
-
-def numbers(text: str) -> list[int]:
-    """Comma-separated numbers."""
-    return [int(n) for n in text.split(",")]
 
 
 @click.command(help=usage(__doc__))

@@ -31,8 +31,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
-from benchmarks.bench_round import numbers
 from benchmarks.document import provenance, usage
+from benchmarks.given import numbers
 from benchmarks.hold import wait_for
 from specdec.parallel.collectives import GroupCollectives
 from specdec.parallel.group import join_group, leave_group

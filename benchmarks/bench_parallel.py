@@ -30,9 +30,10 @@ import click
 import numpy as np
 from transformers.models.auto import AutoModelForCausalLM
 
-from benchmarks.bench_round import Moments, measure, numbers, prompts
+from benchmarks.bench_round import Moments, measure, prompts
 from benchmarks.document import provenance, usage
 from benchmarks.drawn_weights import in_every_rank
+from benchmarks.given import numbers
 from benchmarks.hold import wait_for
 from benchmarks.kinds import Kind
 from benchmarks.parallel_report import report

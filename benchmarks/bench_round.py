@@ -1,5 +1,6 @@
 """Time of a round at a published shape with random weights, through the public engine.
 
+\b
     python -m benchmarks.bench_round --drafts 5 --rows 1,8,32,128 --out benchmarks/results/round.json
     python -m benchmarks.bench_round --shape qwen3.5-9b --drafts 0,1,3 --rows 1,8,32 --out round-hybrid.jsonl
 
@@ -10,15 +11,18 @@ wall time between two completed device-to-host reads of a full batch.
 With --long the first row of every batch has a prompt of so many tokens, for the others --prompt holds; it is read
 before them, so that all rows decode together. A row of 65,536 keys beside 15 short ones:
 
+\b
     python -m benchmarks.bench_round --rows 16 --long 65536 --repeats 2 --trace "" --out round-long.jsonl
 
 With --sampled the rows have temperature 0.8 and top-p 0.95, but for --greedy-share of them, every other one at 0.5.
 Several shares are measured one after the other in one process, a line each; 1 is a greedy batch:
 
+\b
     python -m benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --out round.jsonl
 
 With --weights fp8 the target's linear layers have weights in fine-grained FP8 (blocks of 128 x 128):
 
+\b
     python -m benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --out round-fp8.jsonl
 """
 
@@ -26,7 +30,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import product
@@ -40,6 +44,7 @@ import torch
 from benchmarks.document import provenance, usage
 from benchmarks.engines import engine, sizes_of
 from benchmarks.gaps import replay_gaps
+from benchmarks.given import Numbers, ResultFile, check_range, refuse_unused
 from benchmarks.hold import wait_for
 from benchmarks.kinds import Kind, kinds_of
 from benchmarks.shapes import SHAPES, Pair, random_pair
@@ -52,8 +57,8 @@ from specdec.requests.sampling import SamplingParams
 _GAP_ROUNDS, _TRACED_ROUNDS, _LEAST_ROUNDS = 30, 12, 5
 _BACKENDS = {"cuda": ("flashinfer", "batch_invariant", "torch"), "cpu": ("torch",)}
 """By device; the first is the default."""
-_TRACED = {"cuda": "1,32", "cpu": ""}
-"""Batch sizes that are traced by default."""
+_TRACED = {"cuda": (1, 32), "cpu": ()}
+"""Batch sizes that are traced by default, where they are measured."""
 
 
 @dataclass
@@ -89,7 +94,11 @@ def prompts(rows: int, lengths: tuple[int, int], vocab: int, long: int | None = 
 def measure(
     model: SpeculativeModel, read: Moments, ids: list[list[int]], params: list[SamplingParams], repeats: int
 ) -> tuple[dict[str, Any], list[list[int]]]:
-    """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences."""
+    """Generate `repeats` times; steps and speed of the rounds in which every row decodes, and the last sequences.
+
+    Raises:
+        ValueError: their new tokens leave no such round.
+    """
     times: list[float] = []
     runs: list[float] = []
     emitted = 0
@@ -98,6 +107,10 @@ def measure(
         sequences = [c.prompt_token_ids + c.token_ids for c in model.generate(ids, params)]
         full = [i for i in range(1, len(read.found)) if read.found[i][1] == read.found[i - 1][1] == len(ids)]
         own = [read.found[i][0] - read.found[i - 1][0] for i in full[2:]]
+        if not own:
+            raise ValueError(
+                f"{params[0].max_new_tokens} new tokens leave no round of {len(ids)} decoding rows; give more"
+            )
         times += own
         runs.append(float(np.median(own) * 1e3))
         emitted += sum(read.found[i][2] for i in full[2:])
@@ -276,13 +289,15 @@ class Run:
 
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
-@click.option("--drafts", default="5", show_default=True, help="K, one or several: 0,1,3; 0 is no speculation.")
-@click.option("--rows", default="1,8,32,128", show_default=True)
+@click.option(
+    "--drafts", type=Numbers(0), default="5", show_default=True, help="K, one or several: 0,1,3; 0 is no speculation."
+)
+@click.option("--rows", type=Numbers(1), default="1,8,32,128", show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(512, 512), show_default=True, help="Shortest and longest.")
 @click.option("--long", "long_prompt", type=click.IntRange(1), help="Prompt of the first row; default as the others.")
-@click.option("--new-tokens", type=int, default=256, show_default=True)
-@click.option("--repeats", type=int, default=5, show_default=True)
-@click.option("--acceptance", type=float, default=0.8, show_default=True)
+@click.option("--new-tokens", type=click.IntRange(1), default=256, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True)
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)
 @click.option("--sampled", is_flag=True, help="Temperature 0.8, top-p 0.95.")
 @click.option("--greedy-share", default="0", show_default=True, help="With --sampled; one or more.")
 @click.option(
@@ -298,13 +313,19 @@ class Run:
 )
 @click.option("--backend", type=click.Choice(_BACKENDS["cuda"]), help="Default: flashinfer, on the CPU torch.")
 @click.option("--plan-from", type=click.Choice(["host", "device"]), default="host", show_default=True)
-@click.option("--trace", help="Batch sizes that are also traced with CUPTI.  [default: 1,32, on the CPU none]")
+@click.option(
+    "--trace",
+    type=Numbers(1),
+    help="Batch sizes, of --rows, that are also traced with CUPTI.  [default: 1,32, on the CPU none]",
+)
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="JSON lines are appended.")
+@click.option("--out", type=ResultFile(), required=True, help="JSON lines are appended.")
+@click.pass_context
 def main(
+    context: click.Context,
     shape: str,
-    drafts: str,
-    rows: str,
+    drafts: list[int],
+    rows: list[int],
     prompt: tuple[int, int],
     long_prompt: int | None,
     new_tokens: int,
@@ -317,17 +338,22 @@ def main(
     weights: str,
     backend: str | None,
     plan_from: str,
-    trace: str | None,
+    trace: list[int] | None,
     hold: Path | None,
     out: Path,
 ) -> None:
     """Measure every K and batch size and append one JSON line each."""
     started, kinds = time.perf_counter(), kinds_of(sampled, greedy_share)
-    backend, trace = backend or _BACKENDS[device][0], _TRACED[device] if trace is None else trace
+    backend, listed = backend or _BACKENDS[device][0], _TRACED[device] if trace is None else trace
     if backend not in _BACKENDS[device]:
         raise click.UsageError(f"--backend {backend} needs a GPU; on the CPU: {', '.join(_BACKENDS[device])}")
-    if trace and device == "cpu":
-        raise click.UsageError(f"--trace {trace} needs a GPU (CUPTI); on the CPU leave it out")
+    if listed and device == "cpu":
+        raise click.UsageError(f"--trace {_written(listed)} needs a GPU (CUPTI); on the CPU leave it out")
+    if trace and not set(trace) <= set(rows):
+        raise click.UsageError(f"--trace {_written(trace)}: only batches of --rows {_written(rows)} can be traced")
+    if not sampled:
+        refuse_unused(context, ["greedy_share"], "without --sampled all rows are greedy")
+    check_range("--prompt", prompt)
     pair = random_pair(shape, torch.bfloat16, torch.device(device), weights)
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
@@ -336,23 +362,18 @@ def main(
     facts |= {} if weights == "model" else {"weights": weights}
     facts |= {} if entropy is None else {"entropy": entropy}
     facts |= {} if long_prompt is None else {"long": long_prompt}
-    sizes = numbers(rows), prompt, long_prompt, new_tokens
-    run = Run(pair, *sizes, kinds, backend, plan_from, acceptance, repeats, numbers(trace), facts)
+    sizes = rows, prompt, long_prompt, new_tokens
+    run = Run(pair, *sizes, kinds, backend, plan_from, acceptance, repeats, list(listed), facts)
     lines: list[dict[str, Any]] = []
     try:
-        run.measure_all(list(dict.fromkeys(numbers(drafts))), lines, hold, started)
+        run.measure_all(list(dict.fromkeys(drafts)), lines, hold, started)
     finally:
         with out.open("a") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def numbers(listed: str) -> list[int]:
-    """The numbers of an option's list.
-
-    >>> numbers("1,32"), numbers("")
-    ([1, 32], [])
-    """
-    return [int(number) for number in listed.split(",") if number]
+def _written(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))
 
 
 if __name__ == "__main__":

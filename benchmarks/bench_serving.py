@@ -1,5 +1,6 @@
 """A workload of requests at a published shape with random weights, through the public SpeculativeModel.
 
+\b
     python -m benchmarks.bench_serving --out serving.jsonl                                      # greedy, all at once
     python -m benchmarks.bench_serving --sampled-share 1 --rate 8 --out serving.jsonl           # as they arrive
     python -m benchmarks.bench_serving --interference --rows 16 --out serving.jsonl             # prompts beside rows
@@ -39,6 +40,7 @@ import numpy as np
 import torch
 
 from benchmarks.document import provenance, usage
+from benchmarks.given import ResultFile, check_range, refuse_unused
 from benchmarks.hold import wait_for
 from benchmarks.mixed import mixed_rounds
 from benchmarks.prefix import shared_prefix
@@ -50,6 +52,17 @@ from benchmarks.workload import Arrival, Load, Timeline, between_updates, longes
 from specdec import SpeculativeModel
 
 _ROOT = Path(__file__).resolve().parent.parent
+OF_A_KIND = {
+    "serving": ("requests", "prompt", "output", "rate", "sampled_share", "repeats", "against"),
+    "interference": ("prompt", "rate", "sampled_share", "rows", "updates", "arriving", "traced_rounds", "against"),
+    "shared_prefix": ("own", "repeats"),
+}
+"""The options that only some kinds of measurement read; all kinds read the others."""
+_READS = {
+    "serving": "a workload is measured, which neither --interference nor --shared-prefix makes of it",
+    "interference": "--interference measures rows that decode, alone and beside prompts that arrive",
+    "shared_prefix": "--shared-prefix measures the first token of one greedy request after the other",
+}
 _GRAPHS: dict[str, dict[str, bool]] = {"default": {}, "on": {"cuda_graphs": True}, "off": {"cuda_graphs": False}}
 
 
@@ -138,6 +151,9 @@ def ratios(line: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """The other checkout's line, and the throughput and the times of `line` as a share of its."""
     names = ("output_tokens_per_s", "first_token_ms_median", "update_ms_median", "update_ms_p99")
     shares = {f"{name}_over_other": line[name] / other[name] for name in names if name in line}
+    for part in ("alone", "beside"):  # of an interference
+        own, its = line.get(part, {}), other.get(part, {})
+        shares |= {f"{part}_{name}_over_other": own[name] / its[name] for name in names if name in own}
     return {"other": other} | shares
 
 
@@ -173,6 +189,9 @@ def summary(line: dict[str, Any]) -> str:
         ]
         first = f"first token {line['first_token_ms_median']:.0f} ms (p99 {line['first_token_ms_p99']:.0f})"
         pairs += [traced_summary(line["trace"])] if "trace" in line else []
+        if "other" in line:
+            shares = (f"{line[f'{part}_update_ms_median_over_other']:.3f} x {part}" for part in ("alone", "beside"))
+            pairs.append(f"median update over that of {line['other']['commit']}: {', '.join(shares)}")
         return "\n".join([f"{line['rows']} rows, {line['arrived_per_s']:.1f} prompts/s, {first}", *pairs])
     share = line.get("output_tokens_per_s_over_other")
     against = "" if share is None else f"{share:.3f} x the output tokens/s of {line['other']['commit']}; "
@@ -219,31 +238,55 @@ def trace_of_mixed(
 
 @click.command(help=usage(__doc__))
 @click.option("--shape", type=click.Choice(sorted(SHAPES)), default="llama-3.1-8b", show_default=True)
-@click.option("--drafts", type=int, default=3, show_default=True, help="K; 0 is no speculation.")
-@click.option("--acceptance", type=float, default=0.8, show_default=True)
-@click.option("--requests", type=int, default=128, show_default=True)
+@click.option("--drafts", type=click.IntRange(0), default=3, show_default=True, help="K; 0 is no speculation.")
+@click.option("--acceptance", type=click.FloatRange(0, 1), default=0.8, show_default=True)
+@click.option("--requests", type=click.IntRange(1), default=128, show_default=True)
 @click.option("--prompt", nargs=2, type=int, default=(64, 1024), show_default=True, help="Shortest and longest.")
 @click.option("--output", nargs=2, type=int, default=(32, 384), show_default=True, help="Fewest and most new tokens.")
-@click.option("--at-once", type=int, default=32, show_default=True, help="Most requests in one batch.")
-@click.option("--rate", type=float, default=0.0, show_default=True, help="Requests a second, Poisson; 0: all at once.")
+@click.option("--at-once", type=click.IntRange(1), default=32, show_default=True, help="Most requests in one batch.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="Requests a second, Poisson; 0: all at once.",
+)
 @click.option("--sampled-share", type=click.FloatRange(0, 1), default=0.0, show_default=True)
 @click.option(
     "--entropy", type=float, help="Scale lm_head to so many nats; default: the flat logits of random weights."
 )
-@click.option("--repeats", type=int, default=3, show_default=True)
+@click.option("--repeats", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--graphs", type=click.Choice(list(_GRAPHS)), default="on", show_default=True)
+@click.option(
+    "--graphs",
+    type=click.Choice(list(_GRAPHS)),
+    help='Required, as the model chooses, or none.  [default: "on", on the CPU "default"]',
+)
 @click.option("--batched-tokens", type=int, help="Most tokens of one forward; default: the model's own.")
 @click.option(
     "--prefill-tokens", type=int, help="Most prompt tokens beside rows that decode; default: the model's own."
 )
 @click.option("--interference", "interfere", is_flag=True, help="Prompts arrive beside rows that decode.")
-@click.option("--rows", type=int, default=16, show_default=True, help="Of --interference: rows that decode.")
-@click.option("--updates", type=int, default=300, show_default=True, help="Of --interference: of each row, twice.")
+@click.option(
+    "--rows", type=click.IntRange(1), default=16, show_default=True, help="Of --interference: rows that decode."
+)
+@click.option(
+    "--updates", type=click.IntRange(1), default=300, show_default=True, help="Of --interference: of each row, twice."
+)
 @click.option("--arriving", nargs=2, type=int, default=(1024, 32), show_default=True, help="Prompt and new tokens.")
-@click.option("--trace", "traced_rounds", type=int, default=0, help="Of --interference: mixed rounds to trace.")
-@click.option("--shared-prefix", "prefix", type=int, default=0, help="Tokens with which all prompts begin.")
-@click.option("--own", type=int, default=32, show_default=True, help="Of --shared-prefix: other tokens of each prompt.")
+@click.option(
+    "--trace", "traced_rounds", type=click.IntRange(0), default=0, help="Of --interference: mixed rounds to trace."
+)
+@click.option(
+    "--shared-prefix", "prefix", type=click.IntRange(0), default=0, help="Tokens with which all prompts begin."
+)
+@click.option(
+    "--own",
+    type=click.IntRange(1),
+    default=32,
+    show_default=True,
+    help="Of --shared-prefix: other tokens of each prompt.",
+)
 @click.option("--device", default="cuda", show_default=True)
 @click.option("--tree", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another checkout's code.")
 @click.option(
@@ -252,8 +295,10 @@ def trace_of_mixed(
     help="Another checkout's code first, then this one's, and the ratio.",
 )
 @click.option("--hold", type=click.Path(path_type=Path), help="Measure once this file exists; FILE.ready says so.")
-@click.option("--out", type=click.Path(path_type=Path), help="JSON lines are appended.")
+@click.option("--out", type=ResultFile(), help="JSON lines are appended.")
+@click.pass_context
 def main(
+    context: click.Context,
     shape: str,
     drafts: int,
     acceptance: float,
@@ -266,7 +311,7 @@ def main(
     entropy: float | None,
     repeats: int,
     seed: int,
-    graphs: str,
+    graphs: str | None,
     batched_tokens: int | None,
     prefill_tokens: int | None,
     interfere: bool,
@@ -283,15 +328,23 @@ def main(
     out: Path | None,
 ) -> None:
     """Measure one workload and print one JSON line."""
-    if traced_rounds and not interfere:
-        raise click.UsageError("--trace traces mixed rounds: give --interference too, or trace with bench_round")
-    if prefix and (interfere or tree is not None or against is not None):
-        raise click.UsageError("--shared-prefix is measured alone: leave out --interference, --tree and --against")
+    if prefix and (interfere or tree is not None):
+        raise click.UsageError("--shared-prefix is measured alone: leave out --interference and --tree")
+    if tree is not None and against is not None:
+        raise click.UsageError("--tree measures another checkout alone, --against both: give one of them")
+    kind = "shared_prefix" if prefix else "interference" if interfere else "serving"
+    others = dict.fromkeys(name for names in OF_A_KIND.values() for name in names)
+    refuse_unused(context, [name for name in others if name not in OF_A_KIND[kind]], _READS[kind])
+    check_range("--prompt", prompt)
+    check_range("--output", output)
+    if interfere and rows >= at_once:
+        raise click.UsageError(f"--rows {rows} with --at-once {at_once}: no row is left for prompts that arrive")
     if tree is not None:
         other = over(tree, without(sys.argv[1:], "--tree"), "SPECDEC_COMMIT")
         os.execve(sys.executable, other.command, other.environment)
     before = None if against is None else line_of(against, sys.argv[1:])
     place = torch.device(device)
+    graphs = graphs or ("on" if place.type == "cuda" else "default")
     pair = random_pair(shape, torch.bfloat16 if place.type == "cuda" else torch.float32, place)
     if entropy is not None:
         sharpen(pair.target, pair.head, entropy)
@@ -309,13 +362,13 @@ def main(
         wait_for(hold)
     vocab = pair.target.config.vocab_size
     decide(model, DrawnAcceptance(acceptance, vocab, np.random.default_rng(seed), place))
-    kind = "shared_prefix" if prefix else "interference" if interfere else "serving"
     line: dict[str, Any] = {"benchmark": kind, "shape": shape, "drafts": drafts}
-    line |= {"acceptance": acceptance, "prompt": prompt, "at_once": at_once, "rate": rate, "seed": seed}
+    line |= {"acceptance": acceptance, "at_once": at_once, "seed": seed}
+    line |= {} if prefix else {"prompt": prompt, "rate": rate, "sampled_share": sampled_share}
     line |= {
-        "sampled_share": sampled_share,
         "entropy": entropy,
         "cuda_graphs": graphs,
+        "graphs": getattr(model, "graphs", None),  # what became of it; not in older checkouts
         "batched_tokens": batched_tokens,
         "prefill_tokens": prefill_tokens,
     }

@@ -35,7 +35,9 @@ _CASE = (
         "sampled_share",
         "arriving",
         "batched_tokens",
+        "prefill_tokens",
     ),
+    *("weights", "long", "prefix", "own"),
 )
 """What tells cases apart; everything else of a line (versions, commit, times) is not part of the name."""
 

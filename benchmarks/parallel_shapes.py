@@ -20,8 +20,12 @@ from drafters.eagle3.layout import spec_to_config
 from drafters.vocab import mask_of, offsets_of
 
 _COMMON: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-_STD, _EMBEDDING_STD = 0.02, 1.0
-"""Of matrices, and of a mixture's embedding: see `benchmarks.shapes._spread_tokens`."""
+_STD, _EMBEDDING_STD, _EXPERT_STD = 0.02, 1.0, 0.002
+"""Of matrices, of a mixture's embedding (see `benchmarks.shapes._spread_tokens`), and of an expert's second matrix.
+
+Random routers choose by near ties, which a rounding error decides otherwise for many tokens at once. Small experts
+make that a small error: with 0.02 two ranks' logits were 0.26 from the right ones in bfloat16: refused.
+"""
 
 
 def _llama(hidden: int, ffn: int, heads: int, vocab: int, layers: int) -> LlamaConfig:
@@ -111,7 +115,7 @@ def write_pair(shape: str, layers: int, experts: int, folder: Path) -> tuple[Pat
 def _write(folder: Path, config: PreTrainedConfig, tensors: dict[str, tuple[int, ...]], embedding_std: float) -> None:
     """Matrices are drawn, vectors are ones (norms) and zeros (biases)."""
     folder.mkdir(parents=True, exist_ok=True)
-    stds = {name: embedding_std if "embed_tokens" in name else _STD for name in tensors}
+    stds = {name: _std(name, embedding_std) for name in tensors}
     drawn = {name: (shape, stds[name]) for name, shape in tensors.items() if len(shape) > 1}
     vectors = {name: shape for name, shape in tensors.items() if len(shape) == 1}
     stored = {
@@ -120,6 +124,12 @@ def _write(folder: Path, config: PreTrainedConfig, tensors: dict[str, tuple[int,
     write_drawn(folder, drawn, stored)
     config.architectures, config.dtype = [_architecture(config)], torch.bfloat16
     config.save_pretrained(folder)
+
+
+def _std(name: str, embedding_std: float) -> float:
+    if "embed_tokens" in name:
+        return embedding_std
+    return _EXPERT_STD if ".experts." in name and "down_proj" in name else _STD
 
 
 def _architecture(config: PreTrainedConfig) -> str:

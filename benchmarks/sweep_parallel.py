@@ -3,7 +3,8 @@
     python -m benchmarks.sweep_parallel --out benchmarks/results/sweep-parallel.json
 
 A type is right (relative error below 1e-4), wrong, or refused with a reason. Nothing but loading and one forward is
-tested: rounds are the business of tests/specdec/parallel.
+tested: rounds are the business of tests/specdec/parallel. What cannot be built, or what one rank refuses, is left out:
+benchmarks.sweep has that.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ from typing import Any
 import click
 import torch
 import torch.distributed as dist
+from huggingface_hub.errors import StrictDataclassError
 from transformers.utils import logging as transformers_logging
 
 from attention.spec import AttentionSpec
-from benchmarks.document import usage
+from benchmarks.document import provenance, usage
 from benchmarks.sweep_configs import VOCAB, all_cases, named_cases
 from benchmarks.sweep_models import NotBuilt, build
 from specdec.errors import SpecdecError
@@ -36,6 +38,11 @@ from specdec.target.probing import probe_target
 
 _RIGHT = 1e-4
 _CPU = torch.device("cpu")
+_UNSERVED = (
+    *(NotBuilt, SpecdecError, StrictDataclassError),
+    *(RuntimeError, TypeError, ValueError, LookupError, AttributeError),
+)
+"""Of transformers, where a small configuration cannot be."""
 
 
 def whole_logits(case: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor | None:
@@ -46,11 +53,16 @@ def whole_logits(case: Any, folder: Path, ids: torch.Tensor) -> torch.Tensor | N
         again = load_target(folder, torch.float32, _CPU)
         probe_target(again)
         with torch.inference_mode():
-            logits: torch.Tensor = again(ids, use_cache=False).logits[0]
-    except (NotBuilt, SpecdecError, RuntimeError, TypeError, ValueError, KeyError, AttributeError) as error:
+            logits: torch.Tensor = again(_known(ids, again), use_cache=False).logits[0]
+    except _UNSERVED as error:
         click.echo(f"{case.name}: not built or not served: {type(error).__name__}: {str(error)[:100]}")
         return None
     return logits
+
+
+def _known(ids: torch.Tensor, model: Any) -> torch.Tensor:
+    """The ids, within a model's vocabulary."""
+    return ids % model.get_input_embeddings().num_embeddings
 
 
 def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.Tensor, tuple[AttentionSpec, ...]] | str:
@@ -60,7 +72,8 @@ def share_logits(folder: Path, ids: torch.Tensor, ranks: Ranks) -> tuple[torch.T
             model = load_target(folder, torch.float32, _CPU, ranks=ranks)
             probed = probe_target(model)
             check_divisible(probed, ranks)
-            return model(ids, use_cache=False).logits[0], tuple(call.attention_spec for call in probed.calls)
+            logits: torch.Tensor = model(_known(ids, model), use_cache=False).logits[0]
+            return logits, tuple(call.attention_spec for call in probed.calls)
     except (SpecdecError, RuntimeError) as error:
         return f"{type(error).__name__}: {str(error)[:160]}"
 
@@ -111,9 +124,14 @@ def main(types: str, out: Path | None) -> None:
         other = subprocess.Popen([sys.executable, "-m", "benchmarks.sweep_parallel", "--types", types], env=variables)
         lines = run(0, Path(name), names)
         other.wait()
-    click.echo(json.dumps(Counter(line["outcome"] for line in lines)))
+    counts = dict(Counter(line["outcome"] for line in lines).most_common())
+    click.echo(json.dumps(counts))
     if out is not None:
-        out.write_text(json.dumps(lines, indent=1) + "\n")
+        document = {"benchmark": "parallel sweep", "ranks": 2, "device": "cpu", "counts": counts}
+        text = json.dumps(document | {"provenance": provenance(), "models": lines}, indent=1)
+        out.write_text(text + "\n", encoding="utf-8")
+    if "WRONG" in counts:
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -31,10 +31,10 @@ bench_backends (every attention backend on every batch of the test suite), bench
 bench_fp8 (matmuls with weights in FP8),
 bench_cascade (rows that share their first pages, flat and in two levels),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
-pair), sweep (every causal-LM type of transformers in miniature, against its own forward); and `specdec eval`
-(acceptance, losslessness). Times of rounds are medians; *floor* is bytes over bandwidth; *exposed* is the share of a
-round in which the GPU waits for the host. Acceptance is synthetic in rounds and workloads (random weights), real
-everywhere else. What the numbers show is in [performance.md](performance.md).
+pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same, two
+ranks against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
+bandwidth; *exposed* is the share of a round in which the GPU waits for the host. Acceptance is synthetic in rounds and
+workloads (random weights), real everywhere else. What the numbers show is in [performance.md](performance.md).
 """
 
 
@@ -289,6 +289,17 @@ def sweep(document: Line) -> list[list[str]]:
     return table
 
 
+def parallel_sweep(document: Line) -> list[list[str]]:
+    """Every causal-LM type among two ranks: how many came to each outcome, and each that is refused."""
+    table = [["outcome", "models", "which, and why"]]
+    for outcome, count in document["counts"].items():
+        same = [m for m in document["models"] if m["outcome"] == outcome]
+        named = [f"{m['case']}: {m['reason']}" if "reason" in m else f"{m['case']}: {m['error']:.1e}" for m in same]
+        listed = [] if outcome == "right" else named
+        table.append([outcome, str(count), "; ".join(listed).replace("|", "/")])
+    return table
+
+
 def plain(lines: list[Line]) -> list[list[str]]:
     """Any other line: what it measured, name by name."""
     values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
@@ -333,6 +344,8 @@ def section(path: Path) -> str:
     whole |= whole.get("provenance", {}) if whole.get("benchmark") else {}
     if whole.get("benchmark") == "sweep":
         return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(sweep(whole))}"
+    if whole.get("benchmark") == "parallel sweep":
+        return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(parallel_sweep(whole))}"
     lines = [json.loads(line) for line in text.splitlines()]
     parts = [
         f"{facts}\n\n{_table(_LINES.get(kind, plain)(list(group)))}"

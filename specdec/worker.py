@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import traceback
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,8 +15,8 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import InvariantError
 from specdec.model import SpeculativeModel
 from specdec.parallel.group import join_group
-from specdec.parallel.inbox import Ear, Inbox
-from specdec.parallel.messages import Close, CloseTransfer, Done, Failed, Fetch, Join, Load, OpenTransfer, Started
+from specdec.parallel.inbox import Ear, Inbox, failed
+from specdec.parallel.messages import Close, CloseTransfer, Done, Fetch, Join, Load, OpenTransfer, Started
 from specdec.parallel.ranks import Ranks
 from specdec.transfer.ranks import FollowedTransfers
 
@@ -76,31 +73,20 @@ class Follower:
             with ranks.together():
                 model = SpeculativeModel._share(message.target, message.draft, options, ranks)
         except Exception as error:
-            self._inbox.say(_failed(error))
+            self._inbox.say(failed(error))
             return
         self._models[number] = model
-        self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, partial(_end, self._inbox))
+        self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, self._inbox.end_badly)
         self._inbox.say(Done(number))
 
 
-def _end(inbox: Inbox, error: BaseException) -> None:
-    """The last words of this process, on any thread; other threads may wait for ranks that are at another place."""
-    inbox.say(_failed(error))
-    os._exit(1)
-
-
-def _failed(error: BaseException) -> Failed:
-    text = str(error) or "".join(traceback.format_exception_only(error)).strip()
-    return Failed(type(error).__name__, text)
-
-
-def main(descriptor: int, parent: int) -> None:
+def main(descriptor: int, parent: int, folder: str) -> None:
     """Load shares and run rounds until rank 0 ends, or something fails, which rank 0 is told.
 
     Args:
-        descriptor: of the socket to rank 0. parent: its process id.
+        descriptor: of the socket to rank 0. parent: its process id. folder: of all ranks' files.
     """
-    inbox = Inbox(Connection(descriptor), parent)
+    inbox = Inbox(Connection(descriptor), parent, folder)
     try:
         warnings.simplefilter("ignore")  # rank 0 gives the same ones
         transformers_logging.set_verbosity_error()
@@ -111,8 +97,8 @@ def main(descriptor: int, parent: int) -> None:
             raise InvariantError(f"rank 0 began with {type(join).__name__}")
         Follower(inbox, join).run()
     except BaseException as error:
-        _end(inbox, error)
+        inbox.end_badly(error)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

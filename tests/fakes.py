@@ -180,8 +180,10 @@ def eagle3_spec(**changes: Any) -> Any:
     return replace(spec, **changes)
 
 
-def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None) -> Head:
-    """A random EAGLE-3 head for a tiny Llama."""
+def eagle3_head(
+    model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | None = None, aux_layers: tuple[int, ...] = (1, 2, 3)
+) -> Head:
+    """A random EAGLE-3 head for a tiny model."""
     from drafters.eagle3.head import Eagle3Head
     from drafters.eagle3.spec import Eagle3Spec
 
@@ -197,7 +199,7 @@ def eagle3_head(model: PreTrainedModel, seed: int = 1, draft_vocab_size: int | N
         head_dim=16,
         vocab_size=vocab,
         draft_vocab_size=known,
-        aux_layers=(1, 2, 3),
+        aux_layers=aux_layers,
     )
     d2t = None if known == vocab else torch.arange(known) * (vocab // known - 1)
     head = Eagle3Head(spec, model.get_input_embeddings().weight, d2t=d2t).eval().requires_grad_(False)

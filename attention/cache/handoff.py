@@ -20,6 +20,7 @@ Source: github.com/vllm-project/vllm#18833 (HND for transfers), #20189 (ranks of
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -31,8 +32,11 @@ import torch
 from attention.cache.kv_cache import CacheGroup, LayerKV
 from attention.errors import HandoffMismatchError
 
+_DEVICE = re.compile(r"cpu|cuda:\d{1,3}")
 VERSION = 3
 """Of the tables. An engine that reads another version refuses by name."""
+_MOST = 2**63
+"""Beyond every address, and every number that numpy and torch count with."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,9 @@ class EngineTable:
                     "version of specdec on both sides"
                 )
             ranks = tuple(_rank_of(rank) for rank in given.pop("ranks"))
+            _check_kinds(given, engine=str, transport=str, fingerprint=dict)
+            if len({rank.rank for rank in ranks}) < len(ranks):
+                raise ValueError(f"ranks {[rank.rank for rank in ranks]}, of which each is there once")
             return cls(**{**given, "ranks": ranks})
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if isinstance(error, HandoffMismatchError):
@@ -139,15 +146,28 @@ def _rank_dict(rank: RankTable) -> dict[str, Any]:
 
 
 def _rank_of(given: Mapping[str, Any]) -> RankTable:
+    _check_kinds(given, rank=int, device=str, regions=list, address=dict)
     regions = tuple(_checked(Region(**region)) for region in given["regions"])
-    return RankTable(int(given["rank"]), str(given["device"]), regions, dict(given["address"]))
+    if not _DEVICE.fullmatch(given["device"]):
+        raise ValueError(f"device {given['device']!r}; known are cpu and cuda:0, cuda:1, …")
+    return RankTable(given["rank"], given["device"], regions, given["address"])
+
+
+def _check_kinds(given: Mapping[str, Any], **kinds: type) -> None:
+    """Raises TypeError: a value is of another kind."""
+    for name, kind in kinds.items():
+        if type(given[name]) is not kind:
+            raise TypeError(f"{name} is {type(given[name]).__name__}, and has to be {kind.__name__}")
 
 
 def _checked(region: Region) -> Region:
-    """Raises HandoffMismatchError for numbers that cannot be those of a region."""
-    counts = {name: value for name, value in vars(region).items() if Region.__annotations__[name] == "int"}
-    bad = {name: value for name, value in counts.items() if type(value) is not int or value < 0}
-    if not bad and region.heads * region.head_bytes == region.block_bytes <= region.block_stride:
+    """Raises HandoffMismatchError for values that cannot be those of a region."""
+    given, kinds = vars(region), Region.__annotations__
+    bad = {name: value for name, value in given.items() if type(value).__name__ != kinds[name]}
+    counts = {name: value for name, value in given.items() if kinds[name] == "int"}
+    bad |= {name: value for name, value in counts.items() if name not in bad and not 0 <= value < _MOST}
+    whole = not bad and region.heads * region.head_bytes == region.block_bytes <= region.block_stride
+    if whole and region.base + region.num_blocks * region.block_stride < _MOST:
         return region
     raise HandoffMismatchError(f"region {region.name!r} is impossible: {bad or counts}")
 
@@ -224,7 +244,8 @@ class Segment:
 def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
     """What a rank reads: every region of its own, head by head from the rank of the source that holds it.
 
-    Where several ranks hold a head, local ranks take turns. The order of the segments is that of the local regions.
+    Where several ranks hold a head, local ranks take turns, among those that hold just the same heads where there are
+    any. The order of the segments is that of the local regions.
 
     Raises:
         HandoffMismatchError: nothing was read; a region is missing, has another dtype, page size, head size or layout,
@@ -235,10 +256,7 @@ def plan(local: RankTable, sources: Sequence[RankTable]) -> tuple[Segment, ...]:
         for start, stop, source in _sources(local.rank, region, sources):
             there = source.regions[source.by_name[region.name]]
             _check_layout(region, there)
-            if there.head_range == region.head_range:
-                at, own = 0, 0
-            else:
-                at, own = there.offset_of(start), region.offset_of(start)
+            at, own = there.offset_of(start), region.offset_of(start)
             length = (stop - start) * region.head_bytes
             segments.append(Segment(source.rank, source.by_name[region.name], at, place, own, length))
     extra = sorted({name for source in sources for name in source.by_name} - set(local.by_name))
@@ -261,6 +279,8 @@ def _sources(rank: int, region: Region, sources: Sequence[RankTable]) -> list[tu
         owners = [s for s in having if head in s.regions[s.by_name[region.name]].head_range]
         if not owners:
             raise HandoffMismatchError(f"region {region.name}: head {head} is on no rank of the source")
+        # One that holds just these heads has all of them, in any layout.
+        owners = [s for s in owners if s.regions[s.by_name[region.name]].head_range == region.head_range] or owners
         source = owners[rank % len(owners)]
         stop = min(end, source.regions[source.by_name[region.name]].head_range.stop)
         found.append((head, stop, source))

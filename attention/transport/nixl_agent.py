@@ -103,7 +103,7 @@ class NixlTransport:
             self._late = [read for read in self._late if not read.settled]
             handles: list[Any] = []
             failed: Exception | None = None
-            errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError)
+            errors: tuple[type[Exception], ...] = (*self._errors, KeyError, ValueError, TypeError)
             try:
                 for rank in plan.source.ranks:
                     segments = merged(plan.of_rank(rank.rank), plan.local, plan.source.ranks)

@@ -117,12 +117,15 @@ class SocketTransport:
         if granted is None:
             return f"lease {question['lease']} is over: its pages are no longer held"
         for group, own in question["blocks"].items():
-            if not granted.get(group, frozenset()).issuperset(own):
+            allowed = granted.get(group, frozenset())
+            if len(own) > len(allowed) or not allowed.issuperset(own):
                 return f"blocks of group {group} were asked for that are not of lease {question['lease']}"
         for place, offset, length in question["segments"]:
             region = self._bounds[place].region if 0 <= place < len(self._bounds) else None
             if region is None or offset < 0 or length < 1 or offset + length > region.block_bytes:
                 return f"a segment was asked for that is in no region: {place}, {offset}, {length}"
+        if sum(length for _, _, length in question["segments"]) > sum(b.region.block_bytes for b in self._bounds):
+            return "more was asked for than there is: every byte can be asked for once"
         return ""
 
     def _piece(self, blocks: Mapping[str, list[int]], place: int, offset: int, length: int) -> bytes:
@@ -140,7 +143,7 @@ class SocketTransport:
             try:
                 with _connected(rank.address, time.monotonic() + 1.0) as peer:
                     peer.sendall(json.dumps({"done": plan.lease}).encode() + b"\n")
-            except (OSError, TransferError, KeyError, ValueError):
+            except (OSError, TransferError, KeyError, ValueError, TypeError, OverflowError):
                 continue  # the source is gone, and with it its pages
 
     def finished(self) -> list[str]:
@@ -187,7 +190,7 @@ class SocketRead:
                 ) from error
             except OSError as error:
                 raise TransferError(f"{peer_name} is gone: {error}") from error
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
                 raise TransferError(f"{peer_name} answers what is no answer: {error}") from error
         synchronize([bound.bytes for bound in self._bounds[:1]])
 

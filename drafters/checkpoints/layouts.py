@@ -37,6 +37,7 @@ class Layout(Enum):
     MTP_DEEPSEEK = "DeepSeek-style MTP (*.eh_proj)"
     MTP_MIMO = "MiMo-style MTP (mtp_layers.*)"
     MTP_ERNIE = "Ernie-style MTP (mtp_linear_proj)"
+    MTP_OTHER = "multi-token prediction of another kind (as LongCat-Flash, MiMo-V2, Hunyuan V4, DeepSeek-V4, Inkling)"
     UNKNOWN = "unknown"
 
 
@@ -120,6 +121,10 @@ _MARKERS = (
     (".medusa_head.", Layout.MEDUSA),
     (".hydra_head.", Layout.HYDRA),
     (".mtp.layers.0.mixer.", Layout.MTP_NEMOTRON),
+    (".mtp.layers.0.eh_proj.", Layout.MTP_OTHER),  # LongCat-Flash, MiMo-V2: a block that is no layer of the target
+    (".mtp.layers.0.transformer_block.", Layout.MTP_OTHER),  # Inkling
+    (".mtp.0.", Layout.MTP_OTHER),  # DeepSeek-V4
+    (".mtp_layers.0.enorm.", Layout.MTP_OTHER),  # Hunyuan V4
     (".mtp.", Layout.MTP_QWEN),
     (".eh_proj.", Layout.MTP_DEEPSEEK),
     (".mtp_layers.", Layout.MTP_MIMO),
@@ -164,6 +169,9 @@ def require(found: Layout, wanted: Layout, config: Config, names: Iterable[str])
 
 
 _UNSERVED = frozenset(
-    {*(layout for layout, _, _ in _NAMED), Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS}
+    {
+        *(layout for layout, _, _ in _NAMED),
+        *(Layout.PARALLEL, Layout.EAGLE3_MLA, Layout.EAGLE3_MOE, Layout.SPECULATORS, Layout.MTP_OTHER),
+    }
 )
 _SERVED = "this kind of head is not supported: take an EAGLE-3 head, or draft='mtp' where the target has a module"

@@ -17,9 +17,13 @@ from safetensors import SafetensorError, safe_open
 from drafters.checkpoints.hub import HTTP_ERRORS, NO_ANSWER, hub_answers, is_hub_name, looks_local
 from drafters.errors import HeadLoadError
 
-_ALLOW = ["*.json", "*.safetensors", "pytorch_model.bin"]
+_ALLOW = ["*.json", "*.safetensors", "pytorch_model*.bin"]
 _PICKLED = "pytorch_model.bin"
+_BIN = ".bin"
 _MOST_SHOWN = 80
+_LFS_POINTER = b"version https://git-lfs"
+_LONGEST_HEADER = 100_000_000
+"""Bytes; safetensors reads no longer one."""
 
 
 def locate(path: str | Path, revision: str | None = None) -> Path:
@@ -76,7 +80,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class CheckpointFolder:
-    """A folder with config.json and weights in safetensors (one file or an index) or pytorch_model.bin.
+    """A folder with config.json and weights in safetensors or pytorch_model.bin, one file or several with an index.
 
     Attributes:
         path: the folder.
@@ -108,7 +112,8 @@ class CheckpointFolder:
 def open_folder(path: str | Path) -> CheckpointFolder:
     """Read config.json and the list of tensors of a checkpoint (see `locate` for what `path` may be).
 
-    Preferred is model.safetensors.index.json, then model.safetensors, then pytorch_model.bin (tensors only, no code).
+    Preferred is model.safetensors.index.json, then model.safetensors, then pytorch_model.bin.index.json, then
+    pytorch_model.bin (tensors only, no code).
 
     Raises:
         HeadLoadError: folder, config.json or weights are missing or unreadable.
@@ -142,28 +147,28 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        return _indexed_files(folder, read_json(index))
     for name in ("model.safetensors", _PICKLED):
+        index = folder / f"{name}.index.json"
+        if index.exists():
+            return _indexed_files(folder, read_json(index), index.name)
         if (folder / name).exists():
             return [folder / name]
-    raise HeadLoadError(f"{folder} has no weights: looked for model.safetensors (or its index) and {_PICKLED}")
+    raise HeadLoadError(f"{folder} has no weights: looked for model.safetensors and {_PICKLED}, and an index of either")
 
 
-def _indexed_files(folder: Path, index: dict[str, Any]) -> list[Path]:
+def _indexed_files(folder: Path, index: dict[str, Any], name: str) -> list[Path]:
     places = index.get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
-        raise HeadLoadError(f"{folder}: its safetensors index has no weight_map of tensor names to file names")
+        raise HeadLoadError(f"{folder}: its {name} has no weight_map of tensor names to file names")
     names = sorted(set(places.values()))
     missing = [name for name in names if not (folder / name).exists()]
     if missing or not names:
-        raise HeadLoadError(f"{folder}: its safetensors index names {names}, missing are {missing}")
+        raise HeadLoadError(f"{folder}: its {name} names {names}, missing are {missing}")
     return [folder / name for name in names]
 
 
 def _list_file(file: Path) -> dict[str, TensorInfo]:
-    if file.name == _PICKLED:
+    if file.suffix == _BIN:
         listed = _unpickle(file, mmap=zipfile.is_zipfile(file))  # looks at shapes alone: no need to read the rest
         return {name: TensorInfo(file, tuple(t.shape), str(t.dtype)) for name, t in listed.items()}
     try:
@@ -171,11 +176,25 @@ def _list_file(file: Path) -> dict[str, TensorInfo]:
             slices = {name: weights.get_slice(name) for name in weights.keys()}  # noqa: SIM118 (not a dict)
             return {name: TensorInfo(file, tuple(s.get_shape()), s.get_dtype()) for name, s in slices.items()}
     except (OSError, SafetensorError) as error:
-        raise HeadLoadError(f"{file} is no readable safetensors file: {error}") from error
+        raise HeadLoadError(f"{file} is no readable safetensors file: {error}{_likely_cause(file)}") from error
+
+
+def _likely_cause(file: Path) -> str:
+    """Why a file of weights is probably unreadable: nothing was downloaded into it, or a part."""
+    try:
+        start, size = file.open("rb").read(64), file.stat().st_size
+    except OSError:
+        return ""
+    if start.startswith(_LFS_POINTER):
+        return ". It is a pointer of git-lfs and not the weights: run `git lfs pull` in its folder, or download it anew"
+    if file.suffix != ".safetensors" or size < 8:
+        return f". It has {size} bytes: download it anew" if size < 8 else ""
+    header = int.from_bytes(start[:8], "little")
+    return f". It has {size:,} bytes and is cut off or damaged: download it anew" if header < _LONGEST_HEADER else ""
 
 
 def _load_file(file: Path, names: list[str]) -> dict[str, torch.Tensor]:
-    if file.name == _PICKLED:
+    if file.suffix == _BIN:
         weights = _unpickle(file)
         return {name: weights[name] for name in names}
     try:
@@ -191,7 +210,7 @@ def _unpickle(file: Path, mmap: bool = False) -> dict[str, torch.Tensor]:
     except pickle.UnpicklingError as error:
         raise HeadLoadError(
             f"{file} cannot be read as a plain dictionary of tensors: it is damaged, or pickles more than tensors, "
-            "which could run code and is never read; use weights in safetensors"
+            f"which could run code and is never read; use weights in safetensors{_likely_cause(file)}"
         ) from error
     except (OSError, RuntimeError, EOFError, LookupError, TypeError, ValueError, AttributeError) as error:
         raise HeadLoadError(f"{file} cannot be read as a plain dictionary of tensors: {error}") from error

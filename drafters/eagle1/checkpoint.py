@@ -14,6 +14,7 @@ from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, c
 from drafters.checkpoints.layouts import Layout, require
 from drafters.checkpoints.rope_config import resolve_rope
 from drafters.checkpoints.tensor_files import CheckpointFolder
+from drafters.checkpoints.unread_keys import unread_fields
 from drafters.checkpoints.window_config import resolve_windows
 from drafters.eagle1.head import Eagle1Head
 from drafters.eagle1.spec import Eagle1Spec
@@ -26,7 +27,7 @@ from drafters.eagle3.layout import (
     resolve_num_layers,
     resolve_sizes,
 )
-from drafters.eagle3.overrides import Eagle3Overrides
+from drafters.eagle3.overrides import KEYS, Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError
 
 _EMBEDDING = "embed_tokens.weight"
@@ -106,7 +107,7 @@ def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> 
     except (HeadLoadError, InvalidInputError) as error:
         raise HeadLoadError(f"{folder.path}: {error}") from error
     ignored = [*ignored_field(stray), *_unread(unread)]
-    return _Opened(folder, own, spec, (*fields, *ignored))
+    return _Opened(folder, own, spec, (*fields, *ignored, *unread_fields(folder.config, KEYS)))
 
 
 def _unread(names: list[str]) -> list[Field]:

@@ -17,10 +17,11 @@ from attention.errors import InvalidInputError
 from drafters.checkpoints.config_fields import Field, HeadReport, check_tensors, lookup
 from drafters.checkpoints.layouts import Layout, detect, detect_by_config, require, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, locate, open_folder, read_json
+from drafters.checkpoints.unread_keys import unread_fields
 from drafters.eagle3.formats import flattened, format_of
 from drafters.eagle3.head import Eagle3Head
 from drafters.eagle3.layout import TargetSizes, canonical_names, resolve_spec, rotary_buffers, spec_to_config
-from drafters.eagle3.overrides import Eagle3Overrides
+from drafters.eagle3.overrides import KEYS, Eagle3Overrides
 from drafters.eagle3.spec import Eagle3Spec
 from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.vocab import check_map, mask_of, offsets_of
@@ -38,6 +39,7 @@ class TargetFacts:
         hidden_size, vocab_size, num_layers: Ht, V (width of the logits) and N.
         embedding: [at least V, Ht] input embedding weight, on the target's device.
         lm_head: [at least V, Ht] output weight (the same tensor when tied).
+        model_type: of its text configuration; "" where it is not known.
     """
 
     hidden_size: int
@@ -45,6 +47,7 @@ class TargetFacts:
     num_layers: int
     embedding: torch.Tensor
     lm_head: torch.Tensor
+    model_type: str = ""
 
 
 @dataclass(frozen=True)
@@ -185,15 +188,28 @@ def ignored_field(stray: list[str]) -> tuple[Field, ...]:
     return (Field("ignored tensors", ", ".join(stray), reason),) if stray else ()
 
 
+def unread_keys(folder: CheckpointFolder, overrides: Eagle3Overrides) -> tuple[Field, ...]:
+    """What a report says of keys of config.json that decide nothing; see `drafters.checkpoints.unread_keys`.
+
+    Raises:
+        HeadLoadError: one lists aux layers in a spelling that is not known, and the user does not say them.
+    """
+    layer = format_of(folder.config).layer_config
+    nested = () if layer is None else tuple(f"{layer}.{key}" for key in KEYS)
+    return unread_fields(folder.config, {*KEYS, *nested}, layers_are_chosen=overrides.aux_layers is not None)
+
+
 def _open(path: str | Path, target: TargetFacts, overrides: Eagle3Overrides) -> _Opened:
     folder, layout, short, stray = open_head(path)
     require(layout, Layout.EAGLE3, folder.config, short)
     files = folder.tensors
     names = canonical_names(list(files), format_of(folder.config).deep_norm)
     try:
-        sizes = TargetSizes(target.hidden_size, target_vocab_size(folder, target, overrides), target.num_layers)
+        vocab_size = target_vocab_size(folder, target, overrides)
+        sizes = TargetSizes(target.hidden_size, vocab_size, target.num_layers, target.model_type)
         shapes = {parameter: files[full].shape for parameter, full in names.items()}
         spec, fields = resolve_spec(folder.config, shapes, sizes, overrides)
+        fields += unread_keys(folder, overrides)
     except HeadMismatchError as error:
         raise HeadMismatchError(f"{folder.path}: {error}") from error
     except (HeadLoadError, InvalidInputError) as error:

@@ -19,8 +19,10 @@ from drafters.eagle3.aux_layers import resolve_aux_layers
 from drafters.eagle3.formats import Format, flattened
 from drafters.eagle3.overrides import (
     AUX_LAYERS,
+    LM_HEAD_FLAG,
     MTP_LAYERNORM,
     PARALLEL_DRAFT_STEP,
+    UNSUPPORTED,
     Eagle3Overrides,
 )
 from drafters.eagle3.spec import Eagle3Spec
@@ -39,11 +41,12 @@ _ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.(inv_freq|original_inv_freq|cos
 
 @dataclass(frozen=True)
 class TargetSizes:
-    """Fields of a target's configuration that a head is resolved against."""
+    """Fields of a target's configuration that a head is resolved against; model_type "": not known."""
 
     hidden_size: int
     vocab_size: int
     num_layers: int
+    model_type: str = ""
 
 
 def canonical_names(names: list[str], deep_norm: str = "hidden_norm") -> dict[str, str]:
@@ -105,7 +108,7 @@ def resolve_spec(
         *resolve_sizes(config, target),
         layers,
         *_vocabulary(config, shapes),
-        resolve_aux_layers(config, target.num_layers, overrides),
+        resolve_aux_layers(config, target.num_layers, overrides, target.model_type),
         read(config, "rms_norm_eps", float, default=1e-6),
         resolve_rope(config, flat.format.first_position),
         *_modules(config, shapes),
@@ -124,7 +127,7 @@ def refuse_unsupported(config: Config) -> None:
     """
     if lookup(config, "quantization_config") is not None:
         raise HeadLoadError("quantised EAGLE heads are not supported (config.json has quantization_config)")
-    activation = lookup(config, "hidden_act") or "silu"
+    activation = read(config, "activation", str, "hidden_act", "hidden_activation", default="silu").value
     if activation != "silu":
         raise HeadLoadError(f"EAGLE heads use the activation silu, config.json says {activation!r}")
     # Source: NVIDIA/TensorRT-Model-Optimizer modelopt/torch/export/plugins/hf_spec_export.py (eagle_config).
@@ -134,6 +137,12 @@ def refuse_unsupported(config: Config) -> None:
             raise HeadLoadError(
                 f"config.json says {key} = {steps!r}: the head drafts several tokens at once by heads of their own "
                 "(parallel_draft_heads), which is not supported"
+            )
+    for key in UNSUPPORTED:
+        if lookup(config, key):
+            raise HeadLoadError(
+                f"config.json says {key} = {lookup(config, key)!r}, which is not supported; if the head was made "
+                f"without it, give head_overrides {key}=false"
             )
     for key in MTP_LAYERNORM:
         if lookup(config, key):
@@ -224,6 +233,8 @@ def _vocabulary(config: Config, shapes: Shapes) -> list[Field]:
     draft = _or_other(config, "draft_vocab_size", "draft_vocab_size", vocab)
     if not has_lm_head and draft.value != vocab.value:
         raise HeadLoadError(f"missing: lm_head.weight [{draft.value}, hidden size] (the draft vocabulary is reduced)")
+    if not has_lm_head and lookup(config, LM_HEAD_FLAG) is False:
+        raise HeadLoadError(f"config.json says {LM_HEAD_FLAG} = False, but the checkpoint has no lm_head.weight")
     return [
         draft,
         _own_embed(shapes),

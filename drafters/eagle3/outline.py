@@ -37,7 +37,8 @@ def target_of_files(path: str | Path, overrides: Eagle3Overrides = _NO_OVERRIDES
         raise HeadLoadError(f"{folder}: config.json has no hidden_size or no vocab_size: {sizes}")
     lists = [ids for key in AUX_KEYS if isinstance(ids := lookup(config, key), list) and ids]
     named = [i for ids in (*lists, overrides.aux_layers or ()) for i in ids if type(i) is int]
-    if not named and lookup(config, USE_AUX) is not False and opened.layout is not Layout.EAGLE1:
+    reads_aux = opened.layout is not Layout.EAGLE1 and not any(lookup(config, key) is False for key in USE_AUX)
+    if not named and reads_aux:
         raise HeadLoadError(
             f"{folder}: config.json names no aux layers, and their default depends on the target: give the target"
         )

@@ -13,7 +13,10 @@ from drafters.errors import HeadLoadError
 AUX_LAYERS = "eagle_aux_hidden_state_layer_ids"
 NESTED_AUX_LAYERS = "eagle_config." + AUX_LAYERS
 TARGET_LAYERS = "target_layer_ids"
-USE_AUX = "eagle_config.use_aux_hidden_state"
+USE_AUX = ("eagle_config.use_aux_hidden_state", "use_aux_hidden_state")
+LM_HEAD_FLAG = "reuse_target_lm_head"
+UNSUPPORTED = ("additional_fc", "eagle_config.eh_proj_before_attn")
+"""Flags of what an EAGLE-3 head here does not have: SpecForge's second fc, TensorRT-LLM's early projection."""
 PARALLEL_DRAFT_STEP = ("parallel_draft_step", "eagle_config.parallel_draft_step")
 MTP_LAYERNORM = ("use_mtp_layernorm", "eagle_config.use_mtp_layernorm")
 
@@ -28,12 +31,20 @@ KEYS = (
     ),
     *("num_attention_heads", "num_key_value_heads", "head_dim", "num_hidden_layers", "rms_norm_eps", "model_type"),
     *("rope_theta", "rope_scaling", "rope_parameters", "max_position_embeddings", "partial_rotary_factor"),
-    *(AUX_LAYERS, NESTED_AUX_LAYERS, TARGET_LAYERS, USE_AUX, "num_aux_hidden_states"),
+    *(AUX_LAYERS, NESTED_AUX_LAYERS, TARGET_LAYERS, *USE_AUX, "num_aux_hidden_states"),
     *("bias", "norm_before_fc", "eagle_config.norm_before_fc", "fc_norm", "use_aux_norm", "eagle_config.fc_norm"),
     *("norm_before_residual", "norm_output", "eagle_config.norm_output"),
     *("attention_bias", "qkv_bias", "mlp_bias", "use_qk_norm"),
     *("layer_types", "sliding_window", "use_sliding_window"),
-    *("hidden_act", "quantization_config", *PARALLEL_DRAFT_STEP, *MTP_LAYERNORM),
+    *(
+        "hidden_act",
+        "hidden_activation",
+        "quantization_config",
+        *PARALLEL_DRAFT_STEP,
+        *MTP_LAYERNORM,
+        LM_HEAD_FLAG,
+        *UNSUPPORTED,
+    ),
 )
 """The keys of config.json that decide how an EAGLE-3 head is read, wherever in the file they lie."""
 _FEEDBACK = ("pre_norm", "post_norm")

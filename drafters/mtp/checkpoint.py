@@ -13,16 +13,20 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from drafters.checkpoints.config_fields import Field, HeadReport, by_presence, check_tensors, lookup
-from drafters.checkpoints.layouts import detect, strip_prefixes
+from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
 from drafters.checkpoints.tensor_files import CheckpointFolder, open_folder
 from drafters.errors import HeadLoadError
 from drafters.mtp.convention import MtpConvention
 from drafters.mtp.families import DEEPSEEK, ERNIE, FAMILIES, SPECULATORS, Family, mixers_of
 from drafters.mtp.head import MtpHead
-from drafters.mtp.spec import MtpSpec, MtpTarget
-from drafters.mtp.weights import dequantise, stack_experts, unstack_experts
+from drafters.mtp.spec import MtpSpec, MtpTarget, attention_of
+from drafters.mtp.weights import as_modules_are_named, dequantise, stack_experts, unstack_experts
 
-_SHARED = {"embed_tokens.weight": "embedding", "shared_head.head.weight": "lm_head"}
+_SHARED = {
+    "embed_tokens.weight": "embedding",
+    "shared_head.head.weight": "lm_head",
+    "transformer.shared_head.output.weight": "lm_head",
+}
 _COMPARED_ROWS = 64
 
 
@@ -59,16 +63,12 @@ def load_mtp(
             checkpoint brings another embedding or lm_head than the target's.
     """
     folder = open_folder(path)
-    family = _family(folder)
-    if family is None:
-        raise HeadLoadError(
-            f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
-            "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
-        )
-    family = family.of(target.config)
+    family = _family_of(folder).of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     try:
-        return tuple(_load_module(folder, family, names, target, dtype, device, how) for names in modules)
+        return tuple(
+            _load_module(folder, family, m, names, target, dtype, device, how) for m, names in enumerate(modules)
+        )
     except HeadLoadError as error:
         raise HeadLoadError(f"{folder.path}: {family.name} module: {error}") from error
 
@@ -80,16 +80,16 @@ def describe_mtp(path: str | Path, target: MtpTarget, convention: MtpConvention 
         HeadLoadError: there is no module.
     """
     folder = open_folder(path)
-    family = _family(folder)
-    if family is None:
-        raise HeadLoadError(f"{folder.path} has no multi-token-prediction module")
-    family = family.of(target.config)
+    family = _family_of(folder).of(target.config)
     modules, how = _modules(folder, family, target.num_layers), convention or MtpConvention()
     fields = [Field("num_modules", len(modules), f"{family.name} names of tensors in the checkpoint")]
     for m, names in enumerate(modules):
         fields += _module_fields(folder, family, names, f"module {m}: " if len(modules) > 1 else "")
     if family.numbered:
         fields.append(Field("blocks", ", ".join(mixers_of(target.config)), "config mtp_layers_block_type"))
+    else:
+        kinds = [attention_of(target.config, m) for m in range(len(modules))]
+        fields.append(Field("attention", ", ".join(dict.fromkeys(kind for kind, _ in kinds)), kinds[0][1]))
     first = {family.rename(rest) for rest in modules[0]}
     by_family, option = f"{family.name} checkpoints are read so", "option mtp_concat"
     order = "hidden_first" if how.hidden_first(family.hidden_first) else "embedding_first"
@@ -161,7 +161,7 @@ def deepseek_tensors(head: MtpHead, layer: int) -> dict[str, torch.Tensor]:
         )
     if spec.hidden_first:  # the halves are columns of the weight, so swapping them changes no result
         state["eh_proj.weight"] = torch.cat(state["eh_proj.weight"].chunk(2, dim=1)[::-1], dim=1)
-    back = {new: old for old, new in DEEPSEEK.renames.items()} | {"blocks.0.": ""}
+    back = {new: old for old, new in list(DEEPSEEK.renames.items())[::-1]} | {"blocks.0.": ""}  # DeepSeek's own: first
     named = {}
     for name, tensor in unstack_experts(state).items():
         new = next(prefix for prefix in back if name.startswith(prefix))
@@ -190,9 +190,32 @@ def save_mtp(head: MtpHead, folder: str | Path, target: MtpTarget) -> Path:
 def _family(folder: CheckpointFolder) -> Family | None:
     if lookup(folder.config, "speculators_model_type") == "mtp":
         return SPECULATORS
+    return FAMILIES.get(_layout(folder))
+
+
+def _layout(folder: CheckpointFolder) -> Layout:
     names = strip_prefixes(folder.tensors)
-    layout = detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
-    return FAMILIES.get(layout)
+    return detect(folder.config, {short: folder.tensors[full].shape for short, full in names.items()})
+
+
+def _family_of(folder: CheckpointFolder) -> Family:
+    """The family of a checkpoint's modules.
+
+    Raises:
+        HeadLoadError: there is none, or one that is not read.
+    """
+    family = _family(folder)
+    if family is not None:
+        return family
+    if _layout(folder) is Layout.MTP_OTHER:
+        named = [name for name in sorted(folder.tensors) if "mtp" in name]
+        raise HeadLoadError(
+            f"{folder.path}: {Layout.MTP_OTHER.value} is not supported; its tensors are {', '.join(named[:3])}, …"
+        )
+    raise HeadLoadError(
+        f"{folder.path} has no multi-token-prediction module: looked for *.eh_proj.weight, mtp_layers.*, "
+        "mtp_linear_proj.* and mtp.*; many re-uploads of a model leave them out"
+    )
 
 
 def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[dict[str, str]]:
@@ -224,6 +247,7 @@ def _modules(folder: CheckpointFolder, family: Family, num_layers: int) -> list[
 def _load_module(
     folder: CheckpointFolder,
     family: Family,
+    module: int,
     names: Mapping[str, str],
     target: MtpTarget,
     dtype: torch.dtype,
@@ -235,9 +259,11 @@ def _load_module(
         _check_shared(folder, full, getattr(target, _SHARED[rest]), _SHARED[rest])
     stored = folder.load(full for rest, full in names.items() if rest not in shared)
     weights = {family.rename(rest): stored[full] for rest, full in names.items() if rest not in shared}
+    weights = as_modules_are_named(weights, target.config.model_type)
     weights = stack_experts(dequantise(weights, _block_size(folder)))
     mixers = mixers_of(target.config) if family.numbered else ()
-    head = MtpHead(_spec(family, weights, convention, mixers), target, torch.device("meta"))
+    attention = "full_attention" if mixers else attention_of(target.config, module)[0]
+    head = MtpHead(_spec(family, weights, convention, mixers, attention), target, torch.device("meta"))
     expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
     check_tensors({name: tuple(tensor.shape) for name, tensor in weights.items()}, expected)
     cast = {name: t.to(device, _dtype_of(name, dtype)) for name, t in weights.items()}
@@ -249,7 +275,11 @@ def _load_module(
 
 
 def _spec(
-    family: Family, weights: Mapping[str, torch.Tensor], convention: MtpConvention, mixers: tuple[str, ...]
+    family: Family,
+    weights: Mapping[str, torch.Tensor],
+    convention: MtpConvention,
+    mixers: tuple[str, ...],
+    attention: str,
 ) -> MtpSpec:
     return MtpSpec(
         hidden_first=convention.hidden_first(family.hidden_first),
@@ -258,6 +288,7 @@ def _spec(
         projection_bias="eh_proj.bias" in weights,
         experts=any(".experts." in name for name in weights),
         mixers=mixers,
+        attention=attention,
     )
 
 
@@ -276,7 +307,10 @@ def _check_shared(folder: CheckpointFolder, name: str, shared: torch.Tensor, wha
     info = folder.tensors[name]
     if info.shape[1] != shared.shape[1]:
         raise HeadLoadError(f"{name} is {list(info.shape)}, the target's {what} is {list(shared.shape)}")
-    with safe_open(info.file, framework="pt", device="cpu") as file:
-        own = file.get_slice(name)[:_COMPARED_ROWS]
+    if info.file.suffix == ".safetensors":
+        with safe_open(info.file, framework="pt", device="cpu") as file:
+            own = file.get_slice(name)[:_COMPARED_ROWS]
+    else:
+        own = folder.load([name])[name][:_COMPARED_ROWS]
     if not torch.equal(own.to(shared.dtype), shared[: len(own)].detach().cpu()):
         raise HeadLoadError(f"{name} differs from the target's {what}; heads with tensors of their own are not read")

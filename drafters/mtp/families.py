@@ -61,8 +61,19 @@ class Family:
 DEEPSEEK = Family(
     "DeepSeek-style",
     r"(?:.*\.)?layers\.(?P<k>\d+)\.(?P<rest>.+)",
-    {"enorm.": "enorm.", "hnorm.": "hnorm.", "eh_proj.": "eh_proj.", "shared_head.norm.": "norm."},
+    {
+        "enorm.": "enorm.",
+        "hnorm.": "hnorm.",
+        "eh_proj.": "eh_proj.",
+        "shared_head.norm.": "norm.",
+        "final_layernorm.": "norm.",
+        "transformer.shared_head.norm.": "norm.",
+    },
 )
+"""The final norm as DeepSeek and GLM, as Ling and Hunyuan, and as Step name it.
+
+Source: sgl-project/sglang 0.5.23, models/deepseek_nextn.py, bailing_moe_nextn.py, hunyuan_v3_nextn.py, step3p5_mtp.py.
+"""
 MIMO = Family(
     "MiMo-style",
     r"(?:.*\.)?mtp_layers\.(?P<k>\d+)\.(?P<rest>.+)",

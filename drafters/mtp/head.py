@@ -14,6 +14,7 @@ Nemotron-H vllm-project/vllm, nemotron_h_mtp.py).
 from __future__ import annotations
 
 import copy
+import inspect
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -61,6 +62,9 @@ class MtpHead(nn.Module):
         self.register_buffer("target_embedding", target.embedding.detach(), persistent=False)
         self.register_buffer("target_lm_head", target.lm_head.detach(), persistent=False)
         self.rotary = copy.deepcopy(target.rotary)
+        self._rotary_by_kind = (
+            target.rotary is not None and "layer_type" in inspect.signature(target.rotary.forward).parameters
+        )
         with device or target.embedding.device:
             self._build_modules(target)
         calls = self._probe()
@@ -88,13 +92,22 @@ class MtpHead(nn.Module):
         arguments = self._layer_arguments(2, weight)
         with torch.no_grad(), recorded_calls(self.blocks) as calls:
             for attention in attentions:
-                attention(weight.new_zeros(1, 2, self.hidden_size), **arguments)
+                self._call(attention, weight.new_zeros(1, 2, self.hidden_size), arguments)
         if len(calls) != len(attentions) or not calls:
             raise HeadLoadError(
                 f"{type(self.blocks[0]).__name__}: {len(calls)} of {len(attentions)} attention modules call "
                 "transformers' attention interface; all must, and a module has one at least"
             )
         return tuple(calls)
+
+    def _call(self, attention: nn.Module, x: torch.Tensor, arguments: dict[str, Any]) -> None:
+        try:
+            attention(x, **arguments)
+        except TypeError as error:
+            raise HeadLoadError(
+                f"{type(self.blocks[0]).__name__}: attention of this kind cannot be run as a module's block, which "
+                f"gives it {', '.join(arguments)}: {error}"
+            ) from error
 
     def _layer_arguments(self, rows: int, like: torch.Tensor) -> dict[str, Any]:
         positions = torch.arange(rows, device=self.target_embedding.device)[None]
@@ -111,7 +124,8 @@ class MtpHead(nn.Module):
         if self.rotary is None:
             return arguments
         rotated = positions.expand(3, 1, -1) if hasattr(self.rotary, "mrope_section") else positions
-        return arguments | {"position_embeddings": self.rotary(x, rotated)}
+        kind = (self.spec.attention,) if self._rotary_by_kind else ()
+        return arguments | {"position_embeddings": self.rotary(x, rotated, *kind)}
 
     def fuse(self, aux_hidden_states: torch.Tensor) -> torch.Tensor:
         """[T, H] target states after the final norm: taken as they are."""

@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from attention.hf.weights import dense_weight
-from drafters.errors import HeadMismatchError
+from drafters.errors import HeadLoadError, HeadMismatchError
 from drafters.mtp.convention import Feedback
 
 _NORM_EPS = ("rms_norm_eps", "layer_norm_epsilon")
@@ -30,6 +30,8 @@ class MtpSpec:
         experts: the block's MLP is a mixture of experts.
         mixers: of a module of several blocks with one mixer each (Nemotron-H), what these are: "full_attention", "moe"
             or "mlp". () for one block with attention and an MLP.
+        attention: of such one block, the kind of layer of the target that it is: "full_attention" or
+            "sliding_attention".
     """
 
     hidden_first: bool = False
@@ -38,6 +40,7 @@ class MtpSpec:
     projection_bias: bool = False
     experts: bool = True
     mixers: tuple[str, ...] = ()
+    attention: str = "full_attention"
 
     @property
     def num_blocks(self) -> int:
@@ -85,7 +88,7 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
     layers, rotary = getattr(decoder, "layers", None), getattr(decoder, "rotary_emb", None)
     norm = next((n for n in _norms(layers[-1]) if n is not None), None) if layers is not None else None
     eps = next((e for e in (getattr(config, name, None) for name in _NORM_EPS) if e is not None), None)
-    rotates = layers is not None and "position_embeddings" in inspect.signature(layers[-1].forward).parameters
+    rotates = layers is not None and _takes_positions(layers[-1])
     if layers is None or norm is None or eps is None or (rotates and rotary is None) or head is None:
         raise HeadMismatchError(
             f"{type(model).__name__} lacks what multi-token-prediction modules are built from: decoder layers with "
@@ -102,6 +105,12 @@ def mtp_target(model: PreTrainedModel) -> MtpTarget:
         embedding=_readable(model.get_input_embeddings(), "input embedding"),
         lm_head=_readable(head, "lm_head"),
     )
+
+
+def _takes_positions(layer: nn.Module) -> bool:
+    """Whether a decoder layer or its attention takes cos and sin; a layer may pass them on among **kwargs."""
+    modules = (layer, getattr(layer, "self_attn", None))
+    return any("position_embeddings" in inspect.signature(m.forward).parameters for m in modules if m is not None)
 
 
 def _readable(module: Any, what: str) -> torch.Tensor:
@@ -124,6 +133,38 @@ def _norms(layer: nn.Module) -> tuple[nn.Module | None, ...]:
     return getattr(layer, "input_layernorm", None), getattr(layer, "norm", None)
 
 
+_SERVED_ATTENTION = ("full_attention", "sliding_attention")
+_AS_LAYER_0 = ("exaone_moe",)
+"""Targets whose module is built as their layer 0, with its kind of attention.
+
+Source: sgl-project/sglang 0.5.23, models/exaone_moe_mtp.py, exaone_moe.py (layer_types[layer_id], layer_id 0).
+"""
+
+
+def attention_of(config: PreTrainedConfig, module: int) -> tuple[str, str]:
+    """The kind of attention of a module's block, and what says so.
+
+    Args:
+        config: the target's text configuration. module: 0 … M-1.
+
+    Raises:
+        HeadLoadError: it is of a kind that a module cannot have.
+    """
+    named, kinds = getattr(config, "mtp_layer_types", None), getattr(config, "layer_types", None)
+    if named:
+        kind, source = named[min(module, len(named) - 1)], "config mtp_layer_types"
+    elif kinds and config.model_type in _AS_LAYER_0:
+        kind, source = kinds[0], f"config layer_types: a module of {config.model_type} is built as layer 0"
+    else:
+        kind, source = "full_attention", "default"
+    if kind not in _SERVED_ATTENTION:
+        raise HeadLoadError(
+            f"the target's configuration says that module {module} has {kind!r} ({source}); modules with "
+            f"{' or '.join(_SERVED_ATTENTION)} are supported"
+        )
+    return kind, source
+
+
 def block_config(config: PreTrainedConfig, spec: MtpSpec) -> PreTrainedConfig:
     """A copy of the target's configuration from which its layer class builds layers 0 … as a module's blocks.
 
@@ -136,7 +177,7 @@ def block_config(config: PreTrainedConfig, spec: MtpSpec) -> PreTrainedConfig:
     block, experts = copy.deepcopy(config), spec.experts
     changes = {
         "num_hidden_layers": spec.num_blocks,
-        "layer_types": list(spec.mixers) or ["full_attention"],
+        "layer_types": list(spec.mixers) or [spec.attention],
         "mlp_layer_types": ["sparse" if experts else "dense"],
         "first_k_dense_replace": 0 if experts else 1,
         "moe_layer_start_index": 0 if experts else 1,

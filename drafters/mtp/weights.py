@@ -6,10 +6,46 @@ import re
 from collections.abc import Mapping
 
 import torch
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+from transformers.core_model_loading import WeightRenaming
 
 from drafters.errors import HeadLoadError
 
 _SCALE = "_scale_inv"
+_BLOCK = re.compile(r"(blocks\.\d+\.)(.+)")
+_LAYER = "model.layers.0."
+
+
+def as_modules_are_named(weights: Mapping[str, torch.Tensor], model_type: str) -> dict[str, torch.Tensor]:
+    """Weights of blocks under the names of transformers' modules, where a target's checkpoints have others.
+
+    A block is a decoder layer of the target, and named in the files as the target's layers are: Hunyuan's
+    `mlp.router.gate.weight` is `mlp.gate.weight` in transformers. Renamed is by transformers' own rules for the target.
+
+    Args:
+        weights: by name, a block's beginning with "blocks.<k>."; others stay.
+        model_type: of the target's text configuration.
+
+    Raises:
+        HeadLoadError: two tensors are the same parameter.
+    """
+    rules = [rule for rule in get_checkpoint_conversion_mapping(model_type) or () if type(rule) is WeightRenaming]
+    out: dict[str, torch.Tensor] = {}
+    for name, tensor in weights.items():
+        found = _BLOCK.fullmatch(name)
+        new = name if found is None else found[1] + _renamed(found[2], rules)
+        if new in out:
+            raise HeadLoadError(f"two tensors of the checkpoint are {new}")
+        out[new] = tensor
+    return out
+
+
+def _renamed(rest: str, rules: list[WeightRenaming]) -> str:
+    """A name inside a decoder layer, as transformers renames it when it loads the target."""
+    name = _LAYER + rest
+    for rule in rules:
+        name, _ = rule.rename_source_key(name)
+    return name.rpartition("layers.0.")[2]
 
 
 def dequantise(weights: Mapping[str, torch.Tensor], block: tuple[int, int]) -> dict[str, torch.Tensor]:

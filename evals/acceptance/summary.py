@@ -31,18 +31,16 @@ def summarize(arm: Configuration, answers: Sequence[Answer], baseline: Sequence[
     """
     sums = columns(answers, arm.k, baseline)
     resampling = Resampling(len(answers), seed)
-    conditional, unconditional = position_metrics(arm.k)
     return {
         "name": arm.name,
         "k": arm.k,
         "model": arm.model,
         **_metrics(sums, resampling, baseline is not None),
-        "conditional": [_value(resampling.value(metric, sums)) for metric in conditional],
-        "unconditional": [_value(resampling.value(metric, sums)) for metric in unconditional],
+        **_positions(sums, resampling, arm.k),
         "histogram": histogram(answers, arm.k),
         "identical_to_target_alone": _identical(answers, baseline),
-        "by_task": _groups(sums, [a.task for a in answers], seed, baseline is not None),
-        "by_category": _groups(sums, [a.category for a in answers], seed, baseline is not None),
+        "by_task": _groups(sums, [a.task for a in answers], seed, baseline is not None, arm.k),
+        "by_category": _groups(sums, [a.category for a in answers], seed, baseline is not None, arm.k),
     }
 
 
@@ -92,7 +90,16 @@ def _by_key(key: str) -> Metric:
     return next(metric for metric in METRICS if metric.key == key)
 
 
-def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool) -> Json:
+def _positions(sums: Columns, resampling: Resampling, k: int) -> Json:
+    """Acceptance at each of k draft positions."""
+    conditional, unconditional = position_metrics(k)
+    return {
+        "conditional": [_value(resampling.value(metric, sums)) for metric in conditional],
+        "unconditional": [_value(resampling.value(metric, sums)) for metric in unconditional],
+    }
+
+
+def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool, k: int) -> Json:
     """Metrics of each group of questions; {} when all questions are of one group."""
     names = list(dict.fromkeys(labels))
     if len(names) < 2:
@@ -102,7 +109,7 @@ def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool)
         inside = np.array([label == name for label in labels])
         part = {key: column[inside] for key, column in sums.items()}
         own = Resampling(int(inside.sum()), seed)
-        groups[name] = {"questions": int(inside.sum()), **_metrics(part, own, has_baseline)}
+        groups[name] = {**_metrics(part, own, has_baseline), **_positions(part, own, k)}
     return groups
 
 

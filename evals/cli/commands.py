@@ -202,9 +202,14 @@ def _with_k(spec: ModelSpec, k: int) -> ModelSpec:
 
 
 def _data(options: dict[str, Any]) -> DataSet:
-    from evals.data.datasets import load
+    from evals.data.datasets import NAMED, load
 
     check_outputs(options)
+    if options["data_dir"] is not None and options["data"] not in NAMED:
+        raise click.UsageError(
+            f"--data-dir {options['data_dir']} is the folder of {', '.join(sorted(NAMED))}; "
+            f"--data {options['data']} is not read from there"
+        )
     return load(options["data"], data_dir=options["data_dir"], limit=options["limit"], seed=options["seed"])
 
 

@@ -113,15 +113,26 @@ ray_option = click.option(
     metavar="[ADDRESS]",
     help="Spread the questions over Ray workers (a cluster's address; without one, this machine).",
 )
-workers_option = click.option("--workers", type=click.IntRange(1), default=2, show_default=True, help="Ray workers.")
+DEFAULT_WORKERS = 2
+workers_option = click.option(
+    "--workers", type=click.IntRange(1), default=DEFAULT_WORKERS, show_default=True, help="Ray workers."
+)
 
 
 def make_asking(options: Mapping[str, Any]) -> Asking:
-    """How questions are asked. `templated` is settled once the tokenizer is known (`settle`)."""
+    """How questions are asked. `templated` is settled once the tokenizer is known (`settle`).
+
+    Raises:
+        click.UsageError: an option of sampling beside temperature 0.
+    """
     from evals.runs.runner import Asking
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p")
+    for name, off in (("top_k", 0), ("top_p", 1.0)):
+        if options["temperature"] == 0 and options[name] != off:
+            flag = f"--{name.replace('_', '-')} {options[name]}"
+            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
     # The configurations are asked the same questions one after the other: none may find what another has left.
     params = SamplingParams(**{name: options[name] for name in names}, cache_prefix=False)
     return Asking(params, not options["no_chat_template"], options["system"], options["seed"])
@@ -166,6 +177,8 @@ def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int)
     from evals.runs.executor import LocalExecutor
     from evals.runs.worker import Worker
 
+    if ray is None and workers != DEFAULT_WORKERS:
+        raise click.UsageError(f"--workers {workers} is of Ray's workers: give --ray with it")
     if ray is None:
         yield LocalExecutor(Worker(specs))
         return

@@ -74,11 +74,18 @@ class DataSet:
 
 @dataclass(frozen=True)
 class Named:
-    """A known data set: its place under the data folder, its name on the hub, and how its tasks are named."""
+    """A known data set.
+
+    Attributes:
+        path: its place under the data folder. hub: its name there, configuration and split.
+        task: from a category to the task it is reported under.
+        questions: how many it has as published.
+    """
 
     path: str
     hub: tuple[str, str | None, str] | None
     task: Callable[[str], str]
+    questions: int
 
 
 def _spec_bench_task(category: str) -> str:
@@ -87,11 +94,13 @@ def _spec_bench_task(category: str) -> str:
 
 NAMED: Mapping[str, Named] = {
     "mt_bench": Named(
-        "mt_bench/question.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), lambda _: "mt_bench"
+        "mt_bench/question.jsonl", ("HuggingFaceH4/mt_bench_prompts", None, "train"), lambda _: "mt_bench", 80
     ),
-    "spec_bench": Named("spec_bench/question.jsonl", None, _spec_bench_task),
-    "gsm8k": Named("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), lambda _: "gsm8k"),
-    "humaneval": Named("humaneval/HumanEval.jsonl", ("openai/openai_humaneval", None, "test"), lambda _: "humaneval"),
+    "spec_bench": Named("spec_bench/question.jsonl", None, _spec_bench_task, 480),
+    "gsm8k": Named("gsm8k/test.jsonl", ("openai/gsm8k", "main", "test"), lambda _: "gsm8k", 1319),
+    "humaneval": Named(
+        "humaneval/HumanEval.jsonl", ("openai/openai_humaneval", None, "test"), lambda _: "humaneval", 164
+    ),
 }
 
 
@@ -154,11 +163,26 @@ def _parse(line: bytes, where: str) -> Record:
 def _named(name: str, data_dir: Path | None) -> DataSet:
     known, folder = NAMED[name], data_folder(data_dir)
     if folder is not None and (folder / known.path).is_file():
-        return _from_file(folder / known.path, name, known.task)
+        return _whole(_from_file(folder / known.path, name, known.task), known, str(folder / known.path))
     if known.hub is None or folder is not None:
         place = folder or f"the data folder ({DATA_VARIABLE} or --data-dir)"
         raise DataError(f"data set {name!r} needs the file {known.path} in {place}")
-    return _from_hub(name, known.hub, known.task)
+    return _whole(_from_hub(name, known.hub, known.task), known, known.hub[0])
+
+
+def _whole(data: DataSet, known: Named, place: str) -> DataSet:
+    """A known set with all its questions: numbers of a part are not those of the set.
+
+    Raises:
+        DataError: it has another number of them.
+    """
+    if len(data.questions) != known.questions:
+        raise DataError(
+            f"{data.name!r} has {known.questions} questions, {place} holds {len(data.questions)}: it is cut off or "
+            "another set. Get it whole (and take fewer by --limit), or measure it under its own name by giving the "
+            "file itself: --data FILE.jsonl"
+        )
+    return data
 
 
 def _from_file(path: Path, name: str, task: Callable[[str], str]) -> DataSet:

@@ -136,12 +136,15 @@ def _group_table(arms: Sequence[Json], key: str) -> Table:
     for arm in drafting:
         for label in ("τ", "speed-up"):
             table.add_column(f"{label} {arm['name']}", justify="right")
+    widest = max(drafting, key=lambda arm: int(arm["k"]))
+    table.add_column(f"drafts 1, 2, … all accepted, {widest['name']}", justify="right")
     for name in drafting[0][key]:
         cells = [(arm[key][name]) for arm in drafting]
         speedups = [cell["timing"].get("speedup", {"estimate": None}) for cell in cells]
         pairs = zip(cells, speedups, strict=True)
         shown = [text for cell, speedup in pairs for text in (show(cell["metrics"]["tau"], 2), show(speedup, 2))]
-        table.add_row(name, str(cells[0]["questions"]), *shown)
+        positions = " ".join(show({**value, "low": None}, 2) for value in widest[key][name]["unconditional"])
+        table.add_row(name, str(cells[0]["questions"]), *shown, positions)
     return table
 
 

@@ -12,6 +12,7 @@ from drafters.eagle3.spec import Eagle3Spec
 from specdec.agreement.chains import Chains, chains, runs_in_chains
 from specdec.agreement.readings import Reading, Rereadable, as_read, other_readings
 from specdec.agreement.texts import MAX_NEW_TOKENS, PROMPTS, Passage, boundary_states
+from specdec.agreement.vocabulary import MapCheck, check_map
 from specdec.errors import InvalidInputError
 from specdec.model import SpeculativeModel
 from specdec.requests.prompts import Prompts
@@ -131,6 +132,8 @@ def check_agreement(model: SpeculativeModel, prompts: Prompts | None = None) -> 
     verdict, cause = _judged(own.stats, best, head_can_vary=True)
     if best is not None:
         cause += _origins(head, best.reading)
+    if own.stats.unconditional[0] < LOW and best is None and (found := search.map_check()).is_wrong:
+        cause = found.cause
     return Agreement(len(done), tokens, rounds, own.stats, tried, best, verdict, cause)
 
 
@@ -194,6 +197,10 @@ class _Search:
 
     def chains(self, reading: Reading) -> Chains:
         return chains(self._head.reread(reading.spec), self._passages, self._states, self._num_drafts)
+
+    def map_check(self) -> MapCheck:
+        """The head's vocabulary map, as the head was read."""
+        return check_map(self._head, self._passages, self._states)
 
     def run(self, own: Chains) -> tuple[tuple[Tried, ...], Tried | None]:
         """Every single change; and while one is better beyond doubt, every further one on top of the best.

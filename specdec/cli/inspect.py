@@ -59,7 +59,8 @@ def inspect(
     _check_drafts(head, load)
     found, remark = _target_of(head, target or (options["model"] if "model" in given else None))
     if found is None:
-        _print_head(_described(head, load), remark, as_json)
+        report = _described(head, load)
+        _print_head(report, remark + _depends(report), as_json)
         return
     _print_pair(head, found, load, file, as_json)
 
@@ -100,6 +101,17 @@ def _described(head: str, load: LoadOptions) -> HeadReport:
     if has_mtp(path):
         raise InvalidInputError(f"{head}: a multi-token-prediction module is read with its target: give --target")
     return describe_eagle(path, target_of_files(path, overrides), overrides)
+
+
+def _depends(report: HeadReport) -> str:
+    """What a head's aux layers depend on that only a target says."""
+    ids = any(field.name == "aux_layers" and "(read as ids" in field.source for field in report.fields)
+    return (
+        "; the aux layers shown are those for most targets: of DeepSeek's, and where the largest id is the target's "
+        "number of layers, the ids are boundaries themselves"
+        if ids
+        else ""
+    )
 
 
 def _print_pair(head: str, target: str, load: LoadOptions, file: Path | None, as_json: bool) -> None:

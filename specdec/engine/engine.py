@@ -330,11 +330,11 @@ class Engine(Visited):
         """Statistics, text and stop strings."""
         now = time.perf_counter()
         updates = []
-        for j, request in enumerate(owners):
+        for request, share in zip(owners, committed.rounds, strict=True):
             if request is None:
                 continue
             with Isolated() as fault:
-                update = request.take(committed.round_of(j), now)
+                update = request.take(share, now)
             if fault.error is not None:
                 update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
             updates.append(self._departures.reported(request, update))

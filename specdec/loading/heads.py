@@ -10,7 +10,9 @@ import torch
 
 from attention.hf.weights import dense_weight
 from drafters.base import Head
+from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.tensor_files import locate
+from drafters.checkpoints.unread_keys import UNKNOWN
 from drafters.eagle import load_eagle
 from drafters.eagle3.checkpoint import TargetFacts, check_kind
 from drafters.eagle3.overrides import Eagle3Overrides
@@ -23,6 +25,7 @@ from specdec.loading.builtin import AUTO_HEAD, BUILTIN_HEADS, builtin_name, reso
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.objects import check_head_place, check_head_type
 from specdec.target.probing import TargetProbe
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 MTP_HEAD = "mtp"
@@ -62,6 +65,7 @@ def target_facts(probed: TargetProbe) -> TargetFacts:
         num_layers=len(probed.layers),
         embedding=_shared(embedding, "input embedding", model),
         lm_head=_shared(output, "output embedding (lm_head)", model),
+        model_type=model.config.get_text_config().model_type,
     )
 
 
@@ -120,7 +124,19 @@ def load_head(
         return _load_mtp_head(path, probed, how)
     _check_no_convention(how, f"{path} has no multi-token-prediction module")
     chosen = Eagle3Overrides.of(overrides or {})
-    return load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
+    head = load_eagle(path, target_facts(probed), model.dtype, model.device, chosen)
+    _warn_of_unknown_keys(head.checkpoint_report)
+    return head
+
+
+def _warn_of_unknown_keys(report: HeadReport | None) -> None:
+    unknown = next((field for field in report.fields if field.name == UNKNOWN), None) if report is not None else None
+    if report is not None and unknown is not None:
+        warn_user(
+            f"config.json of the head {report.path} has keys that are not known here and change nothing: "
+            f"{unknown.value}. If one of them is of what the head computes, few drafts will be accepted: "
+            "`specdec inspect HEAD --target TARGET` measures it"
+        )
 
 
 def check_without_head(convention: MtpConvention, overrides: Mapping[str, Any] | None) -> None:

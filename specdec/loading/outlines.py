@@ -56,7 +56,12 @@ def outline_target(name: str) -> TargetOutline:
         raise ModelLoadError(f"{name}: none of its tensors is an input embedding ({', '.join(_EMBEDDINGS)})")
     lm_head = _stored(folder, _OUTPUTS)
     facts = TargetFacts(
-        text.hidden_size, text.vocab_size, text.num_hidden_layers, embedding, embedding if lm_head is None else lm_head
+        hidden_size=text.hidden_size,
+        vocab_size=text.vocab_size,
+        num_layers=text.num_hidden_layers,
+        embedding=embedding,
+        lm_head=embedding if lm_head is None else lm_head,
+        model_type=text.model_type,
     )
     place = str(Path(checkpoint.path).resolve()) if checkpoint.is_folder else checkpoint.path
     return TargetOutline(place, tuple(config.architectures or ()), facts)

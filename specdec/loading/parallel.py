@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import is_accelerate_available
@@ -22,7 +23,7 @@ from specdec.options import LoadOptions
 from specdec.parallel.plan import Plan, plan_of
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.shares import take_share
-from specdec.parallel.workers import are_open
+from specdec.parallel.workers import are_open, is_fork
 from specdec.target.probing import TargetProbe
 from specdec.values import short
 
@@ -54,6 +55,11 @@ def check_parallel(target: Any, draft: Any, options: LoadOptions) -> torch.devic
         raise InvalidInputError(
             f"{given}, backend='batch_invariant': sums of more than two ranks may round by their order, which depends "
             "on the size of a batch; give tensor_parallel_size=2, or another backend"
+        )
+    if is_fork():
+        raise InvalidInputError(
+            f"{given}: this process is a fork of one with tensor-parallel models, whose ranks and process group it has "
+            "not; fork before they are loaded, or start it as a program of its own (multiprocessing: 'spawn')"
         )
     if not are_open() and dist.is_available() and dist.is_initialized():
         raise InvalidInputError(
@@ -170,18 +176,33 @@ def told(plan: Plan, size: int) -> dict[str, Any]:
     return {"distributed_config": DistributedConfig(tp_size=size, tp_plan=dict(plan.styles))}
 
 
+class _Meshes:
+    """What a load of transformers asks for its meshes: one of all ranks, whose process group is the default one."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._mesh = init_device_mesh(ranks.device.type, (ranks.size,), mesh_dim_names=("tp",))
+
+    def get_mesh(self, dims: str | tuple[str, ...]) -> DeviceMesh:
+        """The mesh, whatever dimensions are asked for: no other divides anything."""
+        return self._mesh
+
+
 @contextmanager
 def as_rank(ranks: Ranks) -> Iterator[None]:
-    """The variable by which transformers chooses a rank's GPU, while it loads."""
-    before = os.environ.get("LOCAL_RANK")
-    os.environ["LOCAL_RANK"] = str(ranks.rank)
+    """While transformers loads: this rank's device, and a mesh for which no process group is made.
+
+    transformers' own meshes have three dimensions of one rank beside the one of all, for layers and again for experts,
+    and torch makes a process group of each: six a load, which nobody uses and which stay until the last model is
+    closed. With NCCL they are split off the default one, and on a GPU whose memory is full that has ended the process.
+    """
+    from transformers.distributed import mixin  # as of 5.23
+
+    meshes, own = _Meshes(ranks), mixin.initialize_distributed_mesh
+    mixin.initialize_distributed_mesh = lambda config: (ranks.device, meshes)
     try:
         yield
     finally:
-        if before is None:
-            del os.environ["LOCAL_RANK"]
-        else:
-            os.environ["LOCAL_RANK"] = before
+        mixin.initialize_distributed_mesh = own
 
 
 def least_of_all(cache: Division, ranks: Ranks) -> Division:

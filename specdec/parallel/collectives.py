@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -12,6 +13,8 @@ from specdec.errors import RanksLostError
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
+_LOOK = timedelta(seconds=0.5)
+"""So long torch waits for other ranks at a time: only between two waits Python sees a Ctrl-C."""
 
 
 class Collectives(Protocol):
@@ -39,6 +42,9 @@ class Collectives(Protocol):
     def abort(self) -> None:
         """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
 
+    def release(self) -> None:
+        """The other ranks are gone: let what waits for them on the device, and `abort` does not reach, go on."""
+
 
 class _named:
     """A with-block in which torch's error about a rank that is gone becomes ours.
@@ -54,6 +60,17 @@ class _named:
             raise RanksLostError(f"another rank is gone ({error})") from error
 
 
+def _done(work: Any) -> None:
+    """Until a call is done; nothing for one on a GPU, which is queued (None)."""
+    while work is not None:
+        try:
+            work.wait(_LOOK)
+            return
+        except RuntimeError:
+            if work.is_completed():
+                raise
+
+
 class GroupCollectives:
     """By torch.distributed's default group."""
 
@@ -67,26 +84,26 @@ class GroupCollectives:
         """See `Collectives.sum`."""
         out = x.clone(memory_format=torch.contiguous_format)
         with _named():
-            dist.all_reduce(out)
+            _done(dist.all_reduce(out, async_op=not out.is_cuda))
         return out
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.gather`."""
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         with _named():
-            _gather(out, x.contiguous())
+            _done(_gather(out, x.contiguous(), async_op=not out.is_cuda))
         return out.view(self._size, *x.shape)
 
     def from_first(self, x: torch.Tensor) -> None:
         """See `Collectives.from_first`."""
         with _named():
-            dist.broadcast(x, src=0)
+            _done(dist.broadcast(x, src=0, async_op=not x.is_cuda))
 
     def least(self, values: Sequence[int]) -> list[int]:
         """See `Collectives.least`."""
         found = torch.tensor(values, dtype=torch.int64)
         with _named():
-            dist.all_reduce(found, dist.ReduceOp.MIN)
+            _done(dist.all_reduce(found, dist.ReduceOp.MIN, async_op=True))
         return [int(value) for value in found.tolist()]
 
     def abort(self) -> None:
@@ -95,3 +112,6 @@ class GroupCollectives:
             return
         backend: Any = dist.group.WORLD._get_backend(self._device)  # type: ignore[union-attr]
         backend.abort()
+
+    def release(self) -> None:
+        """See `Collectives.release`: `abort`, or leaving the group, ends all that waits here."""

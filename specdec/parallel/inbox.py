@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import shutil
 import threading
 import time
+import traceback
 from collections import deque
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
+
+from specdec.parallel.messages import Failed
 
 _LOOK = 1.0
 """Seconds between two looks at whose child this process is: rank 0's socket may live on in another child of its."""
@@ -17,14 +21,14 @@ _LOOK = 1.0
 class Inbox:
     """Messages are read on a thread of their own, so that rank 0 never waits for a full socket."""
 
-    def __init__(self, connection: Connection, parent: int) -> None:
-        """parent: process id of rank 0."""
-        self._connection = connection
+    def __init__(self, connection: Connection, parent: int, folder: str) -> None:
+        """parent: process id of rank 0. folder: for files of all ranks; removed at the end, in case rank 0 cannot."""
+        self._connection, self._folder = connection, folder
         self._speaking = threading.Lock()
         self._messages: SimpleQueue[tuple[int, Any]] = SimpleQueue()
         self.later: deque[tuple[int, Any]] = deque()
         threading.Thread(target=self._read, name="inbox", daemon=True).start()
-        threading.Thread(target=_end_with, args=(parent,), name="parent", daemon=True).start()
+        threading.Thread(target=self._end_with, args=(parent,), name="parent", daemon=True).start()
 
     def get(self) -> tuple[int, Any]:
         """The number of a model and the next message to it; waits for it."""
@@ -39,18 +43,34 @@ class Inbox:
         with self._speaking:
             self._connection.send(message)
 
+    def end_badly(self, error: BaseException) -> None:
+        """Say why, and end this process, on any thread: others may wait for ranks that are at another place."""
+        self.say(failed(error))
+        os._exit(1)
+
     def _read(self) -> None:
         try:
             while True:
                 self._messages.put(self._connection.recv())
         except (EOFError, OSError):
-            os._exit(0)  # rank 0 is gone; the main thread may be waiting for it on the device
+            self._end()  # rank 0 is gone; the main thread may be waiting for it on the device
+        except BaseException as error:  # a message that cannot be read here, such as an object of the user's program
+            self.end_badly(error)
+
+    def _end_with(self, parent: int) -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK)
+        self._end()
+
+    def _end(self) -> None:
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(0)
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(_LOOK)
-    os._exit(0)
+def failed(error: BaseException) -> Failed:
+    """An error in words."""
+    text = str(error) or "".join(traceback.format_exception_only(error)).strip()
+    return Failed(type(error).__name__, text)
 
 
 class Ear:

@@ -65,8 +65,8 @@ class Watched:
             threading.Thread(target=_listen, args=(process, self), name="rank", daemon=True).start()
 
 
-def start(rank: int) -> Process:
-    """Start the process of a rank."""
+def start(rank: int, folder: str) -> Process:
+    """Start the process of a rank. folder: for files of all ranks."""
     ours, theirs = socket.socketpair()
     with theirs:
         variables = {
@@ -75,7 +75,7 @@ def start(rank: int) -> Process:
             "LOCAL_RANK": str(rank),
         }
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "specdec.worker", str(theirs.fileno()), str(os.getpid())],
+            [sys.executable, "-P", "-m", "specdec.worker", str(theirs.fileno()), str(os.getpid()), folder],
             env=variables,
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

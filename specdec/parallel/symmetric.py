@@ -4,11 +4,16 @@ On few tokens such a sum is three times as fast as NCCL's (docs/parallel.md). Al
 never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated (`specdec.parallel.group`).
 
 Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu: one_shot_all_reduce_copy reads
-all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it.
+all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. Before and after that
+(CUDASymmetricMemory-inl.h) each block waits, without end, until its word in another rank's signal pad is 0 and makes it
+1 (put_signal), and until its word in the own pad is 1 and makes it 0 (wait_signal).
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -23,6 +28,8 @@ ONE_SHOT_BYTES = 64 << 10
 """Up to so many every rank sums all by itself: one synchronisation less than two shots."""
 _ALIGNED = 16
 _DTYPES = (torch.bfloat16, torch.float32)
+LONGEST_RELEASE = 3.0
+"""Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
 
 
 class SymmetricCollectives(GroupCollectives):
@@ -41,7 +48,16 @@ class SymmetricCollectives(GroupCollectives):
         self._two_shot: Any = torch.ops.symm_mem.two_shot_all_reduce_out
         self._memory: Any = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         self._meeting = symmetric.rendezvous(self._memory, self._group)
+        self._own_pad, *self._other_pads = self._pads(self._meeting)
+        self._beside = torch.cuda.Stream(device)
+        scratch = torch.empty_like(self._own_pad)
+        self._fill(scratch, [scratch])  # so that no kernel is left to load when a sum keeps the GPU waiting
         self.name = "symmetric memory, NCCL"
+
+    def _pads(self, meeting: Any) -> list[torch.Tensor]:
+        """Signal pads as int32: this rank's first."""
+        others = [rank for rank in range(self._size) if rank != meeting.rank]
+        return [meeting.get_signal_pad(rank, dtype=torch.int32) for rank in (meeting.rank, *others)]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.sum`. What is summed where, and so every bit, depends on the size alone."""
@@ -56,6 +72,36 @@ class SymmetricCollectives(GroupCollectives):
         memory.copy_(x)
         self._two_shot(memory, "sum", self._group, out)
         return out
+
+    def abort(self) -> None:
+        """See `Collectives.abort`: NCCL's calls and the sums that wait for each other are let go at once."""
+        beside = threading.Thread(target=self.release, name="release", daemon=True)
+        beside.start()
+        super().abort()
+        beside.join()
+
+    def release(self) -> None:
+        """See `Collectives.release`. Sums wait for signals: they are given in place of the lost ranks, until all that
+        was launched is done. What it computes, nobody reads."""
+        deadline, idle = time.monotonic() + LONGEST_RELEASE, threading.Event()
+        threading.Thread(target=_wait_idle, args=(self._device, idle), name="idle", daemon=True).start()
+        while not idle.wait(1e-3) and time.monotonic() < deadline:
+            self._fill(self._own_pad, self._other_pads)
+
+    def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
+        """All signals for this rank given, and all of its own taken."""
+        with torch.cuda.stream(self._beside):
+            own.fill_(1)
+            for pad in others:
+                pad.fill_(0)
+        self._beside.synchronize()
+
+
+def _wait_idle(device: torch.device, idle: threading.Event) -> None:
+    """Set `idle` once all that was launched on a GPU is done, or has failed."""
+    with suppress(RuntimeError):  # of what was launched: others are told of it
+        torch.cuda.synchronize(device)
+    idle.set()
 
 
 def symmetric_or_group(device: torch.device) -> GroupCollectives:

@@ -12,6 +12,7 @@ their own, so Ctrl-C in a terminal is rank 0's alone, and they end when their so
 from __future__ import annotations
 
 import atexit
+import ctypes
 import os
 import shutil
 import tempfile
@@ -22,6 +23,8 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+
+import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, RanksLostError
 from specdec.parallel.collectives import Collectives
@@ -59,7 +62,7 @@ class Workers:
         self._closed: deque[int] = deque()
         self._unsent: deque[tuple[Any, int | None]] = deque()
         self._sending = False
-        self._watched = Watched([start(rank) for rank in range(1, size)])
+        self._watched = Watched([start(rank, self.folder) for rank in range(1, size)])
         self._watched.listen()
         self._owner = os.getpid()
 
@@ -220,6 +223,8 @@ class Workers:
             return
         self._broken = self._broken or "the model is closed"
         end(self._watched)
+        if self._watched.abort is not None:  # they had met
+            self.collectives.release()
         shutil.rmtree(self.folder, ignore_errors=True)
         if _open is self:
             _open = None
@@ -288,6 +293,22 @@ def open_workers(size: int) -> tuple[Workers, bool]:
 def are_open() -> bool:
     """Whether this process has such processes."""
     return _open is not None and _open._owner == os.getpid()
+
+
+def is_fork() -> bool:
+    """Whether this process is a fork of one that has such processes."""
+    return _open is not None and _open._owner != os.getpid()
+
+
+def _keep_group() -> None:
+    """In a fork: the group stays at its end, which would wait for threads that were not forked."""
+    if is_fork():
+        for group in dist.distributed_c10d._world.pg_map:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_keep_group)
 
 
 @atexit.register

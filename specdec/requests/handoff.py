@@ -16,10 +16,12 @@ from specdec.requests.moved import MovedRequest
 from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import RequestStats
+from specdec.values import flag, real, refuse, refuse_type, whole
 
 _MAGIC = b"specdec handoff\n"
 _DTYPES = {str(d).removeprefix("torch."): d for d in (torch.int64, torch.float32, torch.float16, torch.bfloat16)}
 _LONGEST_HEADER = 2**28
+_COUNTS = ("limit", "num_drafts", "sample_index", "preemptions", "prefix_hit_tokens", "cached_tokens")
 
 
 @dataclass(frozen=True)
@@ -99,10 +101,10 @@ class Handoff:
                 )
             return cls(
                 source=EngineTable.from_json(header["source"]),
-                lease=str(header["lease"]),
-                expires=float(header["expires"]),
+                lease=_text("lease", header["lease"]),
+                expires=_seconds("expires", header["expires"]),
                 moved=None if header["moved"] is None else _moved(header["moved"]),
-                blocks={str(group): tuple(map(int, own)) for group, own in header["blocks"].items()},
+                blocks={str(group): _numbers(f"blocks of {group}", own) for group, own in header["blocks"].items()},
                 tensors=_tensors(header["tensors"], data[start + size :]),
                 completion=None if header["completion"] is None else _completion(header["completion"]),
             )
@@ -117,8 +119,35 @@ def _name_of(dtype: torch.dtype) -> str:
 
 
 def _moved(given: dict[str, Any]) -> MovedRequest:
-    ids = {name: tuple(map(int, given[name])) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
-    return MovedRequest(**{**given, **ids, "params": SamplingParams.from_dict(given["params"])})
+    """Every value by its kind: one of another ends a round there, and with it other requests."""
+    read: dict[str, Any] = {"params": SamplingParams.from_dict(given["params"])}
+    read |= {name: _numbers(name, given[name]) for name in ("prompt_token_ids", "new_token_ids", "eos_token_ids")}
+    read |= {name: whole(name, given[name], 0) for name in _COUNTS}
+    read |= {name: _seconds(name, given[name]) for name in ("queue_s", "prefill_s")}
+    read |= {"key": whole("key", given["key"], 0, 2**64 - 1), "long_rope": flag("long_rope", given["long_rope"])}
+    if given.keys() != read.keys():
+        raise ValueError(f"a request of other fields: {sorted(given.keys() ^ read.keys())}")
+    return MovedRequest(**read)
+
+
+def _numbers(name: str, given: Any) -> tuple[int, ...]:
+    """Token ids or page numbers."""
+    if not isinstance(given, list):
+        raise refuse_type(name, given, "a list of numbers")
+    return tuple(whole(name, number, 0) for number in given)
+
+
+def _seconds(name: str, given: Any) -> float:
+    found = real(name, given, "seconds")
+    if not 0 <= found < math.inf:
+        raise refuse(name, given, "seconds, from 0 on")
+    return found
+
+
+def _text(name: str, given: Any) -> str:
+    if not isinstance(given, str):
+        raise refuse_type(name, given, "a text")
+    return given
 
 
 def _completion(given: dict[str, Any]) -> Completion:

@@ -84,8 +84,7 @@ class Update:
         return self.completion is not None or self.error is not None or self.departure is not None
 
 
-@dataclass(frozen=True)
-class RowRound:
+class RowRound(NamedTuple):
     """One request's result of one verification: tokens committed, drafts accepted (before trimming), draft ids."""
 
     token_ids: list[int]
@@ -196,8 +195,9 @@ class Request:
     def _surplus(self, num_new: int) -> int:
         """Tokens after the first stop id or stop string among the last `num_new`; sets the finish reason."""
         known = len(self.new_tokens)
-        ids = self.params.stop_token_ids
-        at_id = next((i + 1 for i in range(known - num_new, known) if self.new_tokens[i] in ids), None)
+        ids, at_id = self.params.stop_token_ids, None
+        if ids:
+            at_id = next((i + 1 for i in range(known - num_new, known) if self.new_tokens[i] in ids), None)
         end = self.stream.push(self.new_tokens, at_id or known) or at_id
         if end is None:
             return 0

@@ -66,14 +66,16 @@ class TextStream:
         """Text that has become certain since the last call: complete characters, no part of a stop string."""
         final = self._detokenizer.start + self._detokenizer.stable - self._sent
         text = self._text()[: max(final, 0)]
-        text = text[: self._held_from(text)]
+        if self._stops:
+            text = text[: self._held_from(text)]
         self._mark_shown(len(text))
         return text
 
     def _mark_shown(self, count: int) -> None:
         self._sent += count
         self._unsent = self._unsent[count:]
-        self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
+        if self._specials:
+            self._specials = [(at, special) for at, special in self._specials if at >= self._sent]
 
     def finish(self, token_ids: Sequence[int]) -> tuple[str, str]:
         """The whole text of a request that ended with these new tokens, and the part that was not shown yet."""
@@ -102,7 +104,7 @@ class TextStream:
 
     def _held_from(self, text: str) -> int:
         """Where the longest end of `text` begins that may become a stop string."""
-        held = min((_held_from(text, stop) for stop in self._stops), default=len(text))
+        held = min(_held_from(text, stop) for stop in self._stops)
         if self._specials:
             woven, places = self._woven(text)
             held = min([held, *(places[_held_from(woven, stop)] for stop in self._stops)])

@@ -220,6 +220,17 @@ def test_any_ranges_any_blocks(data: st.DataObject) -> None:
     assert exact(reader, expected(whole, reader, own, "HND", here, there))
 
 
+@pytest.mark.parametrize("layout", ["HND", "NHD"])
+def test_a_rank_with_the_same_heads_beside_one_with_some_of_them(layout: KVLayout) -> None:
+    """All heads come from it; the second head was once read from where the first one lies."""
+    whole = Whole(3, 4, torch.float32, layers=1)
+    sources = [whole.rank(r, each, layout) for r, each in enumerate([range(1, 2), range(1, 3), range(1)])]
+    tables = [source.table for source in sources]
+    reader = whole.rank(0, range(1, 3), layout, pages=PAGES + 2, full=False)
+    run(plan(reader.table, tables), reader.table, tables, {"target": HERE}, {"target": THERE})
+    assert exact(reader, expected(whole, reader, range(1, 3), layout, HERE, THERE))
+
+
 class Shuffled(Descriptors):
     """Planted: block after block, of each all segments."""
 

@@ -22,7 +22,7 @@ from drafters.checkpoints.config_fields import HeadReport
 from drafters.checkpoints.layouts import Layout as Family
 from drafters.checkpoints.layouts import detect
 from drafters.eagle import describe_eagle, load_eagle
-from drafters.eagle3.checkpoint import TargetFacts
+from drafters.eagle3.checkpoint import TargetFacts, describe_eagle3
 from drafters.eagle3.layout import TargetSizes, resolve_spec
 from drafters.eagle3.overrides import Eagle3Overrides
 from drafters.errors import HeadLoadError, HeadMismatchError
@@ -33,7 +33,7 @@ from specdec.loading.heads import target_facts
 from specdec.requests.sampling import SamplingParams
 from specdec.target.probing import probe_target
 from tests.drafters.eagle3.test_layouts import engine_rounds
-from tests.head_layouts import LAYERS, LAYOUTS, SPECULATORS, Layout, Maker, target
+from tests.head_layouts import LAYERS, LAYOUTS, SPECULATORS, Layout, Maker, specforge, target
 
 AUX = "eagle_aux_hidden_state_layer_ids"
 
@@ -68,6 +68,25 @@ def test_1_ids_of_aux_layers(
     name: str, config: dict[str, Any], expected: tuple[int, ...], tmp_path: Path, facts: TargetFacts
 ) -> None:
     assert load(LAYOUTS[name]().write(tmp_path, **config), facts).aux_layers == expected
+
+
+def test_1_nested_ids_of_a_deepseek_target(tmp_path: Path, facts: TargetFacts) -> None:
+    """SpecForge's configs/kimi-k2-eagle3.json has [2, 30, 58] of 61 layers: for such targets SGLang adds nothing."""
+
+    def layers(ids: list[int], model_type: str, **more: Any) -> Any:
+        nested = {"eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}}
+        folder = specforge().write(tmp_path, **nested, **more)
+        report = describe_eagle3(folder, replace(facts, model_type=model_type))
+        return next(field for field in report.fields if field.name == "aux_layers")
+
+    for model_type in ("", "llama", "qwen3_moe"):
+        assert layers([2, 4, 5], model_type).value == (3, 5, 6)
+    for model_type in ("deepseek_v3", "kimi_k2"):
+        found = layers([2, 4, 5], model_type)
+        assert found.value == (2, 4, 5) and f"as SGLang does for {model_type}" in found.source
+        assert layers([1, 3, 4], model_type).value == (2, 4, 5)
+    boundaries = {"eagle_aux_hidden_state_layer_ids": [3, 5, 6]}  # as we write a head: both
+    assert layers([2, 4, 5], "deepseek_v3", **boundaries).value == (3, 5, 6)
 
 
 def test_2_nested_and_top_level_keys_must_agree(tmp_path: Path, facts: TargetFacts) -> None:

@@ -49,6 +49,28 @@ def test_document_recovers_what_was_planted(plant: SimpleNamespace, tmp_path: Pa
     assert sum(arms["K=3"]["histogram"]) == sum(row["arms"]["K=3"]["rounds"] for row in document["questions"])
 
 
+def test_each_category_has_its_own_positions(plant: SimpleNamespace, tmp_path: Path) -> None:
+    """Recomputed from the recorded rounds of each category."""
+    plan = plan_of(plant, 12, ks=(3,))
+    runner = executor(plant, main=plant.Model(overshoot=True))
+    store = RunStore(tmp_path / "run", settings(plan, runner.facts()))
+    arm = run(runner, plan, store, lambda a: None)["arms"][1]
+    assert {key: len(group["unconditional"]) for key, group in arm["by_category"].items()} == dict.fromkeys(
+        ("math", "writing", "qa"), 3
+    )
+    for category, group in arm["by_category"].items():
+        own = [a for a in store.answers.values() if a.arm == "K=3" and a.category == category]
+        rounds = [record.trimmed for answer in own for record in answer.rounds]
+        for j in range(1, 4):
+            accepted = sum(r.accepted >= j for r in rounds)
+            reached = sum(r.drafted >= j and r.accepted >= j - 1 for r in rounds)
+            assert group["unconditional"][j - 1]["estimate"] == pytest.approx(
+                accepted / sum(r.drafted >= j for r in rounds)
+            )
+            assert group["conditional"][j - 1]["estimate"] == pytest.approx(accepted / reached)
+            assert group["conditional"][j - 1]["low"] is not None
+
+
 @pytest.mark.slow
 def test_predicted_speedup_follows_from_the_planted_times(plant: SimpleNamespace, tmp_path: Path) -> None:
     model = plant.Model(rates=(0.8,), length=400, seconds=0.1)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from evals.data import datasets
-from evals.data.datasets import DATA_VARIABLE, load, read_jsonl
+from evals.data.datasets import DATA_VARIABLE, NAMED, load, read_jsonl
 from evals.errors import DataError
 
 
@@ -84,7 +85,27 @@ def test_missing_empty_and_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         load("gsm8k", data_dir=tmp_path)
 
 
+def published_with(count: int, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say of a known set that it has so many questions."""
+    monkeypatch.setattr("evals.data.datasets.NAMED", NAMED | {name: replace(NAMED[name], questions=count)})
+
+
+def test_a_part_of_a_known_set_is_not_the_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = write(tmp_path / "mt_bench" / "question.jsonl", *[{"turns": [f"q{i}"]} for i in range(80)])
+    assert len(load("mt_bench", data_dir=tmp_path).questions) == 80
+    assert len(load("mt_bench", data_dir=tmp_path, limit=8).questions) == 8
+    cut = b"".join(whole.read_bytes().splitlines(keepends=True)[:79])
+    whole.write_bytes(cut)
+    with pytest.raises(DataError, match=r"'mt_bench' has 80 questions, .*question\.jsonl holds 79: it is cut off"):
+        load("mt_bench", data_dir=tmp_path, limit=8)
+    assert len(load(str(whole)).questions) == 79  # under the file's own name
+    whole.write_bytes(cut[:-4])
+    with pytest.raises(DataError, match=r"question\.jsonl:79: not a line of JSON"):
+        load(str(whole))
+
+
 def test_known_name_is_read_from_the_folder_with_its_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    published_with(4, "spec_bench", monkeypatch)
     rows = [{"question_id": i, "category": c, "turns": ["x"]} for i, c in enumerate(("writing", "stem", "rag", "qa"))]
     write(tmp_path / "spec_bench" / "question.jsonl", *rows)
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
@@ -107,6 +128,7 @@ def test_hub_is_asked_through_the_datasets_library(monkeypatch: pytest.MonkeyPat
         asked.append((repository, config, split))
         return [{"prompt": ["first", "second"], "prompt_id": 7, "category": "math"}]
 
+    published_with(1, "mt_bench", monkeypatch)
     monkeypatch.delenv(DATA_VARIABLE, raising=False)
     monkeypatch.setattr(hub, "load_dataset", fake)
     assert load("mt_bench").questions[0].turns == ("first", "second")

@@ -20,6 +20,7 @@ from specdec.agreement.chains import chains
 from specdec.agreement.check import Agreement, check_agreement
 from specdec.agreement.readings import as_read, other_readings
 from specdec.agreement.texts import PROMPTS, Passage, boundary_states
+from specdec.agreement.vocabulary import check_map
 from specdec.errors import InvalidInputError
 from specdec.target.probing import probe_target
 
@@ -93,18 +94,48 @@ def test_a_wrong_reading_is_found_and_named(
     assert found.best is found.tried[0] and found.best.gain > 0.1
 
 
-@pytest.mark.slow
-def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel) -> None:
+def of_other_lm_head(model: SpeculativeModel, change: Any) -> Any:
+    """The built-in head with another lm_head."""
     head = model.head
     assert isinstance(head, Eagle3Head)
     other = head.reread(head.spec)
     torch.manual_seed(0)
-    shuffled = {name: t[torch.randperm(len(t))] for name, t in head.lm_head.state_dict().items()}
-    other.lm_head.load_state_dict(shuffled, assign=True)
-    found = checked(model, other)
+    other.lm_head.load_state_dict({name: change(t) for name, t in head.lm_head.state_dict().items()}, assign=True)
+    return other
+
+
+@pytest.mark.slow
+def test_a_head_without_skill_is_low_however_it_is_read(model: SpeculativeModel) -> None:
+    found = checked(model, of_other_lm_head(model, lambda t: torch.randn_like(t) * t.std()))
     assert found.verdict == "low" and found.best is None
     assert "another model of the same shape" in found.cause
     assert found.chains is not None and found.chains.unconditional[0] < 0.1
+
+
+@pytest.mark.slow
+def test_a_map_of_other_rows_than_the_lm_heads_is_named(model: SpeculativeModel) -> None:
+    """As with the d2t of another export: the drafts are as good as ever, and stand for other tokens."""
+    head = model.head
+    assert isinstance(head, Eagle3Head)
+    rows = torch.arange(len(head.target_ids)).roll(1)  # draft id 1 is what was draft id 0
+    found = checked(model, of_other_lm_head(model, lambda t: t[rows]))
+    assert found.verdict == "low" and found.best is None
+    said = re.search(
+        r"d2t\) does not belong.*draft id (\d+) is token (\d+) by d2t, and comes with token (\d+)", found.cause
+    )
+    assert said is not None
+    draft, mapped, token = (int(number) for number in said.groups())
+    assert mapped == head.target_ids[draft] and token == head.target_ids[draft - 1]
+
+
+@pytest.mark.slow
+def test_the_right_map_is_never_called_wrong(model: SpeculativeModel) -> None:
+    head, probed = model.head, probe_target(model.hf_model)
+    assert isinstance(head, Eagle3Head)
+    passages = [Passage.of(one, model.device) for one in model.generate(CHATS, SamplingParams(max_new_tokens=40))]
+    found = check_map(head, passages, boundary_states(probed, passages, head.aux_layers))
+    assert found.mapped > 0.7 and found.num_ids > 8 and not found.is_wrong
+    assert found.mapped > found.learnt > 0.25  # what half of so few answers teaches is less than the map knows
 
 
 def test_readings_share_the_heads_tensors_and_leave_it_alone(model: SpeculativeModel) -> None:

@@ -76,6 +76,15 @@ def test_a_head_alone_is_shown_with_where_its_values_are_from(monkeypatch: pytes
     assert "chosen by the user" in json.loads(changed)["fields"]["norm_before_residual"]["from"]
 
 
+def test_a_head_alone_with_ids_of_layers_says_what_they_depend_on(tmp_path: Path) -> None:
+    """gpt-oss heads have [24, 30, 36] of 36 layers: boundaries, which only the target shows."""
+    layout = head_layouts.specforge()
+    alone = run(inspect, str(layout.write(tmp_path / "a")))
+    assert "the ids are boundaries themselves" in " ".join(alone.output.split())
+    boundaries = {"eagle_config": None, "eagle_aux_hidden_state_layer_ids": [1, 4, 7]}
+    assert "themselves" not in run(inspect, str(layout.write(tmp_path / "b", **boundaries))).output
+
+
 def test_a_head_whose_layers_depend_on_its_target_needs_one(head: Path) -> None:
     config = json.loads((head / "config.json").read_text())
     del config["eagle_aux_hidden_state_layer_ids"], config["num_aux_hidden_states"]

@@ -83,8 +83,8 @@ def test_a_row_in_the_middle_of_its_prompt_reads_and_gets_nothing() -> None:
 
 
 def test_a_rows_share_is_what_it_kept_of_its_own_drafts() -> None:
-    share = committed(opened(20, 5), [1, 2], [[5, 6, 0], [7, 8, 1]]).round_of(1)
-    assert (share.token_ids, share.num_accepted, share.drafts) == ([7], 2, (7, 8))
+    shares = committed(opened(20, 5), [1, 2], [[5, 6, 0], [7, 8, 1]]).rounds
+    assert [tuple(share) for share in shares] == [([5, 6], 1, (5, 6)), ([7], 2, (7, 8))]
 
 
 def test_ending_tokens_are_those_of_each_rows_own_ids() -> None:

@@ -7,6 +7,7 @@ tokens, drafts and statistics of every round.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -50,6 +51,7 @@ BATCHES: dict[str, dict[str, Any]] = {
     "few rows": {"max_num_seqs": 2, "page_size": 16},
     "preempted": {"max_num_seqs": 5, "max_num_batched_tokens": 30, "kv_cache_tokens": 92},
 }
+SAMPLED = [not own.greedy for own in PARAMS]
 DRAWN = ("probabilistic", "greedy")
 Found = list[tuple[Any, ...]]
 
@@ -130,11 +132,34 @@ def test_alone_from_graphs_as_eagerly(execution: dict[str, Any]) -> None:
     assert alone == rounds_alone(DRAWN[0])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("execution", ["graphs"], indirect=True)
+@pytest.mark.parametrize("planted", [False, True])
+def test_rounds_that_are_launched_before_the_read_as_alone(
+    execution: dict[str, Any], planted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without drafts. Planted: a round that is launched ahead takes the uniforms of the position before its own."""
+    eager = wrap(tiny_llama(), num_speculative_tokens=0, max_num_seqs=1)
+    alone = [of(eager.generate([p], own)[0]) for p, own in zip(PROMPTS, PARAMS, strict=True)]
+    wrapped = wrap(tiny_llama(), num_speculative_tokens=0, **BATCHES["at once"], **execution)
+    launch_ahead(wrapped)
+    ahead: list[bool] = []
+    launch_next = GraphExecutor.launch_next
+
+    def noting(self: GraphExecutor, round_: Any, target: Any, sampling: SamplingRound | None) -> Any:
+        ahead.append(sampling is not None)
+        if planted and sampling is not None:
+            sampling = replace(sampling, first=sampling.first - 1)
+        return launch_next(self, round_, target, sampling)
+
+    monkeypatch.setattr(GraphExecutor, "launch_next", noting)
+    together = [of(c) for c in wrapped.generate(PROMPTS, PARAMS)]
+    assert sum(ahead) > 10, "sampled rounds must be launched ahead"
+    assert [one != other for one, other in zip(together, alone, strict=True)] == (SAMPLED if planted else [False] * 6)
+
+
 def differ(found: Found) -> list[bool]:
     return [one != alone for one, alone in zip(found, rounds_alone(DRAWN[0]), strict=True)]
-
-
-SAMPLED = [not own.greedy for own in PARAMS]
 
 
 @pytest.mark.slow

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import device_mesh
 
+from drafters.eagle3.checkpoint import save_eagle3
 from specdec import SamplingParams, SpeculativeModel
 from specdec.engine.ranked import differing_ids
 
@@ -86,10 +88,14 @@ def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) 
 
 @pytest.mark.slow
 def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
-    two_ranks: Any, folders: Callable[[str], Path]
+    two_ranks: Any, folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from fakes import LetterTokenizer
 
+    def made(**options: Any) -> None:
+        raise AssertionError(f"a process group for a mesh: {options}")  # transformers' own meshes make six a load
+
+    monkeypatch.setattr(device_mesh, "new_group", made)
     options: dict[str, Any] = {"device": "cpu", "tokenizer": LetterTokenizer(), "kv_cache_tokens": 400}
     ids = list(range(3, 20))
     with SpeculativeModel.from_pretrained(folders("one-kv-head"), **options) as one:
@@ -99,3 +105,20 @@ def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
         assert two.engine.run("on_ranks:compiled_error") < 1e-4  # type: ignore[attr-defined]
         facts = two.describe()
         assert facts["tensor_parallel"] == {"size": 2, "rank": 0, "collectives": "gloo"}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["one-kv-head", "gpt-oss", "qwen3-moe"])
+def test_tiny_models_with_a_random_head(
+    two_ranks: Any, folders: Callable[[str], Path], name: str, tmp_path: Path
+) -> None:
+    """K=4 with a head whose drafts are hardly ever right: rejections in every round, preempted rows among them."""
+    from fakes import LetterTokenizer, eagle3_head
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+    head = eagle3_head(AutoModelForCausalLM.from_pretrained(folders(name)), aux_layers=(0, 1, 2))
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 120}
+    prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
+    options = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "max_model_len": 80, **sizes}
+    stats = compare(folders(name), str(save_eagle3(head, tmp_path / "head")), prompts, **options)
+    assert stats.preemptions > 0

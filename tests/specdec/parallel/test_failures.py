@@ -191,6 +191,43 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
 
 
 @pytest.mark.slow
+def test_a_process_that_stands_still_and_two_interrupts(
+    folders: Callable[[str], Path], every_self_test: None, interruptible: None
+) -> None:
+    """Rank 0 waits for it in a sum; the first interrupt waits for the end of the round, which does not come."""
+    with load(folders("one-kv-head")) as own:
+        (pid,) = pids_of(own)
+        stream = own.stream(PROMPT, SamplingParams(max_new_tokens=60))
+        next(stream)
+        os.kill(pid, signal.SIGSTOP)
+        timers = [threading.Timer(delay, signal.raise_signal, [signal.SIGINT]) for delay in (0.3, 0.9)]
+        started = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            for timer in timers:
+                timer.start()
+            for _ in stream:
+                pass
+        assert 0.9 <= time.monotonic() - started < SOON
+        with pytest.raises(RanksLostError, match="in the midst of a call"):
+            own.generate(PROMPT, PARAMS)
+        assert alive([pid]) == []
+
+
+class OfThisProgram:
+    """What no other process can import."""
+
+
+@pytest.mark.slow
+def test_a_message_that_another_rank_cannot_read(folders: Callable[[str], Path], every_self_test: None) -> None:
+    with load(folders("one-kv-head")) as own:
+        own.engine.tell(OfThisProgram())
+        started = time.monotonic()
+        with pytest.raises(RanksLostError, match=r"rank 1 .*(ModuleNotFoundError|AttributeError)"):
+            own.generate(PROMPT, PARAMS)
+        assert time.monotonic() - started < SOON
+
+
+@pytest.mark.slow
 def test_ranks_that_disagree(folders: Callable[[str], Path], every_self_test: None) -> None:
     with load(folders("one-kv-head")) as own:
         assert own.engine.run("on_ranks:nothing") == 0
@@ -256,16 +293,26 @@ def test_close_ends_the_processes(built_in: Any) -> None:
 
 
 CRASH = """
-import os, signal, sys, torch
+import os, signal, sys, time, torch
 from specdec.loading.leading import start_ranks
 link = start_ranks(2, torch.device("cpu"))
-print(*link.workers.pids, flush=True)
+fork = os.fork()
+if fork == 0:
+    sys.exit(7)  # with the group of its parent, whose threads it does not have
+for _ in range(600):
+    if os.waitpid(fork, os.WNOHANG)[0]:
+        break
+    time.sleep(0.05)
+else:
+    os.kill(fork, signal.SIGKILL)
+    sys.exit("the fork did not end")
+print(link.workers.folder, *link.workers.pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 @pytest.mark.slow
-def test_no_process_outlives_a_crash() -> None:
+def test_nothing_outlives_a_crash() -> None:
     root = Path(__file__).resolve().parents[3]
     done = subprocess.run(
         [sys.executable, "-c", CRASH],
@@ -274,9 +321,10 @@ def test_no_process_outlives_a_crash() -> None:
         text=True,
         check=False,
     )
-    pids = [int(pid) for pid in done.stdout.split()]
-    assert done.returncode == -signal.SIGKILL and len(pids) == 1
+    folder, *numbers = done.stdout.split() or [""]
+    pids = [int(number) for number in numbers]
+    assert done.returncode == -signal.SIGKILL and len(pids) == 1, done.stderr
     deadline = time.monotonic() + SOON
     while alive(pids) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert alive(pids) == []
+    assert alive(pids) == [] and not Path(folder).exists()

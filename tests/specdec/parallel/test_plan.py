@@ -85,6 +85,12 @@ def test_attention_that_is_gathered_and_uneven_widths_stay_whole() -> None:
     assert not any("mlp" in name for name in uneven) and "self_attn.o_proj" in uneven
 
 
+def test_a_fork_of_a_process_with_ranks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "is_fork", lambda: True)
+    with pytest.raises(InvalidInputError, match=r"this process is a fork .*multiprocessing: 'spawn'"):
+        check_parallel("gsm-llama", None, TWO)
+
+
 def test_what_cannot_be_divided() -> None:
     with pytest.raises(InvalidInputError, match="4 attention heads, which 3 ranks cannot divide"):
         plan(LlamaConfig, 3)

@@ -4,6 +4,7 @@ tests/drafters/loops/chain/test_static.py.)"""
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,8 +12,10 @@ from hypothesis import strategies as st
 from attention.batch.host import HostBatch, slots_of
 from drafters.loops.modules.index import module_batch, module_rows, rows_before
 from specdec.config import EngineConfig
+from specdec.requests.sampling import SamplingArrays, SamplingParams
 from specdec.rounds.buckets import static_shape
-from specdec.rounds.static import FixedTarget
+from specdec.rounds.randomness import SamplingRound
+from specdec.rounds.static import FixedSampling, FixedTarget
 from specdec.rounds.verification import TargetArrays
 
 CPU = torch.device("cpu")
@@ -157,3 +160,16 @@ def test_page_lists_have_room_for_a_full_pool_and_the_padding() -> None:
     rows = [(15, 3), (15, 3), (8, 0)]  # 5 + 5 pages (one more for padding tokens each), and the last page of all
     batch, (head,), _ = FixedTarget(shape, 1, CPU).send(target_of(rows, 4))
     assert batch.page_counts.tolist() == [5, 5, 3, 1] and head is not None
+
+
+def test_rows_that_are_not_there_are_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels that draw read what belongs to a sampled row, such as its accepted count: padding has none."""
+    monkeypatch.setattr("attention.batch.staging._RING", 1)  # as on a GPU, where rounds share the device's memory
+    fixed = FixedSampling(ROWS, DRAFTS, CPU)
+    sampled = SamplingParams(temperature=0.7)
+    for count in (ROWS, ROWS, 2, 1, 3):
+        nothing = np.zeros(count, np.int64)
+        arrays = SamplingArrays.of([sampled] * count)
+        fixed.send(SamplingRound(arrays, nothing.astype(np.uint64), nothing, count, count, DRAFTS))
+        found = fixed.device.tensors.temperature.tolist()
+        assert found == [np.float32(0.7)] * count + [0.0] * (ROWS - count)
