@@ -106,10 +106,12 @@ def _rows(
     tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, device: torch.device
 ) -> StateRows:
     starts = np.concatenate([[0], np.cumsum(tokens)])
-    arrays = [
+    first, slots, computed, replayed, new = (
         torch.from_numpy(x.astype(np.int32)).to(device) for x in (starts, np.array(_SLOTS), start, replay, num_new)
-    ]
-    return StateRows(*arrays, max_query_len=int(tokens.max()), max_replay=int(replay.max()))
+    )
+    return StateRows(
+        first, slots, computed, replayed, new, max_query_len=int(tokens.max()), max_replay=int(replay.max())
+    )
 
 
 def _weights(spec: RecurrenceSpec, dtype: torch.dtype, random: Tensors) -> Sequence[Any]:

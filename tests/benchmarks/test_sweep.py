@@ -38,6 +38,7 @@ FURTHER = (
     "gemma3_text",
     "gpt_oss",
     "deepseek_v2: no q_lora",
+    "deepseek_v3",
     "glm4_moe",
     "gpt2",
     "phi3",

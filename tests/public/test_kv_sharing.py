@@ -64,9 +64,15 @@ def right(model: PreTrainedModel) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["torch", pytest.param("flex", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("drafts", [0, 3])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "drafts", "backend"),
+    [
+        pytest.param(kind, drafts, backend, marks=[pytest.mark.long] * ((i + j + k) % 2))
+        for i, kind in enumerate(KINDS)
+        for j, drafts in enumerate((0, 3))
+        for k, backend in enumerate(("torch", "flex"))
+    ],
+)
 def test_tokens_are_the_models_own(kind: str, drafts: int, backend: str) -> None:
     model = sharing(kind)
     expected = right(model)

@@ -80,9 +80,14 @@ def says_alone(model: PreTrainedModel, prompt: list[int]) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "wrapper", [pytest.param(False, id="text"), pytest.param(True, id="wrapper", marks=pytest.mark.slow)]
+    ("wrapper", "chunk", "page_size"),
+    [
+        pytest.param(False, 6, 2, id="text-6-2"),
+        pytest.param(True, 4, 4, id="wrapper-4-4"),
+        pytest.param(False, 4, 4, id="text-4-4", marks=pytest.mark.long),
+        pytest.param(True, 6, 2, id="wrapper-6-2", marks=pytest.mark.long),
+    ],
 )
-@pytest.mark.parametrize(("chunk", "page_size"), [(4, 4), (6, 2)])
 def test_it_is_exact_past_several_chunks_with_and_without_drafts(wrapper: bool, chunk: int, page_size: int) -> None:
     """A verification of six tokens lies in up to three chunks of four; prompts are read in pieces of 24 tokens."""
     model = llama4(wrapper, chunk)

@@ -1,7 +1,7 @@
 """Random options, requests, aborts and changes of the model between calls: each request lives as it does alone.
 
-Alone: in a batch of one, without prefix cache, with one cache group and large pages. Tokens, text, drafts and rounds are
-compared, greedy tokens also with the model's own forward. `SPECDEC_RANDOM_EPISODES=500 pytest
+Alone: in a batch of one, without prefix cache, with one cache group and large pages. Tokens, text, drafts and rounds
+are compared, greedy tokens also with the model's own forward. `SPECDEC_RANDOM_EPISODES=500 pytest
 tests/public/test_random_workloads.py` tries that many; `SPECDEC_RANDOM_SEED` chooses others.
 """
 

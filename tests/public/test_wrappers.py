@@ -38,7 +38,10 @@ from tests.wrappers import (
 )
 
 QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
-ALIKE = ("aya_vision", "glm4v_moe", "idefics2", "llava_next", "qwen2_vl", "qwen3_vl", "smolvlm", "vipllava")
+ALIKE = (
+    *("aya_vision", "glm4v_moe", "idefics2", "internvl", "llava_next", "llava_onevision"),
+    *("qwen2_vl", "qwen3_vl", "qwen3_5_moe", "smolvlm", "vipllava"),
+)
 """Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16
 PARAMS = SamplingParams(max_new_tokens=NEW)

@@ -23,11 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "two rows": {"drafts": 3, "max_num_seqs": 2},
 }
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
-"""A type of each kind of layer; the others' tests are slow ones."""
-
-
-def types(quick: tuple[str, ...], others: Any = pytest.mark.slow) -> list[Any]:
-    return [name if name in quick else pytest.param(name, marks=others) for name in TYPES]
+"""A type of each kind of layer."""
 
 
 def settings() -> list[Any]:
@@ -59,7 +55,7 @@ def texts(completions: Any, prompts: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", types(KINDS, pytest.mark.long))
+@pytest.mark.parametrize("name", [n if n in KINDS else pytest.param(n, marks=pytest.mark.long) for n in TYPES])
 def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) -> None:
     wrapped = served(name, prompts=CROWD, max_num_batched_tokens=12, kv_cache_tokens=84)
     params = [SamplingParams(NEW, num_speculative_tokens=k) for k in (None, 0, 2, 1, None)]
@@ -73,6 +69,7 @@ def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) ->
 @pytest.mark.parametrize(("name", "setting"), settings())
 def test_every_setting_says_what_transformers_says(name: str, setting: str) -> None:
     wrapped = served(name, **SETTINGS[setting])
+    assert str(wrapped.twin) == "exact"
     completions = wrapped.generate(PROMPTS, SamplingParams(NEW))
     assert texts(completions, PROMPTS) == [greedy_text(name, prompt, NEW) for prompt in PROMPTS]
     rounds = [len(done.stats.rounds) for done in completions]
@@ -81,12 +78,6 @@ def test_every_setting_says_what_transformers_says(name: str, setting: str) -> N
         assert any(r.accepted < r.drafted for done in completions for r in done.stats.rounds)  # and rejected
     if setting == "few pages":
         assert wrapped.engine_stats.preemptions > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", types(KINDS))
-def test_the_small_copy_is_exact(name: str) -> None:
-    assert str(wrap(tiny_hybrid(name), max_model_len=128).twin) == "exact"
 
 
 @pytest.mark.slow

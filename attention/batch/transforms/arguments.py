@@ -31,7 +31,7 @@ def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
     Raises:
         InvalidInputError: this is no sequence of whole numbers.
     """
-    given = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
+    given: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
     try:
         return [index(value) for value in given]
     except TypeError:
