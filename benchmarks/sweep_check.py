@@ -212,20 +212,14 @@ class Reference:
         return text[len(prompt) :]
 
     def _logits(self, model: PreTrainedModel, text: list[int], prompt_len: int) -> torch.Tensor:
-        """[T, V] float32, of the whole text at once, without a cache.
-
-        Of a longrope model whose cached keys keep their factors, as its `generate` reads it: the prompt, and then token
-        by token. At once, a text that passes the original length would have the long factors throughout.
-        """
-        if not self._keeps_cache:
-            ids = torch.tensor([text], device=model.device)
-            return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
-        cache, found = None, []
-        for start, stop in zip([0, *range(prompt_len, len(text))], range(prompt_len, len(text) + 1), strict=True):
-            ids, mask = torch.tensor([text[start:stop]]), torch.ones(1, stop, dtype=torch.long)
-            read = {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
-            output = model(**read, past_key_values=cache, use_cache=True)
-            cache, found = output.past_key_values, [*found, output.logits[0].float()]
+        """[T, V] float32, of the whole text at once; of a longrope model whose cached keys keep their factors as its
+        `generate` reads it, token by token after the prompt: at once, the long factors would be those of all."""
+        ends = [*range(prompt_len, len(text) + 1)] if self._keeps_cache else [len(text)]
+        ids, cache, found = torch.tensor([text], device=model.device), None, []
+        for start, stop in zip([0, *ends], ends, strict=False):
+            how = {"past_key_values": cache, "use_cache": True} if self._keeps_cache else {"use_cache": False}
+            output = model(input_ids=ids[:, start:stop], attention_mask=torch.ones_like(ids[:, :stop]), **how)
+            cache, found = output.get("past_key_values"), [*found, output.logits[0].float()]
         return torch.cat(found)
 
 
