@@ -121,6 +121,8 @@ class Reference:
         """finer: a float32 copy of a model in half precision; None for one in float32. The answers are those of its
         default attention; a note says where eager attention gives others."""
         self._model, self._finer, self._new = model, finer, new
+        rope = find_long_rope(model)
+        self._keeps_cache = rope is not None and not rope.rule.rereads
         self.notes: dict[str, None] = {}
         self.answers = [self._answer(model, prompt) for prompt in prompts]
         if finer is None:
@@ -142,8 +144,8 @@ class Reference:
     def excess(self, prompt: list[int], answer: Sequence[int], at: int, token: int) -> float:
         """By how many rounding errors `token` is worse than the best after the prompt and `at` tokens of the answer."""
         text = [*prompt, *answer[:at]]
-        own = self._logits(self._model, text)
-        fine = own if self._finer is None else self._logits(self._finer, text)
+        own = self._logits(self._model, text, len(prompt))
+        fine = own if self._finer is None else self._logits(self._finer, text, len(prompt))
         error = fine.pow(2).mean().sqrt() * _FLOAT32_ROUNDING
         if self._finer is not None:
             error = (own - fine).pow(2).mean().sqrt()
@@ -163,9 +165,9 @@ class Reference:
         if self._finer is None:
             return False
         text, amplitude = [*prompt, *answer[:at]], _HALF_ULP[self._model.dtype]
-        return any(self._rounded_choice(text, amplitude, run) == token for run in range(_ROUNDINGS))
+        return any(self._rounded_choice(text, len(prompt), amplitude, run) == token for run in range(_ROUNDINGS))
 
-    def _rounded_choice(self, text: list[int], amplitude: float, run: int) -> int:
+    def _rounded_choice(self, text: list[int], prompt_len: int, amplitude: float, run: int) -> int:
         """The float32 copy's next token with every leaf module's output rounded at random; `run` is the seed."""
         assert self._finer is not None
 
@@ -181,7 +183,7 @@ class Reference:
         leaves = [m for m in self._finer.modules() if next(m.children(), None) is None]
         hooks = [m.register_forward_hook(lambda module, inputs, output: rounded(output)) for m in leaves]
         try:
-            return int(self._logits(self._finer, text)[-1].argmax())
+            return int(self._logits(self._finer, text, prompt_len)[-1].argmax())
         finally:
             for hook in hooks:
                 hook.remove()
@@ -194,10 +196,9 @@ class Reference:
         ids = torch.tensor([prompt], device=model.device)
         arguments = {"max_new_tokens": self._new, "do_sample": False, "attention_mask": torch.ones_like(ids)}
         answer = model.generate(ids, **arguments)[0, len(prompt) :].tolist()
-        rope = find_long_rope(model)
-        if rope is not None and not rope.rule.rereads:
+        if self._keeps_cache:
             return answer
-        said = self._logits(model, [*prompt, *answer[:-1]])[len(prompt) - 1 :].argmax(-1).tolist()
+        said = self._logits(model, [*prompt, *answer[:-1]], len(prompt))[len(prompt) - 1 :].argmax(-1).tolist()
         at = first_difference(answer, said)
         if at is None or self.excess(prompt, answer, at, answer[at]) <= _MOST_ERRORS:
             return answer
@@ -207,13 +208,19 @@ class Reference:
     def _uncached(self, model: PreTrainedModel, prompt: list[int]) -> list[int]:
         text = list(prompt)
         for _ in range(self._new):
-            text.append(int(self._logits(model, text)[-1].argmax()))
+            text.append(int(self._logits(model, text, len(prompt))[-1].argmax()))
         return text[len(prompt) :]
 
-    def _logits(self, model: PreTrainedModel, text: list[int]) -> torch.Tensor:
-        """[T, V] float32."""
-        ids = torch.tensor([text], device=model.device)
-        return model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[0].float()
+    def _logits(self, model: PreTrainedModel, text: list[int], prompt_len: int) -> torch.Tensor:
+        """[T, V] float32, of the whole text at once; of a longrope model whose cached keys keep their factors as its
+        `generate` reads it, token by token after the prompt: at once, the long factors would be those of all."""
+        ends = [*range(prompt_len, len(text) + 1)] if self._keeps_cache else [len(text)]
+        ids, cache, found = torch.tensor([text], device=model.device), None, []
+        for start, stop in zip([0, *ends], ends, strict=False):
+            how = {"past_key_values": cache, "use_cache": True} if self._keeps_cache else {"use_cache": False}
+            output = model(input_ids=ids[:, start:stop], attention_mask=torch.ones_like(ids[:, :stop]), **how)
+            cache, found = output.get("past_key_values"), [*found, output.logits[0].float()]
+        return torch.cat(found)
 
 
 def first_difference(a: Sequence[int], b: Sequence[int]) -> int | None:

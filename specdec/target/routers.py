@@ -30,6 +30,9 @@ MOST_MOVED = 0.25
 """Largest share of a mixture's choices (tokens x k) that may differ. It grows as the error of the states that routers
 read: 0.02 for 8 of 256 experts and an error of 0.01, in bfloat16. A router that goes wrong has k / E of them right."""
 
+_JUMP = 0.25
+"""Difference of an expert's factor, of the token's largest one, that is no rounding but another choice."""
+
 
 @dataclass(frozen=True)
 class Routed:
@@ -52,8 +55,14 @@ class Routed:
         return Routed(*(torch.cat(pair) for pair in pairs))
 
     def moved(self, own: Routed) -> torch.Tensor:
-        """[T, k] bool: the experts here that `own` has not chosen for that token."""
-        return ~(self.index[:, :, None] == own.index[:, None, :]).any(-1)
+        """[T, k] bool: the experts here that `own` has not for that token, or with quite another factor.
+
+        Phi-MoE's factors jump as well: by which of its two experts is first, and by which others are near.
+        """
+        same = self.index[:, :, None] == own.index[:, None, :]
+        factors = (own.weights[:, None, :] * same).sum(-1)
+        jumps = (self.weights - factors).abs() > _JUMP * own.weights.abs().amax(-1, keepdim=True)
+        return ~same.any(-1) | jumps
 
 
 class RoutedReader:
@@ -132,7 +141,7 @@ def _calls(model: nn.Module, given: list[Routed] | None = None) -> Iterator[list
     """The calls of mixtures inside, as the routers made them.
 
     Args:
-        given: of each call the choices that take the place of the router's, for the tokens where any expert differs.
+        given: of each call the choices that take the place of the router's, for the tokens of which any has moved.
     """
     seen: list[Routed] = []
 

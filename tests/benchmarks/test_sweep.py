@@ -170,3 +170,16 @@ def test_thresholds_lie_below_the_prompts() -> None:
         assert tiny_config(named_cases((name,))[0]).sliding_window == THRESHOLD
     with pytest.raises(KeyError, match="no case nonsense"):
         named_cases(("nonsense",))
+
+
+@torch.no_grad()
+def test_a_longrope_model_is_judged_as_its_generate_reads() -> None:
+    """Past the original length its cached keys keep the short factors; read at once, all would have the long ones."""
+    model = sweep_check.build(named_cases(["llama: longrope"])[0])
+    prompt = list(range(1, THRESHOLD - 7))
+    reference = sweep_check.Reference(model, None, [prompt], new=16)
+    (answer,) = reference.answers
+    assert [reference.excess(prompt, answer, at, token) for at, token in enumerate(answer)] == [0.0] * 16
+    model.generation_config.eos_token_id = None
+    at_once = model(input_ids=torch.tensor([prompt + answer]), use_cache=False).logits[0]
+    assert at_once[len(prompt) - 1 : -1].argmax(-1).tolist() != answer
