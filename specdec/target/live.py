@@ -8,6 +8,7 @@ modules attend, what is hooked, the vocabulary, and in graphs the weights' addre
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,7 @@ from transformers import PreTrainedModel
 
 from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
+from specdec.values import short
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
@@ -78,6 +80,48 @@ def in_words(states: tuple[AdapterState, ...]) -> str:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """Numbers that modules compute with beside their weights: a norm's epsilon, the scale of attention, its window.
+
+    Some are in the plan of attention and in graphs since the load, some in every page that the prefix cache has, so
+    another one would be ignored in one place and used in the next.
+
+    Attributes:
+        places: (name of the module, its attributes, name of the attribute); values: of them.
+    """
+
+    places: tuple[tuple[str, dict[str, Any], str], ...]
+    values: list[object]
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Settings:
+        """As they are now: every float of a module but rates of dropout, and what shapes an attention mask."""
+        places = tuple(
+            (name, own, attribute)
+            for name, own in ((name, vars(module)) for name, module in model.named_modules())
+            for attribute, value in own.items()
+            if (type(value) is float and "dropout" not in attribute) or attribute in _OF_MASKS
+        )
+        return cls(places, [own[attribute] for _, own, attribute in places])
+
+    def check(self) -> None:
+        """Raises ModelChangedError: one of them is another now."""
+        now = [own.get(attribute) for _, own, attribute in self.places]
+        if now == self.values:
+            return
+        (name, _, attribute), before, found = next(
+            three for three in zip(self.places, self.values, now, strict=True) if three[1] != three[2]
+        )
+        raise ModelChangedError(
+            f"{name}.{attribute} was {short(before)} when the model was wrapped and is {short(found)} now; set it back"
+            + _OR_AGAIN
+        )
+
+
+_OF_MASKS = frozenset(("is_causal", "sliding_window"))
+
+
+@dataclass(frozen=True)
 class _Snapshot:
     """What is quick to compare of a model: of every module its mode and children, of all parameters in order identity,
     dtype, device and, where graphs hold them, address; None or 0 where a module has no parameter of that name.
@@ -121,6 +165,7 @@ class LiveModel:
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
         snapshot: to see quickly that nothing has changed.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
+        settings: numbers that its modules compute with.
         held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
     """
 
@@ -132,6 +177,7 @@ class LiveModel:
     snapshot: _Snapshot
     adapted: tuple[nn.Module, ...]
     adapters: tuple[AdapterState, ...]
+    settings: Settings
     held: tuple[nn.Parameter, ...]
 
     @classmethod
@@ -142,7 +188,7 @@ class LiveModel:
         adapted = adapter_layers(model)
         return cls(
             *(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot),
-            *(adapted, adapter_states(adapted)),
+            *(adapted, adapter_states(adapted), Settings.of(model)),
             tuple(model.parameters()) if captured else (),
         )
 
@@ -171,6 +217,7 @@ class LiveModel:
         """
         self._check_adapters()
         if self.snapshot.is_right and _vocabulary(self.model) == self.vocabulary:
+            self.settings.check()
             return
         self._check_mode()
         kinds = _kinds(self.model)
@@ -194,6 +241,7 @@ class LiveModel:
                 "the model's weights lie in other memory than when its graphs were captured (was it moved, or loaded "
                 f"with assign=True?){_AGAIN}; new values in place are fine"
             )
+        self.settings.check()
 
     def _check_adapters(self) -> None:
         """Adapters switched, scaled, merged, disabled: the same parameters, and another model."""
@@ -217,9 +265,10 @@ class WeightVersions:
     for graphs, other tensors in their place.
 
     It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
-    not what is written through `.data` or `.detach()`. For inference tensors it counts nothing. Another tensor is one
-    that was assigned (`layer.weight = …`, `load_state_dict(assign=True)`, another linear layer of the same sizes):
-    rounds without graphs read it from then on. They run forward hooks, too, so other hooks count as other weights.
+    not what is written through `.data`, `.detach()` or `.numpy()`: `SpeculativeModel.refresh()` is for those. For
+    inference tensors it counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
+    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then
+    on. They run forward hooks, and a forward set on a module, so others of these count as other weights.
     """
 
     def __init__(self, *parts: object, captured: bool = False) -> None:
@@ -242,14 +291,20 @@ class WeightVersions:
         return before != self._count
 
     def _looks_different(self) -> bool:
-        before, versions, hooks = self._tensors, self._versions, self._hooks
+        before, versions, hooks, addresses = self._tensors, self._versions, self._hooks, self._addresses
         if self._children != self._children_now():
             self._walk()
         self._look()
         if len(before) != len(self._tensors) or hooks != self._hooks:
             return True
-        pairs = zip(before, versions, self._tensors, self._versions, strict=True)
-        return not all((old is new and seen == now) or _equal_buffers(old, new) for old, seen, new, now in pairs)
+        if addresses == self._addresses and versions == self._versions and all(map(operator.is_, before, self._tensors)):
+            return False
+        old = zip(before, versions, addresses, strict=True)
+        new = zip(self._tensors, self._versions, self._addresses, strict=True)
+        return not all(
+            (was[0] is now[0] and was[1:] == now[1:]) or _equal_buffers(was[0], now[0])
+            for was, now in zip(old, new, strict=True)
+        )
 
     def _walk(self) -> None:
         self._modules = [module for root in self._roots for module in root.modules()]
@@ -262,8 +317,14 @@ class WeightVersions:
     def _look(self) -> None:
         self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
         self._versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
+        self._addresses = [_address(tensor) for tensor in self._tensors]
         hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
         self._hooks = [hook for of_one in hooks for hook in of_one]
+        self._hooks += [module.forward for module in self._modules if "forward" in vars(module)]
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.data_ptr() if type(tensor) is torch.Tensor else address_of(tensor)
 
 
 def _equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:

@@ -28,12 +28,22 @@ def adapt(model: Any) -> None:
     model.model.layers[0].self_attn.q_proj.add_module("adapter", nn.Identity().eval())
 
 
+def set_number(module: Callable[[Any], Any], name: str, value: Any) -> Callable[[Any], None]:
+    return lambda model: setattr(module(model), name, value)
+
+
 CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     "moved": (move, "other memory"),
     "recast": (recast, "bfloat16 on cpu"),
     "trained": (lambda model: model.model.layers[3].train(), "training mode"),
     "adapted": (adapt, "added, removed or replaced"),
     "resized": (lambda model: model.resize_token_embeddings(99, mean_resizing=False), r"have \(99, 99\) now"),
+    "norm": (
+        lambda model: setattr(model.model.layers[1].input_layernorm, "variance_epsilon", 0.1),
+        r"^model.layers.1.input_layernorm.variance_epsilon was 1e-0\d when .* is 0.1 now; set it back",
+    ),
+    "scale": (lambda model: setattr(model.model.layers[0].self_attn, "scaling", 2.0), "self_attn.scaling was"),
+    "mask": (lambda model: setattr(model.model.layers[0].self_attn, "is_causal", False), "is_causal was True"),
 }
 
 
@@ -128,16 +138,30 @@ def steer(model: Any) -> None:
     model.model.layers[1].register_forward_hook(lambda module, arguments, output: 2 * output)
 
 
+def other_values_behind_a_parameter(model: Any) -> None:
+    weight = model.model.layers[0].mlp.up_proj.weight
+    weight.data = 2 * weight.data
+
+
+def set_forward(model: Any) -> None:
+    own, mlp = type(model.model.layers[1].mlp).forward, model.model.layers[1].mlp
+    mlp.forward = lambda states: 0.5 * own(mlp, states)
+
+
 def same_buffer_anew(model: Any) -> None:
     model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq.clone()
 
 
+CHANGED_WEIGHTS = [
+    *(assign, replace_linear, replace_buffer, write_in_place, steer, same_buffer_anew),
+    *(other_values_behind_a_parameter, set_forward),
+]
 IN_GRAPHS = {write_in_place}
 """What rounds from graphs see: these read the tensors that were there at the capture, and run no hooks."""
 
 
 @pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("change", [assign, replace_linear, replace_buffer, write_in_place, steer, same_buffer_anew])
+@pytest.mark.parametrize("change", CHANGED_WEIGHTS)
 def test_other_weights_are_noticed_once(change: Callable[[Any], None], captured: bool) -> None:
     model = tiny_llama()
     versions = WeightVersions(model, None, captured=captured)
