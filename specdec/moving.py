@@ -249,7 +249,10 @@ class Moving(Generation):
             self.engine.usage()  # what was read meanwhile is held no longer
             held = self.engine.moving.num_held
             if held:
-                raise TransferError(f"{held} requests that moved away are held until they are read or their leases end")
+                raise TransferError(
+                    f"{held} of the requests that moved away are still held for another model; call open_transfer "
+                    "once they are read or their leases end, or release(handoff) those that nobody will continue"
+                )
             own = made(transport, options)  # before anything is changed
             self._close_transfer()
             self._unopened = "it was interrupted"

@@ -54,6 +54,7 @@ def generate(
     from specdec.requests.sampling import SamplingParams
 
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+    _refuse_idle(options, stats and as_json)
     params = SamplingParams(stop=stop, **{name: options[name] for name in names})
     prompts = _read_prompts(prompt, file)
     seed = {} if params.seed is None else {"seed": params.seed}
@@ -65,6 +66,16 @@ def generate(
         _print_json(model, prompts, params)
     else:
         _print_stream(model, prompts, params, stats)
+
+
+def _refuse_idle(options: dict[str, Any], stats_and_json: bool) -> None:
+    """Raises click.UsageError: an option that would do nothing."""
+    if stats_and_json:
+        raise click.UsageError("--json has the statistics of each prompt in it; leave --stats out")
+    for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)):
+        if options["temperature"] == 0 and options[name] != off:
+            flag = f"--{name.replace('_', '-')} {options[name]}"
+            raise click.UsageError(f"{flag} decides nothing at temperature 0; leave it out, or give --temperature")
 
 
 def as_chats(model: SpeculativeModel, prompts: list[Any]) -> list[Any]:

@@ -99,7 +99,8 @@ class Admission:
         if moved.limit > longest or moved.num_drafts > self._config.num_speculative_tokens:
             raise HandoffMismatchError(
                 f"the request may have {moved.limit} tokens and {moved.num_drafts} drafts a round; this model was "
-                f"loaded for max_model_len={longest} and num_speculative_tokens={self._config.num_speculative_tokens}"
+                f"loaded for max_model_len={longest} and num_speculative_tokens={self._config.num_speculative_tokens}; "
+                "load it for as much, or give SamplingParams(max_new_tokens=…, num_speculative_tokens=…) to prefill"
             )
         self._check_prompt(moved.prompt_token_ids)
         self._check_ids("new tokens: ", moved.new_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -85,8 +86,10 @@ class Stream(Iterator[StreamUpdate]):
         if call is not None:
             self._shared.abandon(call)
 
-    def __del__(self) -> None:
-        try:  # not by contextlib: when the interpreter ends, this module's names may be gone
+    def __del__(self, interpreter_ends: Callable[[], bool] = sys.is_finalizing) -> None:
+        if interpreter_ends():  # names of modules are None by then, those of the engine too
+            return
+        try:
             self.close()
-        except AttributeError:  # __init__ did not come to its end, or the interpreter has
+        except AttributeError:  # __init__ did not come to its end
             return

@@ -85,9 +85,11 @@ class Handoff:
         """The inverse of `to_bytes`; no code of the data is run.
 
         Raises:
-            HandoffMismatchError: another version, or no handoff.
+            HandoffMismatchError: another version, or no handoff. InvalidInputError: no bytes.
         """
-        start = len(_MAGIC) + 8
+        if not isinstance(data, (bytes, bytearray, memoryview)):
+            raise refuse_type("a handoff", data, "the bytes of Handoff.to_bytes")
+        data, start = bytes(data), len(_MAGIC) + 8
         size = int.from_bytes(data[len(_MAGIC) : start], "little")
         if data[: len(_MAGIC)] != _MAGIC or not 0 < size <= min(len(data) - start, _LONGEST_HEADER):
             raise HandoffMismatchError(
@@ -166,4 +168,6 @@ def _tensors(given: list[Any], data: bytes) -> dict[str, torch.Tensor]:
         raw = torch.frombuffer(bytearray(data[at : at + size]), dtype=torch.uint8) if size else torch.empty(0)
         found[str(name)] = raw.view(kind).view(shape) if size else torch.empty(shape, dtype=kind)
         at += size
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes more than its tensors have")
     return found

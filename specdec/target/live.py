@@ -297,7 +297,11 @@ class WeightVersions:
         self._look()
         if len(before) != len(self._tensors) or hooks != self._hooks:
             return True
-        if addresses == self._addresses and versions == self._versions and all(map(operator.is_, before, self._tensors)):
+        if (
+            addresses == self._addresses
+            and versions == self._versions
+            and all(map(operator.is_, before, self._tensors))
+        ):
             return False
         old = zip(before, versions, addresses, strict=True)
         new = zip(self._tensors, self._versions, self._addresses, strict=True)

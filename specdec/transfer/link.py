@@ -104,13 +104,12 @@ class Link:
                 f"the request was handed over by transport {source.transport!r}, and this model has "
                 f"{self._end.transport.name!r}: call open_transfer({source.transport!r})"
             )
-        own = self.table().fingerprint
+        check_fingerprints(*comparable(self.table().fingerprint, source.fingerprint))
         if set(handoff.blocks) != set(groups):
             raise HandoffMismatchError(
                 f"cache groups {sorted(handoff.blocks)} there and {sorted(groups)} here; load both models with "
                 "the same hybrid_kv_cache and max_model_len"
             )
-        check_fingerprints(*comparable(own, source.fingerprint))
         self._model.engine.check_moved(handoff.moved)
         refused = self._model.executor.moves.refuses(handoff.tensors) or self._wrong_drafts(handoff.tensors)
         if refused:

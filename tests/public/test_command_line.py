@@ -139,6 +139,18 @@ def test_an_error_is_one_line(run: Run, arguments: tuple[str, ...]) -> None:
     assert [line.startswith("Error: ") for line in err.splitlines()] == [True]
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--top-k", "5"), "--top-k 5 decides nothing at temperature 0"),
+        (("--json", "--stats"), "--json has the statistics"),
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused_first(run: Run, options: tuple[str, ...], words: str) -> None:
+    code, out, err = run("generate", "hi", "--model", "/no/such/model", *options)
+    assert code == 2 and not out and words in err and "leave" in err
+
+
 def test_ctrl_c_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted(*_: Any, **__: Any) -> Any:
         raise KeyboardInterrupt

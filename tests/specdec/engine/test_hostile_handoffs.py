@@ -12,7 +12,7 @@ import pytest
 from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import Handoff, SamplingParams
-from specdec.errors import SpecdecError
+from specdec.errors import InvalidInputError, SpecdecError
 
 SIZES: dict[str, Any] = {"num_speculative_tokens": 3, "max_model_len": 64, "kv_cache_tokens": 200}
 PROMPT = random_prompts((9,))[0]
@@ -131,3 +131,27 @@ def test_what_is_wrong_is_named(pair: tuple[Any, Any], place: tuple[Any, ...], v
     header, source, rest = parted(fresh(pair[0]))
     with pytest.raises(SpecdecError, match=words):
         Handoff.from_bytes(joined(changed(header, place, value), source, rest))
+
+
+@pytest.mark.parametrize("given", [None, "specdec handoff", 5, [1, 2]])
+def test_what_is_no_bytes_is_named(given: Any) -> None:
+    with pytest.raises(InvalidInputError, match=r"a handoff=.*: allowed is the bytes of Handoff.to_bytes"):
+        Handoff.from_bytes(given)
+
+
+def test_bytes_after_the_last_tensor_are_refused(pair: tuple[Any, Any]) -> None:
+    data = fresh(pair[0])
+    assert Handoff.from_bytes(memoryview(data)).to_bytes() == data
+    with pytest.raises(SpecdecError, match="2 bytes more than its tensors have"):
+        Handoff.from_bytes(data + b"xy")
+
+
+def test_a_model_without_the_head_is_told_of_the_head(pair: tuple[Any, Any]) -> None:
+    p, other = pair[0], wrap(tiny_llama(), **{**SIZES, "num_speculative_tokens": 0})
+    other.open_transfer("local")
+    (handoff,) = p.prefill([PROMPT], PARAMS)
+    with pytest.raises(SpecdecError, match=r"^head: "):
+        other.resume(handoff)
+    with pytest.raises(SpecdecError, match=r"\d of the requests .* release\(handoff\)"):
+        p.open_transfer("local")
+    p.release(handoff)

@@ -185,7 +185,7 @@ def test_new_weights_empty_the_cache() -> None:
         assert wrapped.generate(PROMPTS[0], PARAMS)[0].stats.cached_tokens == 0
 
 
-@pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked"])
+@pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked", "behind it", "forward"])
 def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> None:
     """Rounds without graphs read what stands in the model now, not the tensors that it was loaded with."""
     target, other = tiny_llama(), tiny_llama(seed=5)
@@ -195,6 +195,12 @@ def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> Non
         target.load_state_dict(other.state_dict(), assign=True)
     elif replaced == "one layer":
         target.model.layers[0].self_attn.v_proj = other.model.layers[0].self_attn.v_proj
+    elif replaced == "behind it":
+        weight = target.model.layers[0].self_attn.v_proj.weight
+        weight.data = other.model.layers[0].self_attn.v_proj.weight.data.clone()
+    elif replaced == "forward":
+        own, layer = type(target.model.layers[0].mlp).forward, target.model.layers[0].mlp
+        layer.forward = lambda states: own(layer, states).roll(1, -1)
     else:
         target.model.layers[2].register_forward_hook(lambda module, arguments, output: output.roll(1, -1))
     (first, second) = (wrapped.generate(PROMPTS[0], PARAMS)[0] for _ in range(2))
