@@ -86,10 +86,9 @@ class Stream(Iterator[StreamUpdate]):
         if call is not None:
             self._shared.abandon(call)
 
-    def __del__(self, interpreter_ends: Callable[[], bool] = sys.is_finalizing) -> None:
-        if interpreter_ends():  # names of modules are None by then, those of the engine too
-            return
+    def __del__(self) -> None:
         try:
-            self.close()
-        except AttributeError:  # __init__ did not come to its end
+            if not sys.is_finalizing():  # else names of modules are None, those of the engine too
+                self.close()
+        except AttributeError:  # __init__ did not come to its end, or `sys` is None itself
             return

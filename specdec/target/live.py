@@ -323,7 +323,7 @@ class WeightVersions:
         self._versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
         self._addresses = [_address(tensor) for tensor in self._tensors]
         hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
-        self._hooks = [hook for of_one in hooks for hook in of_one]
+        self._hooks: list[Any] = [hook for of_one in hooks for hook in of_one]
         self._hooks += [module.forward for module in self._modules if "forward" in vars(module)]
 
 

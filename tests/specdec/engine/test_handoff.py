@@ -502,7 +502,7 @@ def test_refusals_of_bad_arguments() -> None:
         p.prefill(PROMPTS[0], lease_seconds=0)
     with pytest.raises(InvalidInputError, match="on_failure"):
         p.resume(p.prefill(PROMPTS[0]), on_failure="hope")  # type: ignore[arg-type]
-    with pytest.raises(TransferError, match="held until"):
+    with pytest.raises(TransferError, match=r"still held for another model; call .* or release\(handoff\)"):
         p.open_transfer("sockets")
     for bad in (None, "x", b"zz", [{}], 3):
         for call in (p.resume, p.release):
