@@ -12,7 +12,7 @@ import pytest
 from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import Handoff, SamplingParams
-from specdec.errors import SpecdecError
+from specdec.errors import HandoffMismatchError, SpecdecError
 
 SIZES: dict[str, Any] = {"num_speculative_tokens": 3, "max_model_len": 64, "kv_cache_tokens": 200}
 PROMPT = random_prompts((9,))[0]
@@ -131,3 +131,9 @@ def test_what_is_wrong_is_named(pair: tuple[Any, Any], place: tuple[Any, ...], v
     header, source, rest = parted(fresh(pair[0]))
     with pytest.raises(SpecdecError, match=words):
         Handoff.from_bytes(joined(changed(header, place, value), source, rest))
+
+
+def test_json_that_is_nested_too_deep_is_refused() -> None:
+    text = b"[" * 200_000
+    with pytest.raises(HandoffMismatchError, match="no handoff: RecursionError"):
+        Handoff.from_bytes(b"specdec handoff\n" + len(text).to_bytes(8, "little") + text)
