@@ -59,7 +59,7 @@ class FlexBuilder:
         self._folded = key.num_kv_heads if group.layout == "HND" else 1
         self._slopes: torch.Tensor | None = None
         if key.alibi is not None:
-            self._slopes = torch.tensor(key.alibi, device=device).view(key.num_kv_heads, -1)
+            self._slopes = torch.tensor(key.alibi, dtype=torch.float32, device=device).view(key.num_kv_heads, -1)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlexPlan:
         """Plan one batch. Never waits for the device."""

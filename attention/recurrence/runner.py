@@ -19,7 +19,7 @@ from attention.cache.state import (
     allocate_states,
     tensors_of,
 )
-from attention.recurrence.index import ring_place, slots_of_rows
+from attention.recurrence.index import slots_of_rows
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.rows import StateRows
 from attention.recurrence.spec import ConvSpec
@@ -100,30 +100,23 @@ class StateRunner:
 
     def of_row(self, row: int, position: int) -> list[torch.Tensor]:
         """Copies of what a row of the row table needs of its past from `position` on, where its states hold all tokens
-        before it: each call's state, or a convolution's last inputs. The same for any K."""
-        slot = int(slots_of_rows(np.array(row)))
-        pairs = zip(self.states, self._kept_places(position), strict=True)
-        return [s.ring[slot, at] if isinstance(s, ConvState) else s.state[slot].clone() for s, at in pairs]
+        before it: each call's state, or a convolution's last inputs. The same for any K. Never waits for the device."""
+        slot, found = int(slots_of_rows(np.array(row))), []
+        for spec, state in zip(self.group.specs, self.states, strict=True):
+            if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
+                found.append(state.ring[slot, _kept_places(spec, state, position)])
+            else:
+                found.append(_stored(state)[slot].clone())
+        return found
 
     def put_row(self, row: int, position: int, given: Sequence[torch.Tensor]) -> None:
         """The inverse of `of_row`, into a row of this engine; tensors on any device."""
         slot = int(slots_of_rows(np.array(row)))
-        for state, at, own in zip(self.states, self._kept_places(position), given, strict=True):
-            if isinstance(state, ConvState):
-                state.ring[slot, at] = own.to(state.ring)
-            else:
-                state.state[slot].copy_(own)
-
-    def _kept_places(self, position: int) -> list[torch.Tensor | None]:
-        """Of each convolution where its inputs before `position` are in its ring; None of other calls."""
-        found: list[torch.Tensor | None] = []
-        for spec, state in zip(self.group.specs, self.states, strict=True):
-            places = None
+        for spec, state, own in zip(self.group.specs, self.states, given, strict=True):
             if isinstance(spec, ConvSpec) and isinstance(state, ConvState):
-                before = np.arange(position - spec.width + 1, position)  # below 0 it is nobody's, and never read
-                places = torch.from_numpy(ring_place(before, state.ring.shape[1])).to(state.ring.device)
-            found.append(places)
-        return found
+                state.ring[slot, _kept_places(spec, state, position)] = own.to(state.ring)
+            else:
+                _stored(state)[slot].copy_(own)
 
     def _tensors(self) -> list[torch.Tensor]:
         return [tensor for state in self.states for tensor in tensors_of(state)]
@@ -136,6 +129,18 @@ class StateRunner:
     def blank() -> Blank:
         """Calls that give zeros and leave the states alone: to run a model before its kernels are there."""
         return Blank()
+
+
+def _stored(state: CallState) -> torch.Tensor:
+    assert not isinstance(state, ConvState), "a convolution has inputs alone"
+    return state.state
+
+
+def _kept_places(spec: ConvSpec, state: ConvState, position: int) -> torch.Tensor:
+    """Where a convolution's inputs before `position` are in its ring; made on the device. A place of a position below 0
+    is nobody's, and never read."""
+    ring = state.ring
+    return torch.arange(position - spec.width + 1, position, device=ring.device) % ring.shape[1]
 
 
 @dataclass(frozen=True)

@@ -182,7 +182,8 @@ def _list_file(file: Path) -> dict[str, TensorInfo]:
 def _likely_cause(file: Path) -> str:
     """Why a file of weights is probably unreadable: nothing was downloaded into it, or a part."""
     try:
-        start, size = file.open("rb").read(64), file.stat().st_size
+        with file.open("rb") as opened:
+            start, size = opened.read(64), file.stat().st_size
     except OSError:
         return ""
     if start.startswith(_LFS_POINTER):

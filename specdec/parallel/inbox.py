@@ -45,8 +45,10 @@ class Inbox:
 
     def end_badly(self, error: BaseException) -> None:
         """Say why, and end this process, on any thread: others may wait for ranks that are at another place."""
-        self.say(failed(error))
-        os._exit(1)
+        try:
+            self.say(failed(error))
+        finally:  # rank 0 may be gone
+            os._exit(1)
 
     def _read(self) -> None:
         try:

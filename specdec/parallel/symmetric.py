@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from contextlib import suppress
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,6 +32,32 @@ _ALIGNED = 16
 _DTYPES = (torch.bfloat16, torch.float32)
 LONGEST_RELEASE = 3.0
 """Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
+
+
+class IdleWatch:
+    """Notices when a device is idle, on a thread of its own.
+
+    The thread is there from the beginning: since Python 3.12 none can be started once the interpreter ends, which is
+    when models that were never closed are.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._asked: SimpleQueue[threading.Event | None] = SimpleQueue()
+        threading.Thread(target=_answer, args=(device, self._asked), name="idle", daemon=True).start()
+        weakref.finalize(self, self._asked.put, None).atexit = False  # `release` comes after such callbacks
+
+    def idle(self) -> threading.Event:
+        """Set once all that was launched on the device before is done, or has failed."""
+        found = threading.Event()
+        self._asked.put(found)
+        return found
+
+
+def _answer(device: torch.device, asked: SimpleQueue[threading.Event | None]) -> None:
+    while (found := asked.get()) is not None:
+        with suppress(RuntimeError):  # of what was launched: others are told of it
+            torch.cuda.synchronize(device)
+        found.set()
 
 
 class SymmetricCollectives(GroupCollectives):
@@ -52,6 +80,7 @@ class SymmetricCollectives(GroupCollectives):
         self._beside = torch.cuda.Stream(device)
         scratch = torch.empty_like(self._own_pad)
         self._fill(scratch, [scratch])  # so that no kernel is left to load when a sum keeps the GPU waiting
+        self._watch = IdleWatch(device)
         self.name = "symmetric memory, NCCL"
 
     def _pads(self, meeting: Any) -> list[torch.Tensor]:
@@ -83,10 +112,10 @@ class SymmetricCollectives(GroupCollectives):
     def release(self) -> None:
         """See `Collectives.release`. Sums wait for signals: they are given in place of the lost ranks, until all that
         was launched is done. What it computes, nobody reads."""
-        deadline, idle = time.monotonic() + LONGEST_RELEASE, threading.Event()
-        threading.Thread(target=_wait_idle, args=(self._device, idle), name="idle", daemon=True).start()
-        while not idle.wait(1e-3) and time.monotonic() < deadline:
-            self._fill(self._own_pad, self._other_pads)
+        deadline, idle = time.monotonic() + LONGEST_RELEASE, self._watch.idle()
+        with suppress(RuntimeError):  # of a device in an error, on which nothing waits
+            while not idle.wait(1e-3) and time.monotonic() < deadline:
+                self._fill(self._own_pad, self._other_pads)
 
     def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
         """All signals for this rank given, and all of its own taken."""
@@ -95,13 +124,6 @@ class SymmetricCollectives(GroupCollectives):
             for pad in others:
                 pad.fill_(0)
         self._beside.synchronize()
-
-
-def _wait_idle(device: torch.device, idle: threading.Event) -> None:
-    """Set `idle` once all that was launched on a GPU is done, or has failed."""
-    with suppress(RuntimeError):  # of what was launched: others are told of it
-        torch.cuda.synchronize(device)
-    idle.set()
 
 
 def symmetric_or_group(device: torch.device) -> GroupCollectives:

@@ -110,7 +110,7 @@ class Handoff:
                 tensors=_tensors(header["tensors"], data[start + size :]),
                 completion=None if header["completion"] is None else _completion(header["completion"]),
             )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             if isinstance(error, HandoffMismatchError):
                 raise
             raise HandoffMismatchError(f"this is no handoff: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""The load-time self-test of the kernels of recurrences: against the torch functions, on states of its own.
+"""The load-time self-test of the kernels of recurrences: against the torch functions on a CPU, on states of its own.
 
 The self-test of logits runs the model's own weights. In half precision it cannot tell an accepted draft that was not
 replayed, or a rejected one that was folded into a state, from rounding. The twin can, but runs on a CPU, through the
@@ -24,6 +24,8 @@ _TOLERANCE = {torch.float16: 0.01, torch.bfloat16: 0.02}
 """Largest rms error of a row's outputs, and of its state, over their rms: outputs are rounded to the dtype, by 0.002 in
 bfloat16, and prompts are summed in TF32. What is planted in tests is off by 0.05 or more."""
 _FLOAT32_TOLERANCE = 1e-3
+_CPU = torch.device("cpu")
+"""Where the torch functions run: on a GPU their matmuls round to TF32 where a program allows that."""
 _SLOTS = (2, 3, 1)
 _PADDING = 2
 """Tokens of no row, whose outputs are zeros."""
@@ -64,33 +66,30 @@ def launches(num_drafts: int) -> list[tuple[Row, Row, Row]]:
 
 def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
     """One recurrence: outputs of every launch, and the states after it."""
-    generator, (device, dtype) = (
-        torch.Generator().manual_seed(0),
-        (tensors_of(states.states[0])[0].device, states.dtype),
-    )
+    device, dtype = tensors_of(states.states[0])[0].device, states.dtype
+    generator = torch.Generator().manual_seed(0)
 
     def random(*shape: int, form: str = "normal") -> torch.Tensor:
-        made = torch.randn(shape, generator=generator) if form == "normal" else torch.rand(shape, generator=generator)
-        return made.to(device)
+        made = torch.randn if form == "normal" else torch.rand
+        return made(shape, generator=generator)
 
     group = StateGroup((spec,), 1 + len(_SLOTS), states.group.num_drafts)
-    ours, right = (allocate_states(group, dtype, device)[0] for _ in range(2))
+    (right,), (ours,) = allocate_states(group, dtype, _CPU), allocate_states(group, dtype, device)
     for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
-        own.copy_(random(*own.shape))  # as of requests before
-        other.copy_(own)
+        own.copy_(other.copy_(random(*own.shape)))  # as of requests before
     fixed = _weights(spec, dtype, random)
     start = np.zeros(len(_SLOTS), np.int64)
     for number, rows in enumerate(launches(group.num_drafts)):
         tokens, replay, num_new = np.array(rows).T
         start += replay
-        launch = _rows(tokens, start, replay, num_new, device)
+        arrays = tokens, start, replay, num_new
         inputs = _inputs(spec, int(tokens.sum()) + _PADDING, dtype, random)
-        out = _call(states.functions, spec, inputs, fixed, ours, launch)
-        expected = _call(REFERENCE, spec, inputs, fixed, right, launch)
+        expected = _call(REFERENCE, spec, (*inputs, *fixed), right, _rows(*arrays, _CPU))
+        out = _call(states.functions, spec, _sent((*inputs, *fixed), device), ours, _rows(*arrays, device)).cpu()
         pieces = zip(*(x.split([*tokens.tolist(), _PADDING]) for x in (out, expected)), strict=True)
         found = [("outputs", _error(*piece)) for piece in pieces]
         for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
-            found += [("states", _error(own[slot], other[slot])) for slot in _SLOTS]
+            found += [("states", _error(own[slot].cpu(), other[slot])) for slot in _SLOTS]
         what, worst = max(found, key=lambda pair: (pair[1] != pair[1], pair[1]))
         limit = _TOLERANCE.get(dtype, _FLOAT32_TOLERANCE)
         if not worst <= limit:
@@ -152,15 +151,20 @@ def _inputs(spec: RecurrenceSpec, count: int, dtype: torch.dtype, random: Tensor
             return x, 0.3 * random(count, spec.channels, form="uniform"), b, c
 
 
+def _sent(values: Sequence[Any], device: torch.device) -> list[Any]:
+    return [value.to(device) if isinstance(value, torch.Tensor) else value for value in values]
+
+
 def _call(
-    functions: Any, spec: RecurrenceSpec, inputs: Sequence[Any], fixed: Sequence[Any], kept: CallState, rows: StateRows
+    functions: Any, spec: RecurrenceSpec, inputs: Sequence[Any], kept: CallState, rows: StateRows
 ) -> torch.Tensor:
+    """inputs: those of the tokens, and what all launches share."""
     if isinstance(kept, ConvState):
-        return functions.short_conv(*inputs, *fixed, kept.ring, rows)
+        return functions.short_conv(*inputs, kept.ring, rows)
     if isinstance(spec, DeltaSpec):
-        return functions.gated_delta(*inputs, *fixed, kept.state, kept.ring, rows)
+        return functions.gated_delta(*inputs, kept.state, kept.ring, rows)
     scan = functions.ssd_scan if isinstance(spec, SsdSpec) else functions.selective_scan
-    (x, dt, b, c), (a, d) = inputs, fixed
+    x, dt, b, c, a, d = inputs
     return scan(x, dt, a, b, c, d, kept.state, kept.ring, rows)
 
 

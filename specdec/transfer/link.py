@@ -69,8 +69,8 @@ class Link:
             self._stale = self._versions.changed() or self._stale
             if self._stale and self._model.ranks is not None:
                 raise HandoffMismatchError(
-                    "weights of this rank have changed in place, and those of the others are not known; load the model "
-                    "again"
+                    "weights, modules or hooks of this rank have changed, and those of the others are not known; load "
+                    "the model again"
                 )
             if self._weights is None or self._stale:
                 self._weights = fingerprint(self._model, *fingerprints_of_ranks(self._model.hf_model, None))

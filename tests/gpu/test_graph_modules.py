@@ -99,11 +99,10 @@ def model(
         num_speculative_tokens=drafts,
         backend=backend,
         tokenizer=Tokenizer(),
-        max_num_seqs=4,
         max_num_batched_tokens=48,
         max_model_len=512,
         cuda_graphs=graphs,
-        **options,
+        **{"max_num_seqs": 4, **options},
     )
 
 
@@ -131,6 +130,12 @@ def test_graphs_give_the_eager_tokens_and_drafts(modules: int, drafts: int, monk
     completions = graphed.generate(PROMPTS, GREEDY)
     assert len(ragged) > 6 and len(drafting) > len(ragged) + 10
     check(completions, eager, 0.97)
+
+
+def test_one_row_at_a_time() -> None:
+    """The graphs have two rows at least; one of them is nobody's."""
+    eager = model(2, 3, False, max_num_seqs=1).generate(PROMPTS, GREEDY)
+    check(model(2, 3, True, max_num_seqs=1).generate(PROMPTS, GREEDY), eager, 0.97)
 
 
 @pytest.mark.parametrize(("modules", "drafts"), [(2, 3), (3, 5)])

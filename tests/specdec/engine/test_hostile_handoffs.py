@@ -12,7 +12,7 @@ import pytest
 from fakes import free_everywhere, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import Handoff, SamplingParams
-from specdec.errors import InvalidInputError, SpecdecError
+from specdec.errors import HandoffMismatchError, InvalidInputError, SpecdecError
 
 SIZES: dict[str, Any] = {"num_speculative_tokens": 3, "max_model_len": 64, "kv_cache_tokens": 200}
 PROMPT = random_prompts((9,))[0]
@@ -155,3 +155,9 @@ def test_a_model_without_the_head_is_told_of_the_head(pair: tuple[Any, Any]) -> 
     with pytest.raises(SpecdecError, match=r"\d of the requests .* release\(handoff\)"):
         p.open_transfer("local")
     p.release(handoff)
+
+
+def test_json_that_is_nested_too_deep_is_refused() -> None:
+    text = b"[" * 200_000
+    with pytest.raises(HandoffMismatchError, match="no handoff: RecursionError"):
+        Handoff.from_bytes(b"specdec handoff\n" + len(text).to_bytes(8, "little") + text)

@@ -18,7 +18,7 @@ class OnNoDevice(symmetric.SymmetricCollectives):
     """Its pads are plain memory, and are filled by this thread."""
 
     def __init__(self) -> None:
-        self._device = torch.device("cpu")
+        self._watch = symmetric.IdleWatch(torch.device("cpu"))
         self._own_pad, self._other_pads = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int32)]
 
     def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
@@ -77,3 +77,38 @@ def test_a_device_in_an_error_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> N
     found = OnNoDevice()
     found.release()
     assert not found.touched
+
+
+def test_a_device_whose_error_shows_in_the_signals_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: OnNoDevice, own: torch.Tensor, others: list[torch.Tensor]) -> None:
+        raise RuntimeError("planted")
+
+    ended = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
+    monkeypatch.setattr(OnNoDevice, "_fill", fail)
+    OnNoDevice().release()
+    ended.set()
+
+
+def test_no_thread_is_started_when_signals_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Since Python 3.12 none can be, at the end of a program that has closed nothing."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    asked = threading.Event()
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.set())
+    found = OnNoDevice()
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    found.release()
+    assert asked.is_set()
+
+
+def test_the_watching_thread_ends_with_what_it_is_for() -> None:
+    before = set(threading.enumerate())
+    found = OnNoDevice()
+    (watching,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "idle")
+    assert watching.is_alive()
+    del found
+    watching.join(10)
+    assert not watching.is_alive()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -141,6 +142,20 @@ def test_a_recurrent_mixture_is_compared_so_too() -> None:
     with wrap(tiny_hybrid("qwen3_next"), max_model_len=64) as wrapped, nothing_passes, refused:
         assert has_mixtures(wrapped.target.hf_model)
         self_test(wrapped.target)
+
+
+def test_ranks_read_on_together(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is right here by the first reading is read again where another rank's is not: it would wait for this one."""
+    monkeypatch.setattr(selftest, "_limit", lambda target, error: 1.0)
+    asked: list[list[int]] = []
+
+    def least(values: list[int]) -> list[int]:
+        asked.append(values)
+        return [0] if len(asked) == 1 else values
+
+    monkeypatch.setattr(target, "ranks", SimpleNamespace(collectives=SimpleNamespace(least=least)))
+    assert self_test(target) < 0.1  # the error given the same choices, not the one of the first reading
+    assert asked == [[1], [1]]
 
 
 def test_a_model_without_experts_has_no_mixtures() -> None:
