@@ -2,7 +2,8 @@
 
     python examples/reproduce/stand_in.py FOLDER
 
-writes FOLDER/data (gsm8k, mt_bench, spec_bench, humaneval, code.jsonl) and FOLDER/mamba2 (8 layers of random weights,
+writes FOLDER/data (gsm8k, mt_bench, spec_bench, humaneval, each with as many questions as the real one, over and over
+the same few; code.jsonl) and FOLDER/mamba2 (8 layers of random weights,
 with the tokenizer of the built-in target). The other stand-ins are the built-in models.
 """
 
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from evals.data.datasets import NAMED
 
 _THINGS = ("eggs", "books", "pens", "coins", "apples", "stamps")
 GSM8K = tuple(
@@ -55,12 +58,20 @@ def main(folder: Path) -> None:
     """Write the stand-ins of a dry run into FOLDER."""
     data = folder / "data"
     _write(data / "gsm8k" / "train.jsonl", GSM8K[:6])
-    _write(data / "gsm8k" / "test.jsonl", GSM8K)
-    _write(data / "mt_bench" / "question.jsonl", MT_BENCH)
-    _write(data / "spec_bench" / "question.jsonl", SPEC_BENCH)
-    _write(data / "humaneval" / "HumanEval.jsonl", HUMANEVAL)
+    for name, rows in (("gsm8k", GSM8K), ("mt_bench", MT_BENCH), ("spec_bench", SPEC_BENCH), ("humaneval", HUMANEVAL)):
+        _write(data / NAMED[name].path, _as_many(rows, NAMED[name].questions))
     _write(data / "code.jsonl", CODE)
     write_mamba2(folder / "mamba2")
+
+
+def _as_many(rows: Sequence[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """`count` of them, with ids of their own."""
+    found = []
+    for number in range(count):
+        row = dict(rows[number % len(rows)])
+        ids = {"question_id": number, "task_id": f"HumanEval/{number}"}
+        found.append(row | {name: ids[name] for name in ids.keys() & row.keys()})
+    return found
 
 
 def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:

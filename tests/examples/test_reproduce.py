@@ -288,7 +288,7 @@ def test_other_tokens_than_transformers_are_found(tmp_path: Path, monkeypatch: p
 @pytest.mark.parametrize(
     "name, options, said",
     [
-        ("fixed_lengths.py", ("--prompt-tokens", "9999"), "a prompt needs 9999; give a longer set"),
+        ("fixed_lengths.py", ("--prompt-tokens", "999999"), "a prompt needs 999999; give a longer set"),
         ("own_tokens.py", ("--dtype", "int7"), "dtype"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -202,8 +203,10 @@ def test_schemes_without_an_operator_are_refused_before_weights_are_read(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     folder = configure(write(tmp_path / "target", LLAMA), quantization_config=SCHEME | changes)
-    (folder / "model.safetensors").write_bytes(b"")
-    (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "model-00001-of-00001.safetensors").write_bytes(b"")
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00001.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(UnsupportedModelError, match=message):
         load(folder)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -96,7 +97,7 @@ def test_other_kinds_are_named(kind: str, tmp_path: Path, tiny_case: Callable[..
 
 
 def test_kinds_of_attention(tiny_case: Callable[..., Any]) -> None:
-    config = tiny_case("mimo").model.config
+    config = copy.deepcopy(tiny_case("mimo").model.config)
     assert attention_of(config, 0) == ("full_attention", "default")
     config.mtp_layer_types = ["sliding_attention", "hybrid"]
     assert attention_of(config, 0) == ("sliding_attention", "config mtp_layer_types")
