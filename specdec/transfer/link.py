@@ -180,7 +180,8 @@ def fingerprint(model: Any, weights: str, shares: list[str]) -> dict[str, Any]:
     head, states = model.head, model.target.states
     modules = min(getattr(head, "num_modules", 1), max(model.num_speculative_tokens, 1))
     adapters = in_words(adapter_states(adapter_layers(model.hf_model)))
-    scales = {r.group.name: [list(pair) for pair in r.group.format.scales] for r in model.runners}
+    formats = {r.group.name: r.group.format for r in model.runners}
+    scales = {name: [list(pair) for pair in own.scales] for name, own in formats.items() if own.scales}
     found: dict[str, Any] = {
         "head": None if head is None else type(head).__name__,
         "target weights": weights + (f", adapters {adapters}" if adapters else ""),
