@@ -39,7 +39,7 @@ from specdec.requests.sampling import SamplingParams
 from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
 
-EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "8"))
+EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "4"))
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 LONGEST = 160
 SIZES = {**TINY, "max_position_embeddings": LONGEST}

@@ -17,7 +17,8 @@ PROMPTS, NEW = random_prompts([18, 3]), 6
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", ["qwen3_next", pytest.param("kimi_linear", marks=pytest.mark.long), "mamba2", "jamba", "lfm2"]
+    "name",
+    ["qwen3_next", "jamba", *(pytest.param(n, marks=pytest.mark.long) for n in ("kimi_linear", "mamba2", "lfm2"))],
 )
 def test_the_kernels_serve_a_target(name: str) -> None:
     if torch.cuda.is_available():

@@ -180,7 +180,7 @@ def test_scoring_agrees_with_the_model(model: Any) -> None:
     assert score[0] == pytest.approx(sum(float(logp[i - 1, ids[i]]) for i in range(3, len(ids))), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_stock_hf_model_gives_the_same_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Our model through lm-eval's own command line, and lm-eval's own hf model, on the same task.
 

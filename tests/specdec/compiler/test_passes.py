@@ -93,7 +93,7 @@ def assert_alike(ours: torch.Tensor, eager: torch.Tensor) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("bias", [pytest.param(False, marks=pytest.mark.long), True])
 def test_one_matmul_per_group_of_siblings(bias: bool) -> None:
     block, x = Block(bias).requires_grad_(False), torch.randn(TOKENS, 16)
     before = block(x)

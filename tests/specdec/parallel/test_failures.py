@@ -115,7 +115,7 @@ def test_an_error_in_a_text_ends_its_request_on_every_rank(two_ranks: Any, folde
         assert own.usage().requests == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_two_models_take_turns_on_several_threads(
     two_ranks: Any, model: Any, answer: list[int], folders: Callable[[str], Path]
 ) -> None:
