@@ -74,7 +74,7 @@ def test_deepseek_with_its_module(two_ranks: Any) -> None:
     "name",
     [
         *("one-kv-head", "gpt-oss"),
-        pytest.param("odd-vocabulary", marks=pytest.mark.slow),
+        pytest.param("odd-vocabulary", marks=pytest.mark.long),
         pytest.param("qwen3-moe", marks=pytest.mark.long),
     ],
 )

@@ -190,7 +190,7 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
         assert not own.engine.has_work
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_process_that_stands_still_and_two_interrupts(
     folders: Callable[[str], Path], every_self_test: None, interruptible: None
 ) -> None:
