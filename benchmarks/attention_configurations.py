@@ -71,13 +71,11 @@ class Configuration(Protocol):
         """Launch one layer."""
 
 
-class FlashInferConfiguration:
-    """A FlashInfer kernel of ours, planned from host arrays; `fixed` is the form that CUDA graphs hold."""
+class OfKernel:
+    """A kernel of ours over the whole batch."""
 
-    def __init__(self, scene: Scene, workspace: torch.Tensor, route: Route, fixed: bool) -> None:
-        shape = FixedShape(scene.case.rows, scene.case.query) if fixed else None
-        self._kernel = Kernel(workspace, scene.group, scene.case.key, scene.case.dtype, route, shape)
-        self._part = whole_batch(scene.metadata)
+    def __init__(self, scene: Scene, kernel: Kernel | PackedKernel) -> None:
+        self._kernel, self._part = kernel, whole_batch(scene.metadata)
         self._query = scene.states[0]
         self._out = torch.empty_like(self._query)
 
@@ -88,6 +86,14 @@ class FlashInferConfiguration:
     def run(self, layer: LayerKV) -> None:
         """See Configuration."""
         self._kernel.run(self._query, layer, self._out, None)
+
+
+class FlashInferConfiguration(OfKernel):
+    """A FlashInfer kernel of ours, planned from host arrays; `fixed` is the form that CUDA graphs hold."""
+
+    def __init__(self, scene: Scene, workspace: torch.Tensor, route: Route, fixed: bool) -> None:
+        shape = FixedShape(scene.case.rows, scene.case.query) if fixed else None
+        super().__init__(scene, Kernel(workspace, scene.group, scene.case.key, scene.case.dtype, route, shape))
 
 
 class DecodeConfiguration:
@@ -123,24 +129,13 @@ class DecodeConfiguration:
         self._wrapper.run(self._query, (layer.keys, layer.values), out=self._out)
 
 
-class PackedConfiguration:
+class PackedConfiguration(OfKernel):
     """Our kernel of short queries, for any number of rows; nothing to plan."""
 
     def __init__(self, scene: Scene) -> None:
         if not is_packed(scene.group, scene.case.key, scene.case.dtype, scene.case.query):
             raise UnsupportedAttentionError(f"the packed kernel is not for {scene.case.key}")
-        self._kernel = PackedKernel(scene.case.key, packed_scratch(CUDA))
-        self._part = whole_batch(scene.metadata)
-        self._query = scene.states[0]
-        self._out = torch.empty_like(self._query)
-
-    def plan(self) -> None:
-        """See Configuration."""
-        self._kernel.plan(self._part)
-
-    def run(self, layer: LayerKV) -> None:
-        """See Configuration."""
-        self._kernel.run(self._query, layer, self._out, None)
+        super().__init__(scene, PackedKernel(scene.case.key, packed_scratch(CUDA)))
 
 
 class TorchConfiguration:

@@ -179,18 +179,24 @@ def _list_file(file: Path) -> dict[str, TensorInfo]:
         raise HeadLoadError(f"{file} is no readable safetensors file: {error}{_likely_cause(file)}") from error
 
 
+def is_lfs_pointer(file: Path) -> bool:
+    """Whether git has put a pointer where the file should be. Raises OSError: it cannot be read."""
+    with file.open("rb") as opened:
+        return opened.read(len(_LFS_POINTER)) == _LFS_POINTER
+
+
 def _likely_cause(file: Path) -> str:
     """Why a file of weights is probably unreadable: nothing was downloaded into it, or a part."""
     try:
         with file.open("rb") as opened:
-            start, size = opened.read(64), file.stat().st_size
+            start, size, pointer = opened.read(8), file.stat().st_size, is_lfs_pointer(file)
     except OSError:
         return ""
-    if start.startswith(_LFS_POINTER):
+    if pointer:
         return ". It is a pointer of git-lfs and not the weights: run `git lfs pull` in its folder, or download it anew"
     if file.suffix != ".safetensors" or size < 8:
         return f". It has {size} bytes: download it anew" if size < 8 else ""
-    header = int.from_bytes(start[:8], "little")
+    header = int.from_bytes(start, "little")
     return f". It has {size:,} bytes and is cut off or damaged: download it anew" if header < _LONGEST_HEADER else ""
 
 

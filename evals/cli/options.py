@@ -173,7 +173,11 @@ def make_spec(options: Mapping[str, Any], draft: str | None, k: int) -> ModelSpe
 
 @contextmanager
 def open_executor(specs: Mapping[str, ModelSpec], ray: str | None, workers: int) -> Iterator[Executor]:
-    """The models in this process, or on Ray workers."""
+    """The models in this process, or on Ray workers.
+
+    Raises:
+        click.UsageError: a number of workers without Ray.
+    """
     from evals.runs.executor import LocalExecutor
     from evals.runs.worker import Worker
 

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
+from drafters.checkpoints.tensor_files import is_lfs_pointer
 from specdec.errors import ModelLoadError
 from specdec.values import short
 
@@ -15,8 +16,6 @@ _WHOLE = ("model.safetensors", "pytorch_model.bin")
 
 Source: transformers/modeling_utils.py, `_get_resolved_checkpoint_files`."""
 _SHARD = re.compile(r"model-\d+-of-\d+\.(safetensors|bin)")
-_LFS = b"version https://git-lfs"
-_POINTER_BYTES = 1024
 
 
 def check_weight_files(folder: Path, what: str) -> None:
@@ -45,7 +44,7 @@ def check_no_pointers(folder: Path, what: str) -> None:
         ModelLoadError: the message says how to get the files.
     """
     files = sorted(f for f in folder.iterdir() if f.suffix in (".safetensors", ".bin") and f.is_file())
-    pointers = [file.name for file in files if _is_pointer(file)]
+    pointers = [file.name for file in files if is_lfs_pointer(file)]
     if pointers:
         raise ModelLoadError(
             f"{what}: {len(pointers)} of {len(files)} files of its weights are git-lfs pointers, not the files "
@@ -71,13 +70,6 @@ def _check_shards(folder: Path, files: Collection[str], what: str) -> None:
             f"{what}: {len(missing)} of {len(files)} files of its weights are missing ({short(missing)}); download "
             f"{'it' if len(missing) == 1 else 'them'}"
         )
-
-
-def _is_pointer(file: Path) -> bool:
-    if file.stat().st_size > _POINTER_BYTES:
-        return False
-    with file.open("rb") as opened:
-        return opened.read(len(_LFS)) == _LFS
 
 
 def _without_weights(names: Collection[str]) -> str:
