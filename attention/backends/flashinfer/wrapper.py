@@ -139,7 +139,8 @@ class Kernel:
         self._splits = fixed is None or route != "fa2" or splits_kv(key, fixed.least_busy_rows, workspace.device)
         ones = torch.arange(rows + 1, dtype=torch.int32)
         starts = ones * query_len if fixed is None else (ones * query_len).clamp(max=fixed.num_tokens)
-        buffers = (starts, ones, torch.zeros(rows, dtype=torch.int32), torch.ones(rows, dtype=torch.int32))
+        page_indices = torch.zeros(rows, dtype=torch.int32, device=workspace.device)  # not copied: that would wait
+        buffers = (starts, ones, page_indices, torch.ones(rows, dtype=torch.int32))
         names = ("qo_indptr_buf", "paged_kv_indptr_buf", "paged_kv_indices_buf", "paged_kv_last_page_len_buf")
         fixed_buffers = dict(zip(names, (b.to(workspace.device) for b in buffers), strict=True)) if fixed else {}
         variant = _sink_variant(group.format.dtype_for(dtype), key, dtype) if key.has_sinks else {}
@@ -152,9 +153,7 @@ class Kernel:
         if not key.has_sinks:
             self._wrapper._jit_module = module  # a plan takes this one, and builds none of its own
         self._wrapper.plan(
-            *buffers[:2],
-            buffers[2].to(workspace.device),
-            buffers[3],
+            *buffers,
             key.num_q_heads,
             key.num_kv_heads,
             key.head_dim_k,

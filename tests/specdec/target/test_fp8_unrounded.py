@@ -78,6 +78,7 @@ def test_a_wrong_slot_or_position_is_refused_by_the_ordinary_limit(
 
 def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Linear layers with a bias, cut blocks and one scale a weight, experts: nothing is quantised inside."""
+    torch.manual_seed(0)
     block, x = Block().requires_grad_(False).eval(), torch.randn(5, 256)
     linear = target(tmp_path / "linear", SMALL, torch.float32)
     mixture = target(tmp_path / "experts", QWEN, torch.float32)
@@ -92,7 +93,7 @@ def test_a_layer_of_every_kind_is_multiplied_out(tmp_path: Path, monkeypatch: py
     with unrounded_activations():
         ours = layer(x)
     right = x.double() @ multiplied_out(layer.weight, layer.weight_scale_inv).t() + layer.bias.double()
-    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(ours.double(), right, rtol=1e-5, atol=1e-4)  # sums of 256 terms in float32
     static: Any = linear.hf_model.get_submodule("model.layers.0.mlp.up_proj")
     one = torch.nn.Parameter(torch.tensor(0.5), requires_grad=False)
     static.weight_scale_inv, wide = one, static.weight.float()
