@@ -35,7 +35,8 @@ from benchmarks.document import provenance, usage
 from benchmarks.given import numbers
 from benchmarks.hold import wait_for
 from specdec.parallel.collectives import GroupCollectives
-from specdec.parallel.group import join_group, leave_group
+from specdec.parallel.group import join_group
+from specdec.parallel.leaving import leave_group
 from specdec.parallel.symmetric import SymmetricCollectives
 
 _REPLAYS, _BLOCKS = 10, 7

@@ -19,6 +19,7 @@ from specdec.compiler.settings import compiler_settings
 from specdec.execution.sampled import SampledDrafts, decide_sampled
 from specdec.ops.argmax import greedy_ids
 from specdec.ops.draws import Proposal
+from specdec.parallel.ranks import note_graph
 from specdec.rounds.fields import DeviceRound, StaticSampling
 from specdec.target.target import Target
 
@@ -282,6 +283,7 @@ def record(launch: Callable[[], T], pool: Any) -> tuple[torch.cuda.CUDAGraph, T]
     launch()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
+    note_graph(graph)
     # Of this thread alone: NCCL's own thread looks at events meanwhile.
     with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         result = launch()

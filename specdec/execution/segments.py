@@ -20,6 +20,7 @@ import torch
 
 from attention.hf.custom_op import LayerAttend
 from attention.recurrence.runner import Blank, Recur, empty_output
+from specdec.parallel.ranks import note_graph
 
 T = TypeVar("T")
 
@@ -100,6 +101,7 @@ class _Cutter:
 
     def begin(self) -> None:
         self.graphs.append(torch.cuda.CUDAGraph())
+        note_graph(self.graphs[-1])
         self.graphs[-1].capture_begin(pool=self._pool, capture_error_mode="thread_local")
         self._open = True
 

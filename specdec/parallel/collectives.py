@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from specdec.errors import RanksLostError
+from specdec.parallel.leaving import HelperThread, leave_group
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13's name, and the one before it."""
 _LOOK = timedelta(seconds=0.5)
 """So long torch waits for other ranks at a time: only between two waits Python sees a Ctrl-C."""
+LONGEST_RELEASE = 3.0
+"""Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
+_LONGEST_LEAVE = 5.0
+"""Seconds for NCCL, after that."""
+log = logging.getLogger("specdec")
 
 
 class Collectives(Protocol):
@@ -42,8 +52,11 @@ class Collectives(Protocol):
     def abort(self) -> None:
         """Let calls that wait for a lost rank fail. May be called on another thread; idempotent."""
 
-    def release(self) -> None:
-        """The other ranks are gone: let what waits for them on the device, and `abort` does not reach, go on."""
+    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A graph was captured that holds exchanges: `leave` drops it."""
+
+    def leave(self) -> None:
+        """Leave the group; the other ranks may be gone. Nothing here is called after it, no graph is launched again."""
 
 
 class _named:
@@ -78,7 +91,11 @@ class GroupCollectives:
         """device: where the tensors are."""
         self._device = device
         self._size = dist.get_world_size()
-        self.name = "NCCL" if device.type == "cuda" else "gloo"
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
+        self.name = "gloo"
+        if device.type == "cuda":
+            self._leaving, self._watching = HelperThread("leave"), HelperThread("idle")
+            self.name = "NCCL"
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.sum`."""
@@ -113,5 +130,26 @@ class GroupCollectives:
         backend: Any = dist.group.WORLD._get_backend(self._device)  # type: ignore[union-attr]
         backend.abort()
 
-    def release(self) -> None:
-        """See `Collectives.release`: `abort`, or leaving the group, ends all that waits here."""
+    def hold(self, graph: torch.cuda.CUDAGraph) -> None:
+        """See `Collectives.hold`."""
+        self._graphs.add(graph)
+
+    def leave(self) -> None:
+        """See `Collectives.leave`."""
+        if self._device.type != "cuda":
+            leave_group()
+            return
+        left = self._leaving.start(leave_group)
+        self._let_go()
+        for graph in list(self._graphs):
+            graph.reset()
+        if not left.wait(_LONGEST_LEAVE):
+            log.warning("NCCL did not let go of the other ranks: no other tensor-parallel model loads in this process")
+
+    def _let_go(self) -> None:
+        """Until what was launched on the device is done, or a while has passed. The group's own abort has begun."""
+        self._idle().wait(LONGEST_RELEASE)
+
+    def _idle(self) -> threading.Event:
+        """Set once all that was launched on the device before is done, or has failed."""
+        return self._watching.start(partial(torch.cuda.synchronize, self._device))

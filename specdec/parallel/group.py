@@ -1,4 +1,4 @@
-"""Joining and leaving the process group of all ranks."""
+"""Joining the process group of all ranks; `leaving` has the way out."""
 
 from __future__ import annotations
 
@@ -46,13 +46,3 @@ def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> C
     if on_cuda and os.environ.get(_COLLECTIVES) != "nccl":
         return symmetric_or_group(device)
     return GroupCollectives(device)
-
-
-def leave_group() -> None:
-    """Idempotent. Nobody is waited for: the other ranks may be gone already."""
-    if not dist.is_initialized():
-        return
-    if "nccl" in dist.get_backend_config():
-        dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()

@@ -96,3 +96,10 @@ def current() -> Ranks:
     if found is None:
         raise SpecdecError(_ALONE)
     return found
+
+
+def note_graph(graph: torch.cuda.CUDAGraph) -> None:
+    """Of every graph that is captured: while all ranks run the same, it holds exchanges between them."""
+    found: Ranks | None = getattr(_here, "ranks", None)
+    if found is not None:
+        found.collectives.hold(graph)

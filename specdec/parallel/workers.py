@@ -28,7 +28,7 @@ import torch.distributed as dist
 
 from specdec.errors import InvalidInputError, RanksLostError
 from specdec.parallel.collectives import Collectives
-from specdec.parallel.group import leave_group
+from specdec.parallel.leaving import leave_group
 from specdec.parallel.messages import Answer, Close
 from specdec.parallel.processes import Process, Watched, end, start
 
@@ -223,12 +223,11 @@ class Workers:
             return
         self._broken = self._broken or "the model is closed"
         end(self._watched)
-        if self._watched.abort is not None:  # they had met
-            self.collectives.release()
-        shutil.rmtree(self.folder, ignore_errors=True)
         if _open is self:
             _open = None
-            leave_group()
+            met = self._watched.abort is not None
+            self.collectives.leave() if met else leave_group()
+        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _first(self, ready: Callable[[Process], bool]) -> Process | None:
         """The first of which that is true; waits for it."""

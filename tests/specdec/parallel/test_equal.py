@@ -117,7 +117,7 @@ def test_tiny_models_with_a_random_head(
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     head = eagle3_head(AutoModelForCausalLM.from_pretrained(folders(name)), aux_layers=(0, 1, 2))
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 120}
+    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 96}
     prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
     options = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "max_model_len": 80, **sizes}
     stats = compare(folders(name), str(save_eagle3(head, tmp_path / "head")), prompts, **options)

@@ -30,8 +30,9 @@ from specdec.loading.builtin import resolve
 from specdec.loading.parallel import check_not_quantised, check_parallel, plan_for
 from specdec.options import LoadOptions
 from specdec.parallel import workers
-from specdec.parallel.group import join_group, leave_group
+from specdec.parallel.group import join_group
 from specdec.parallel.interrupts import HeldInterrupt
+from specdec.parallel.leaving import leave_group
 from specdec.parallel.operators import gather_ranks, sum_ranks
 from specdec.parallel.plan import Plan
 

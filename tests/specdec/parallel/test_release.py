@@ -1,15 +1,22 @@
-"""Sums by symmetric memory that wait for a lost rank: the words they wait on, and a device that is none."""
+"""Leaving ranks that are lost: sums by symmetric memory that wait for them, and graphs that NCCL waits for.
+
+The device is none: its words are plain memory.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Iterator
+from weakref import WeakSet
 
 import pytest
 import torch
 
-from specdec.parallel import symmetric
+from specdec.parallel import collectives, symmetric
+from specdec.parallel.leaving import HelperThread
+from specdec.parallel.ranks import Ranks, note_graph
 
 _WAITS = 20
 
@@ -18,7 +25,8 @@ class OnNoDevice(symmetric.SymmetricCollectives):
     """Its pads are plain memory, and are filled by this thread."""
 
     def __init__(self) -> None:
-        self._watch = symmetric.IdleWatch(torch.device("cpu"))
+        self._device = torch.device("cuda")
+        self._leaving, self._watching, self._graphs = HelperThread("leave"), HelperThread("idle"), WeakSet()
         self._own_pad, self._other_pads = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int32)]
 
     def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
@@ -57,7 +65,7 @@ def test_signals_are_given_until_all_is_done(monkeypatch: pytest.MonkeyPatch, en
 
     monkeypatch.setattr(torch.cuda, "synchronize", sums)
     started = time.monotonic()
-    found.release()
+    found._let_go()
     assert len(done) == _WAITS and time.monotonic() - started < symmetric.LONGEST_RELEASE
 
 
@@ -65,7 +73,7 @@ def test_a_device_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
     monkeypatch.setattr(symmetric, "LONGEST_RELEASE", 0.1)
     started = time.monotonic()
-    OnNoDevice().release()
+    OnNoDevice()._let_go()
     assert 0.1 <= time.monotonic() - started < 5
 
 
@@ -75,7 +83,7 @@ def test_a_device_in_an_error_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     found = OnNoDevice()
-    found.release()
+    found._let_go()
     assert not found.touched
 
 
@@ -86,29 +94,96 @@ def test_a_device_whose_error_shows_in_the_signals_is_let_alone(monkeypatch: pyt
     ended = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
     monkeypatch.setattr(OnNoDevice, "_fill", fail)
-    OnNoDevice().release()
+    OnNoDevice()._let_go()
     ended.set()
 
 
-def test_no_thread_is_started_when_signals_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_thread_is_started_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Since Python 3.12 none can be, at the end of a program that has closed nothing."""
 
     def refuse(self: threading.Thread) -> None:
         raise RuntimeError("can't create new thread at interpreter shutdown")
 
-    asked = threading.Event()
+    asked, left = threading.Event(), threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: asked.set())
+    monkeypatch.setattr(collectives, "leave_group", left.set)
     found = OnNoDevice()
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    found.release()
-    assert asked.is_set()
+    found.leave()
+    assert asked.is_set() and left.is_set()
 
 
 def test_the_watching_thread_ends_with_what_it_is_for() -> None:
     before = set(threading.enumerate())
     found = OnNoDevice()
-    (watching,) = (thread for thread in set(threading.enumerate()) - before if thread.name == "idle")
-    assert watching.is_alive()
+    threads = set(threading.enumerate()) - before
+    assert {thread.name for thread in threads} == {"idle", "leave"}
     del found
-    watching.join(10)
-    assert not watching.is_alive()
+    for thread in threads:
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+class Graph:
+    """A captured graph, and what NCCL sees of it."""
+
+    def __init__(self) -> None:
+        self.dropped = threading.Event()
+
+    def reset(self) -> None:
+        self.dropped.set()
+
+
+class Group:
+    """NCCL with a lost rank: the device goes on once the abort has begun, which ends once the graphs are dropped."""
+
+    def __init__(self, graphs: list[Graph], monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
+        self.aborts, self.left, self.order = threading.Event(), False, list[str]()
+        self._graphs, self._ended = graphs, ended
+        monkeypatch.setattr(collectives, "leave_group", self.leave)
+        monkeypatch.setattr(torch.cuda, "synchronize", self.synchronise)
+
+    def leave(self) -> None:
+        self.aborts.set()
+        while not all(graph.dropped.is_set() for graph in self._graphs):
+            if self._ended.wait(1e-3):
+                return
+        self.left = True
+
+    def synchronise(self, device: torch.device) -> None:
+        assert self.aborts.wait(10)
+        assert not any(graph.dropped.is_set() for graph in self._graphs)
+        self.order.append("idle")
+
+
+def test_graphs_are_dropped_once_the_device_is_idle_and_then_the_group_is_left(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+) -> None:
+    graphs, found = [Graph(), Graph()], OnNoDevice()
+    group = Group(graphs, monkeypatch, ended)
+    for graph in graphs:
+        found.hold(graph)  # type: ignore[arg-type]
+    found.leave()
+    assert group.left and group.order == ["idle"]
+
+
+def test_a_graph_that_nobody_noted_costs_a_while_and_a_warning(
+    monkeypatch: pytest.MonkeyPatch, ended: threading.Event, caplog: pytest.LogCaptureFixture
+) -> None:
+    found, group = OnNoDevice(), Group([Graph()], monkeypatch, ended)
+    monkeypatch.setattr(collectives, "_LONGEST_LEAVE", 0.05)
+    with caplog.at_level(logging.WARNING, "specdec"):
+        found.leave()
+    assert not group.left and "did not let go" in caplog.text
+
+
+def test_graphs_are_noted_where_all_ranks_run_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = OnNoDevice()
+    alone, among, freed = Graph(), Graph(), Graph()
+    ranks = Ranks(0, 2, torch.device("cpu"), found, None)  # type: ignore[arg-type]
+    note_graph(alone)  # type: ignore[arg-type]
+    with ranks.together():
+        note_graph(among)  # type: ignore[arg-type]
+        note_graph(freed)  # type: ignore[arg-type]
+    del freed
+    assert list(found._graphs) == [among]
