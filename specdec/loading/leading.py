@@ -20,13 +20,17 @@ from specdec.loading.targets import check_shares
 from specdec.loading.tokenizers import open_tokenizer
 from specdec.options import LoadOptions
 from specdec.parallel import messages
+from specdec.parallel.collectives import Collectives
 from specdec.parallel.group import join_group
+from specdec.parallel.leaving import HelperThread
 from specdec.parallel.ranks import Ranks
 from specdec.parallel.workers import Link, Workers, open_workers, starting
 from specdec.requests.prompts import encode_prompts
 from specdec.target.selftest import SELF_TEST_TEXT
 
 T = TypeVar("T")
+_LOOK = 0.1
+"""Seconds between two looks at the ranks while they meet."""
 Load = Callable[[Any, Any, LoadOptions, Ranks], T]
 """(target, draft, options with a tokenizer, ranks) -> the model."""
 
@@ -100,13 +104,38 @@ def _meet(workers: Workers, link: Link, device: torch.device) -> None:
         meeting = f"{workers.folder}/meeting"
         for rank in range(1, size):
             workers.send((0, messages.Join(rank, size, device.type, meeting)), rank)
-        workers.met(join_group(0, size, device, meeting))
+        workers.met(_joined(workers, size, device, meeting))
     except BaseException as error:
         found = workers.found_loss() if isinstance(error, Exception) else None
         link.close()
         if isinstance(error, RanksLostError) or found is not None:
             raise ModelLoadError(f"a rank did not start: {found or error}") from error
         raise
+
+
+def _joined(workers: Workers, size: int, device: torch.device, meeting: str) -> Collectives:
+    """Join the group on a thread of its own: gloo and NCCL wait long or without end for a rank that is lost meanwhile.
+
+    Raises:
+        RanksLostError: one is.
+    """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # of this thread
+    found: list[Collectives | BaseException] = []
+
+    def join() -> None:
+        try:
+            found.append(join_group(0, size, device, meeting))
+        except BaseException as error:
+            found.append(error)
+
+    joined = HelperThread("join").start(join)
+    while not joined.wait(_LOOK):
+        workers.check()
+    (result,) = found
+    if isinstance(result, BaseException):
+        raise result
+    return result
 
 
 def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:

@@ -27,6 +27,9 @@ from specdec import (
     SpeculativeModel,
 )
 from specdec.engine.ranked import differing_ids
+from specdec.loading import leading
+from specdec.parallel import workers
+from specdec.parallel.group import join_group
 
 SOON = 5.0
 SIZES: dict[str, Any] = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
@@ -168,6 +171,29 @@ def test_a_process_killed_while_nothing_runs(folders: Callable[[str], Path], eve
         with pytest.raises(RanksLostError, match=rf"rank 1 \(process {pid}\) is lost: it was killed by SIGKILL"):
             own.generate(PROMPT, PARAMS)
         assert time.monotonic() - started < SOON
+
+
+@pytest.mark.slow
+def test_a_process_killed_before_the_ranks_meet(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, every_self_test: None
+) -> None:
+    """gloo would wait two minutes for it, NCCL without end."""
+    killed: list[float] = []
+
+    def kill_then_join(*arguments: Any) -> Any:
+        assert workers._open is not None
+        for pid in workers._open.pids:
+            os.kill(pid, signal.SIGKILL)
+        killed.append(time.monotonic())
+        return join_group(*arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(leading, "join_group", kill_then_join)
+        with pytest.raises(ModelLoadError, match=r"a rank did not start: rank 1 .* was killed by SIGKILL"):
+            load(folders("one-kv-head"))
+    assert time.monotonic() - killed[0] < SOON
+    with load(folders("one-kv-head")) as again:
+        assert len(again.generate(PROMPT, PARAMS)[0].token_ids) == 12
 
 
 @pytest.mark.slow
