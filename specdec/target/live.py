@@ -95,13 +95,18 @@ class Settings:
 
     @classmethod
     def of(cls, model: nn.Module) -> Settings:
-        """As they are now: every float of a module but rates of dropout, and what shapes an attention mask."""
-        places = tuple(
+        """As they are now: every float of a module but rates of dropout, and what shapes an attention mask; of the
+        configurations what forwards read there."""
+        of_modules = (
             (name, own, attribute)
             for name, own in ((name, vars(module)) for name, module in model.named_modules())
             for attribute, value in own.items()
             if (type(value) is float and "dropout" not in attribute) or attribute in _OF_MASKS
         )
+        of_configs = (
+            (name, own, attribute) for name, own in _configs(model) for attribute in _OF_CONFIGS if attribute in own
+        )
+        places = (*of_modules, *of_configs)
         return cls(places, [own[attribute] for _, own, attribute in places])
 
     def check(self) -> None:
@@ -119,6 +124,17 @@ class Settings:
 
 
 _OF_MASKS = frozenset(("is_causal", "sliding_window"))
+_OF_CONFIGS = (
+    *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
+    *("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "lm_head_multiplier"),
+)
+
+
+def _configs(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
+    """Name and attributes of each configuration of the model and its modules."""
+    named = ((f"{name}.config".removeprefix("."), module) for name, module in model.named_modules())
+    found = {id(module.config): (name, vars(module.config)) for name, module in named if "config" in vars(module)}
+    return list(found.values())
 
 
 @dataclass(frozen=True)

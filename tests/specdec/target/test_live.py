@@ -9,6 +9,8 @@ import pytest
 import torch
 from fakes import count_calls, tiny_llama
 from torch import nn
+from transformers import Gemma2Config
+from transformers.models.auto import AutoModelForCausalLM
 
 from specdec.errors import ModelChangedError
 from specdec.target.live import LiveModel, WeightVersions, _Snapshot
@@ -84,6 +86,24 @@ def test_what_rounds_from_graphs_read_is_checked_first_and_all_else_after_it(cha
         assert rest is not None
         with pytest.raises(ModelChangedError, match=message):
             rest()
+
+
+def test_a_number_that_forwards_read_from_the_configuration() -> None:
+    """Masks and soft caps are made from it at every forward; what decides nothing there may change."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8, "vocab_size": 32}
+    model = AutoModelForCausalLM.from_config(
+        Gemma2Config(**sizes, num_key_value_heads=1, num_hidden_layers=2, sliding_window=20)
+    ).eval()
+    live = LiveModel.of(model, False)
+    model.config.use_cache = False
+    live.check()
+    for attribute, value in (("sliding_window", 8), ("final_logit_softcapping", 5.0)):
+        before = getattr(model.config, attribute)
+        setattr(model.config, attribute, value)
+        with pytest.raises(ModelChangedError, match=rf"config\.{attribute} was {before} .* is {value} now"):
+            live.check()
+        setattr(model.config, attribute, before)
+        live.check()
 
 
 @pytest.mark.parametrize("captured", [False, True])
