@@ -12,16 +12,22 @@ page of the head *for each* such continuation, always a pair. A request that dra
 on in the same way, and then nothing is missing. The last page that its tokens share with others may go on differently:
 that one it reads again, by target and head, into a pair of its own, which is found from then on beside the other. A
 request without drafts needs the target's page only: it takes any, and leaves one without a page of the head.
+
+Where sliding-window layers have groups of pages of their own, a node has a page of each such group, too, whatever
+follows: if it was not evicted, since each group has as many pages as its rows may need and no more. A request begins
+with as many pages as have, in every group, all pages that the next token's window reaches back to.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from attention.cache.shared import SharedPages
+from attention.cache.windowed import first_needed_page
 from attention.checking import require
 
 _NO_PAGE = 0
@@ -32,15 +38,24 @@ _ID_BYTES = 4
 
 
 class _Node:
-    """One page of tokens after those of its parents; `entries` by the bytes of the tokens that follow."""
+    """One page of tokens after those of its parents; `entries` by the bytes of the tokens that follow.
 
-    __slots__ = ("children", "entries", "key", "parent")
+    windowed: its page in each group of sliding-window layers; 0: none.
+    """
 
-    def __init__(self, parent: _Node | None, key: bytes) -> None:
+    __slots__ = ("children", "entries", "key", "parent", "windowed")
+
+    def __init__(self, parent: _Node | None, key: bytes, num_windowed: int) -> None:
         self.parent = parent
         self.key = key
         self.children: dict[bytes, _Node] = {}
         self.entries: dict[bytes, _Entry] = {}
+        self.windowed = [_NO_PAGE] * num_windowed
+
+    @property
+    def is_used(self) -> bool:
+        """Whether it has anything to find, or leads to it."""
+        return bool(self.entries or self.children or any(self.windowed))
 
     @property
     def has_read(self) -> bool:
@@ -68,11 +83,13 @@ class Found:
         num_pages: full pages that were found, from the first on.
         pages, head_pages: those that the request begins with, of the target's and of the head's. The rest of what was
             found is read again: at most one page, but for pages shorter than `num_following`.
+        windowed: of each group of sliding-window layers, those of the last of these pages that the next token sees.
     """
 
     num_pages: int = 0
     pages: tuple[int, ...] = ()
     head_pages: tuple[int, ...] = ()
+    windowed: tuple[tuple[int, ...], ...] = ()
 
 
 NOTHING = Found()
@@ -88,17 +105,34 @@ class PrefixCache:
     Attributes:
         pages: allocator of the target's pages; head_pages: of the head's, None without a head.
         page_size: tokens a page. num_following: see `__init__`.
+        windowed: allocators of the groups of sliding-window layers.
     """
 
-    def __init__(self, page_size: int, num_pages: int, num_head_pages: int | None = None, num_following: int = 1):
-        """num_following: tokens after a position on which the head's entry there depends, at least 1."""
+    def __init__(
+        self,
+        page_size: int,
+        num_pages: int,
+        num_head_pages: int | None = None,
+        num_following: int = 1,
+        windows: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """
+        Args:
+            num_following: tokens after a position on which the head's entry there depends, at least 1.
+            windows: of each group of sliding-window layers its window and number of pages.
+        """
         self.page_size = page_size
         self.num_following = num_following
         self.pages = SharedPages(num_pages, lambda page: self._forget(self._entries[page]))
         self.head_pages: SharedPages | None = None
         if num_head_pages is not None:
             self.head_pages = SharedPages(num_head_pages, lambda page: self._forget(self._head_entries[page]))
-        self._roots = _Node(None, b""), _Node(None, b"")
+        self._windows = tuple(window for window, _ in windows)
+        self.windowed = tuple(
+            SharedPages(count, partial(self._forget_windowed, g)) for g, (_, count) in enumerate(windows)
+        )
+        self._windowed_nodes: tuple[dict[int, _Node], ...] = tuple({} for _ in windows)
+        self._roots = self._new_node(None, b""), self._new_node(None, b"")
         self._entries: dict[int, _Entry] = {}
         self._head_entries: dict[int, _Entry] = {}
 
@@ -124,8 +158,11 @@ class PrefixCache:
             taken.append(entry)
             node = child
         num_pages = len(taken) + self._read_again(node, keys[len(taken) :], with_head)
+        most = self._most_seen(taken)
+        if most < len(taken):
+            num_pages, taken = most, taken[:most]
         heads = tuple(entry.head for entry in taken) if with_head else ()
-        return Found(num_pages, tuple(entry.page for entry in taken), heads)
+        return Found(num_pages, tuple(entry.page for entry in taken), heads, self._windowed_pages(taken))
 
     def num_shared(self, num_common: int, num_tokens: int, with_head: bool) -> int:
         """Pages that a request of `num_tokens` tokens takes of one with which it has the first num_common in common.
@@ -147,10 +184,35 @@ class PrefixCache:
         self.pages.hold(found.pages)
         if self.head_pages is not None:
             self.head_pages.hold(found.head_pages)
+        for allocator, pages in zip(self.windowed, found.windowed, strict=False):
+            allocator.hold(pages)
 
-    def num_idle(self, found: Found) -> int:
-        """How many of the target's pages in `found` count as free until it is held."""
-        return self.pages.num_idle(found.pages)
+    def num_idle(self, found: Found) -> list[int]:
+        """How many of the pages in `found` count as free until it is held: of each of the target's groups."""
+        of_windows = (a.num_idle(pages) for a, pages in zip(self.windowed, found.windowed, strict=False))
+        return [self.pages.num_idle(found.pages), *(of_windows if found.windowed else [0] * len(self.windowed))]
+
+    def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], long: bool) -> None:
+        """Let others find pages of a group of sliding-window layers. Idempotent.
+
+        A page that the cache has for the same tokens stays, unless nobody holds it.
+
+        Args:
+            tokens: [n] int32, the row's committed tokens; all of these pages are among them.
+            first: the logical page of the first one. pages: of the row, with all entries final; 0: none.
+        """
+        node, allocator, nodes = self._roots[long], self.windowed[group], self._windowed_nodes[group]
+        end = first + max((i + 1 for i, page in enumerate(pages) if page), default=-first)
+        for i, key in enumerate(self._keys(tokens)[:end]):
+            node = node.children.get(key) or self._add(node, key)
+            page = pages[i - first] if i >= first else _NO_PAGE
+            old = node.windowed[group]
+            if page in (_NO_PAGE, old) or (old and not allocator.is_idle(old)):
+                continue
+            if old:
+                self._withdraw_windowed(group, old)
+            node.windowed[group], nodes[page] = page, node
+            allocator.register(page)
 
     def register(self, tokens: np.ndarray, pages: Sequence[int], head_pages: Sequence[int], long: bool = False) -> None:
         """Let others find a row's pages. Idempotent.
@@ -166,9 +228,7 @@ class PrefixCache:
         """
         node, following = self._roots[long], self._following(tokens, len(head_pages))
         for i, key in enumerate(self._keys(tokens)[: len(pages)]):
-            child = node.children.get(key)
-            if child is None:
-                child = node.children[key] = _Node(node, key)
+            child = node.children.get(key) or self._add(node, key)
             if i < len(head_pages):
                 self._offer(child, following[i], pages[i], head_pages[i])
             else:
@@ -182,7 +242,11 @@ class PrefixCache:
         if self.head_pages is not None:
             for page in self._head_entries:
                 self.head_pages.withdraw(page)
-        self._roots = _Node(None, b""), _Node(None, b"")
+        for allocator, nodes in zip(self.windowed, self._windowed_nodes, strict=True):
+            for page in nodes:
+                allocator.withdraw(page)
+            nodes.clear()
+        self._roots = self._new_node(None, b""), self._new_node(None, b"")
         self._entries, self._head_entries = {}, {}
 
     def validate(self) -> None:
@@ -196,7 +260,7 @@ class PrefixCache:
         while stack:
             reached.append(stack.pop())
             stack += reached[-1].children.values()
-        require(all(node.entries or node.children for node in reached), "a node has neither pages nor children")
+        require(all(node.is_used for node in reached), "a node has neither pages nor children")
         entries = [entry for node in reached for entry in node.entries.values()]
         require({e.page: e for e in entries} == self._entries, "entries by page are not those of the tree")
         require({e.head: e for e in entries if e.head} == self._head_entries, "entries by head page are not the tree's")
@@ -204,6 +268,35 @@ class PrefixCache:
         if self.head_pages is not None:
             wrong = self._head_entries.keys() ^ self.head_pages.registered_pages()
             require(not wrong, f"registered pages of the head are not those of the tree: {sorted(wrong)[:8]}")
+        for g, (allocator, nodes) in enumerate(zip(self.windowed, self._windowed_nodes, strict=True)):
+            require(
+                {n.windowed[g]: n for n in reached if n.windowed[g]} == nodes,
+                "nodes by windowed page are not the tree's",
+            )
+            require(nodes.keys() == allocator.registered_pages(), "registered windowed pages are not those of the tree")
+
+    def _new_node(self, parent: _Node | None, key: bytes) -> _Node:
+        return _Node(parent, key, len(self._windows))
+
+    def _add(self, node: _Node, key: bytes) -> _Node:
+        child = node.children[key] = self._new_node(node, key)
+        return child
+
+    def _most_seen(self, taken: Sequence[_Entry]) -> int:
+        """The most of these pages after which the next token finds, in every group, all that its window reaches."""
+        size, runs = self.page_size, [0] * len(self._windows)
+        most = 0 if runs else len(taken)
+        for n, entry in enumerate(taken if runs else (), 1):
+            runs = [run + 1 if page else 0 for run, page in zip(runs, entry.node.windowed, strict=True)]
+            needed = (n - first_needed_page(window, n * size, size) for window in self._windows)
+            if all(run >= least for run, least in zip(runs, needed, strict=True)):
+                most = n
+        return most
+
+    def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:
+        """Of each group the pages that the token after these sees."""
+        firsts = (first_needed_page(window, len(taken) * self.page_size, self.page_size) for window in self._windows)
+        return tuple(tuple(e.node.windowed[g] for e in taken[first:]) for g, first in enumerate(firsts))
 
     def _keys(self, tokens: np.ndarray) -> list[bytes]:
         """The ids of every whole page as bytes."""
@@ -256,8 +349,24 @@ class PrefixCache:
     def _forget(self, entry: _Entry) -> None:
         """Evict a pair: to a request that drafts neither is of use without the other."""
         self._drop(entry)
-        node = entry.node
-        while node.parent is not None and not node.entries and not node.children:
+        if not entry.node.entries:
+            for group, page in enumerate(entry.node.windowed):
+                if page:
+                    self._withdraw_windowed(group, page)
+        self._prune(entry.node)
+
+    def _forget_windowed(self, group: int, page: int) -> None:
+        """Evict a page of a group of sliding-window layers; the target's other pages stay."""
+        node = self._windowed_nodes[group][page]
+        self._withdraw_windowed(group, page)
+        self._prune(node)
+
+    def _withdraw_windowed(self, group: int, page: int) -> None:
+        self._windowed_nodes[group].pop(page).windowed[group] = _NO_PAGE
+        self.windowed[group].withdraw(page)
+
+    def _prune(self, node: _Node) -> None:
+        while node.parent is not None and not node.is_used:
             del node.parent.children[node.key]
             node = node.parent
 

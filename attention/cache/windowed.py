@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from attention.batch.host import offsets_within
-from attention.cache.pages import NULL_PAGE, BlockTables
+from attention.cache.pages import NULL_PAGE, BlockTables, PageAllocator
 from attention.checking import checking, require
 
 
@@ -22,19 +22,35 @@ class WindowedTables(BlockTables):
         window: number of visible positions including its own, see `AttentionSpec`.
     """
 
-    def __init__(self, num_pages: int, max_rows: int, max_tokens_per_row: int, page_size: int, window: int) -> None:
-        super().__init__(num_pages, max_rows, max_tokens_per_row, page_size)
+    def __init__(
+        self,
+        num_pages: int,
+        max_rows: int,
+        max_tokens_per_row: int,
+        page_size: int,
+        window: int,
+        allocator: PageAllocator | None = None,
+    ) -> None:
+        super().__init__(num_pages, max_rows, max_tokens_per_row, page_size, allocator)
         self.window = window
         self._first = np.zeros(max_rows, np.int64)
 
-    @property
-    def num_used(self) -> int:
-        """Pages that rows own, and those aside."""
-        return int((self._counts - self._first).sum()) + self._aside.total()
-
     def first_needed(self, computed: int) -> int:
         """The first logical page that a query at position `computed` or later sees a key of."""
-        return max((computed - (self.window - 1)) // self.page_size, 0)
+        return first_needed_page(self.window, computed, self.page_size)
+
+    def begin_behind(self, row: int, pages: Sequence[int], num_pages: int) -> None:
+        """As `begin`, with the last ones of the row's first num_pages logical pages: all before them count as freed."""
+        require(not self._counts[row] and len(pages) <= num_pages, "a row that has pages was given others, or too many")
+        first = num_pages - len(pages)
+        self.table[row, first:num_pages] = pages
+        self._counts[row], self._first[row] = num_pages, first
+
+    def to_be_freed(self, row: int, computed: int) -> tuple[int, list[int]]:
+        """What `free_behind` will free of a row: the first logical page of it, and the pages."""
+        first = int(self._first[row])
+        pages: list[int] = self.table[row, first : max(self.first_needed(computed), first)].tolist()
+        return first, pages
 
     def detach(self, row: int) -> list[int]:
         """See `BlockTables.detach`."""
@@ -44,12 +60,8 @@ class WindowedTables(BlockTables):
 
     def attach(self, row: int, pages: Sequence[int], num_tokens: int) -> None:
         """See `BlockTables.attach`: the last pages of so many tokens, all before them freed."""
-        count = self.pages_for(num_tokens)
-        first = count - len(pages)
-        require(not self._counts[row] and first >= 0, "a row that has pages was given others, or too many")
         self._aside -= Counter(pages)
-        self.table[row, first:count] = pages
-        self._counts[row], self._first[row] = count, first
+        self.begin_behind(row, pages, self.pages_for(num_tokens))
 
     def most_pages(self, num_tokens: int, query_len: int) -> int:
         """Most pages that a row of at most `num_tokens` tokens owns while it reads at most `query_len` at a time."""
@@ -77,19 +89,11 @@ class WindowedTables(BlockTables):
 
     def validate(self) -> None:
         """As `BlockTables.validate`, of what rows own. Raises InvariantError."""
-        ends = zip(self._first.tolist(), self._counts.tolist(), strict=True)
-        own = [row[first:count] for row, (first, count) in zip(self.table, ends, strict=True)]
-        aside = np.array(list(self._aside.elements()), np.int32)
-        pages = np.concatenate([*own, aside, np.array(self.allocator.free_pages(), np.int32)])
-        seen, counts = np.unique(pages, return_counts=True)
-        most = self.allocator.num_pages - 1
-        require(NULL_PAGE not in seen, "the null page has an owner")
-        require(bool((counts == 1).all()), f"pages owned twice: {seen[counts > 1][:8].tolist()}")
-        require(len(seen) == most, f"{most - len(seen)} pages are lost")
-        require(
-            np.count_nonzero(self.table) == self.num_used - len(aside),
-            "an entry that its row does not own is not the null page",
-        )
+        ends = list(zip(self._first.tolist(), self._counts.tolist(), strict=True))
+        own = Counter(page for row, (first, end) in enumerate(ends) for page in self.table[row, first:end].tolist())
+        self.allocator.check_holders(own + self._aside)
+        others = (np.concatenate([row[:first], row[end:]]) for row, (first, end) in zip(self.table, ends, strict=True))
+        require(not any(each.any() for each in others), "an entry that its row does not own is not the null page")
 
     def _shrink(self, row: int, count: int) -> None:
         kept = max(count, int(self._first[row]))
@@ -97,6 +101,15 @@ class WindowedTables(BlockTables):
         self.table[row, kept : self._counts[row]] = NULL_PAGE
         self._counts[row] = count
         self._first[row] = min(int(self._first[row]), count)
+
+
+def first_needed_page(window: int, computed: int, page_size: int) -> int:
+    """The first logical page that a query at position `computed` or later sees a key of.
+
+    >>> [first_needed_page(18, computed, 4) for computed in (0, 17, 20, 21, 24)]
+    [0, 0, 0, 1, 1]
+    """
+    return max((computed - (window - 1)) // page_size, 0)
 
 
 def most_owned_pages(window: int, query_len: int, page_size: int) -> int:

@@ -113,8 +113,9 @@ class Engine(Visited):
         head_pages = None
         if num_head_pages is not None:
             head_pages = self._pages(num_head_pages, None if cache is None else cache.head_pages)
-        prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
-        windowed = [windowed_tables(c, pool) for pool in c.windowed]
+        allocators = [None] * len(c.windowed) if cache is None else cache.windowed
+        windowed = [windowed_tables(c, pool, own) for pool, own in zip(c.windowed, allocators, strict=True)]
+        prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages, windowed)
         self.scheduler = Scheduler(
             c, self.table, pages, head_pages, num_modules, windowed, prefixes=prefixes, counters=self._counters
         )
@@ -137,13 +138,12 @@ class Engine(Visited):
         c, drafter = self.config, self._drafter
         if not c.enable_prefix_caching:
             return None
-        if c.windowed:
-            raise InvalidInputError("enable_prefix_caching=True: not with cache groups of sliding-window layers")
+        windows = [(pool.window, pool.num_pages) for pool in c.windowed]
         if drafter is None:
-            return PrefixCache(c.page_size, c.num_pages)
+            return PrefixCache(c.page_size, c.num_pages, windows=windows)
         if not isinstance(drafter.loop, SharesPages):
             raise InvalidInputError(f"enable_prefix_caching=True: not with {drafter.loop.name}; give False")
-        return PrefixCache(c.page_size, c.num_pages, num_head_pages, drafter.loop.num_following)
+        return PrefixCache(c.page_size, c.num_pages, num_head_pages, drafter.loop.num_following, windows)
 
     def _pages(self, num_pages: int, allocator: PageAllocator | None) -> BlockTables:
         c = self.config

@@ -8,15 +8,20 @@ What is cached, and when:
 - The pages of generated tokens are registered when the request gives up its row: at its end, at an abort, at a
   preemption. So a round that only decodes does nothing here. Rejected drafts are in no page: only committed tokens are.
 - A request without drafts leaves no pages of the head; one that drafts takes only pages that a head has read.
+- Pages of sliding-window layers are registered with the others, and those of a prompt that is still being read before
+  they are freed behind the window.
 - After a failed or interrupted round rows and pages are made anew, and nothing is cached.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
+from attention.cache.windowed import WindowedTables
 from specdec.requests.request import Request
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
@@ -35,12 +40,14 @@ class Prefixes:
         table: RowTable,
         target_pages: BlockTables,
         head_pages: BlockTables | None,
+        windowed_pages: Sequence[WindowedTables] = (),
     ) -> None:
-        """target_pages, head_pages: over the cache's allocators."""
+        """All over the cache's allocators; windowed_pages: of groups of sliding-window layers."""
         self.cache = cache
         self._table = table
         self._target_pages = target_pages
         self._head_pages = head_pages
+        self._windowed_pages = tuple(windowed_pages)
         self._num_following = cache.num_following
         self._sharing: set[int] = set()
         self._owing: dict[int, int] = {}
@@ -82,6 +89,8 @@ class Prefixes:
         self._target_pages.begin(row, found.pages)
         if self._head_pages is not None:
             self._head_pages.begin(row, found.head_pages)
+        for tables, pages in zip(self._windowed_pages, found.windowed, strict=False):
+            tables.begin_behind(row, pages, len(found.pages))
         self._sharing.add(row)
         if self._due(row) > len(found.pages):
             self._owing[row] = len(found.pages)
@@ -106,6 +115,17 @@ class Prefixes:
                 self._owing[row] = final
             if final >= self._due(row):
                 del self._owing[row]
+
+    def keep_windowed(self, rows: np.ndarray) -> None:
+        """Pages of sliding-window layers are about to be freed behind the windows of these rows: those of prompts that
+        are still being read are registered, since requests may begin with less than these rows have read."""
+        if not self._owing:
+            return
+        for row in set(rows.tolist()) & self._owing.keys():
+            computed, tokens = int(self._table.computed[row]), self._tokens(row)
+            for group, tables in enumerate(self._windowed_pages):
+                first, pages = tables.to_be_freed(row, computed)
+                self.cache.register_windowed(tokens, group, first, pages, bool(self._table.long[row]))
 
     def leave(self, row: int) -> None:
         """A row is about to give up its pages: register all that are final."""
@@ -135,6 +155,8 @@ class Prefixes:
             if self._head_pages is not None and self.cache.head_pages is not None:
                 begin = max(begin - self._num_following + 1, int(table.begin[row]))  # of the last module
                 self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
+            for tables, allocator in zip(self._windowed_pages, self.cache.windowed, strict=True):
+                allocator.check_writable(tables.pages_of(row)[int(table.computed[row]) // size :])
 
     def final_pages(self, row: int) -> tuple[int, int]:
         """How many pages of a row have entries that will not change any more: of the target's, and of the head's.
@@ -160,6 +182,13 @@ class Prefixes:
         heads: list[int] = []
         if self._drafts(int(self._table.drafts[row])) and self._head_pages is not None:
             heads = self._head_pages.pages_of(row)[:num_head_pages]
-        tokens = self._table.tokens[row, : self._table.length[row]]
+        tokens, long = self._tokens(row), bool(self._table.long[row])
         pages = self._target_pages.pages_of(row)[:num_pages]
-        self.cache.register(tokens, pages, heads, bool(self._table.long[row]))
+        self.cache.register(tokens, pages, heads, long)
+        for group, tables in enumerate(self._windowed_pages):
+            self.cache.register_windowed(tokens, group, 0, tables.pages_of(row)[:num_pages], long)
+
+    def _tokens(self, row: int) -> np.ndarray:
+        """[n] int32: what is committed."""
+        tokens: np.ndarray = self._table.tokens[row, : self._table.length[row]]
+        return tokens

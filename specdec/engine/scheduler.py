@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.cache.pages import BlockTables
+from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import NOTHING, Found
 from attention.cache.windowed import WindowedTables
 from attention.checking import checking
@@ -48,10 +48,11 @@ class Usage:
     windowed_pages: int = 0
 
 
-def windowed_tables(config: EngineConfig, pool: WindowedPool) -> WindowedTables:
+def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAllocator | None = None) -> WindowedTables:
     """Empty block tables of a windowed group: with a row that is nobody's, and room for padding tokens after a row."""
     length = config.max_model_len + config.num_speculative_tokens + 1
-    return WindowedTables(pool.num_pages, config.max_num_seqs + 1, length, config.page_size, pool.window)
+    rows, window = config.max_num_seqs + 1, pool.window
+    return WindowedTables(pool.num_pages, rows, length, config.page_size, window, allocator)
 
 
 class Scheduler(Crossing):
@@ -78,8 +79,8 @@ class Scheduler(Crossing):
     ) -> None:
         """num_modules: M of a drafter of several multi-token-prediction modules, else 1.
 
-        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages; not with further
-            groups. counters: what is counted of it.
+        windowed_pages: of the target's further cache groups. prefixes: over the same rows and pages. counters: what is
+            counted of it.
         """
         self._config = config
         self._table = table
@@ -238,6 +239,8 @@ class Scheduler(Crossing):
 
         A round in flight may list such pages, and masks their keys; they are written again by later rounds only.
         """
+        if self.prefixes is not None and self.windowed_pages:
+            self.prefixes.keep_windowed(rows)
         for pages in self.windowed_pages:
             pages.free_behind(rows, self._table.computed[rows])
 
@@ -279,6 +282,7 @@ class Scheduler(Crossing):
                 continue
             own = self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
             own[0] -= len(found.pages)
+            own[1:] -= [len(pages) for pages in found.windowed] or 0
             if (promised + own > self._free_besides(found)).any():
                 break
             promised += own
@@ -306,9 +310,9 @@ class Scheduler(Crossing):
     def _free_besides(self, found: Found) -> list[int]:
         """Free pages of each of the target's groups once `found` is held: until then idle pages of it count as free."""
         free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
-        if self.prefixes is not None:
-            free[0] -= self.prefixes.cache.num_idle(found)
-        return free
+        if self.prefixes is None:
+            return free
+        return [n - idle for n, idle in zip(free, self.prefixes.cache.num_idle(found), strict=True)]
 
     def _pages_of_entry(self, num_tokens: int, chunk: int) -> np.ndarray:
         """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""

@@ -169,9 +169,7 @@ def _sized(
         long_rope=long_rope_rule(probed.model, longest),
     )
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prefix_caching = choose_prefix_caching(
-        loop, options.enable_prefix_caching, len(config.windowed) > 0, config.recurrent
-    )
+    prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, config.recurrent)
     config = replace(config, enable_prefix_caching=prefix_caching == "on")
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
     windowed = sizes.of_pools(config.windowed, page_size)

@@ -13,16 +13,14 @@ from specdec.user_warnings import warn_user
 def choose_prefix_caching(
     loop: DraftLoop[Any, Any] | None,
     asked: bool | Literal["auto"],
-    windowed: bool = False,
     recurrent: bool = False,
 ) -> str:
     """ "on", or "off: " and the reason.
 
     Args:
         loop: of the head; None without one. asked: True, False, or "auto" for wherever it can be done.
-        windowed: whether the target has cache groups whose pages behind a window are freed.
-        recurrent: whether it has recurrent layers: their state at the end of a prefix is kept nowhere. A SpecdecWarning
-            says so where it was asked for.
+        recurrent: whether the target has recurrent layers: their state at the end of a prefix is kept nowhere. A
+            SpecdecWarning says so where it was asked for.
 
     Raises:
         InvalidInputError: True where it cannot be done.
@@ -34,14 +32,11 @@ def choose_prefix_caching(
         if asked is True:
             warn_user(f"enable_prefix_caching=True has no effect: {reason}")
         return f"off: {reason}"
-    reason, instead = "", "False or 'auto'"
-    if windowed:
-        reason = "pages behind the window of sliding-window layers are freed, and could not be found again"
-        instead += ", or hybrid_kv_cache=False"
-    elif loop is not None and not isinstance(loop, SharesPages):
+    reason = ""
+    if loop is not None and not isinstance(loop, SharesPages):
         reason = f"{loop.name} do not say on how many following tokens their cache entries depend (num_following)"
     if reason and asked is True:
-        raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give {instead}")
+        raise InvalidInputError(f"enable_prefix_caching=True: {reason}; give False or 'auto'")
     return f"off: {reason}" if reason else "on"
 
 

@@ -51,7 +51,7 @@ class PrefixMachine(RuleBasedStateMachine):
         ids = np.array(tokens, np.int32)
         found = self.cache.find(ids, drafts)
         own = self.target.pages_for(len(tokens)) - len(found.pages)
-        if own + self.cache.num_idle(found) > self.cache.pages.num_free:
+        if own + self.cache.num_idle(found)[0] > self.cache.pages.num_free:
             return
         row = min(set(range(ROWS)) - self.rows.keys())
         self.cache.hold(found)

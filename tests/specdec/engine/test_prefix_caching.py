@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from fakes import (
+    TINY,
     count_calls,
     eagle3_head,
+    enlarge,
     free_everywhere,
     hf_greedy,
     random_prompts,
@@ -18,6 +20,7 @@ from fakes import (
     wrap,
     wrong_rounds,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from attention.cache.prefix import PrefixCache
 from benchmarks.bench_prefix import five_shots
@@ -44,6 +47,15 @@ PROMPTS = [
 def head_of(kind: str) -> Head:
     model = tiny_llama()
     return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, aux_layers=(1, 2, 3))
+
+
+def windowed_target() -> Any:
+    torch.manual_seed(0)
+    layers = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"], "sliding_window": 10}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma3_text", **{**TINY, **layers})).eval()
+    enlarge(model)
+    model.generation_config.eos_token_id = None
+    return model
 
 
 def lived(completions: list[Any]) -> list[Any]:
@@ -95,6 +107,42 @@ def test_without_drafts_a_page_is_found_whatever_follows() -> None:
     assert [c.token_ids for c in completions] == [hf_greedy(p, NEW) for p in PROMPTS]
     assert found_by(wrapped.generate(PROMPTS[:1], PARAMS)) == [(0, 0)], "no head has read these pages"
     assert found_by(wrapped.generate(PROMPTS[:1], params)) == [(24, 24)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 18}, SHORT_OF_PAGES], ids=["", "chunks", "short"])
+def test_layers_with_a_window_share_what_it_reaches(options: dict[str, int]) -> None:
+    """Of three layers in four the pages behind the window of 10 tokens are freed; all that is there is found."""
+    model = windowed_target()
+    head = table_head(model, aux_layers=(1, 2, 3))
+    on, off = (
+        wrap(model, head, num_speculative_tokens=3, enable_prefix_caching=use, **options) for use in (True, False)
+    )
+    assert on.config.windowed and on.describe()["prefix_caching"] == "on"
+    expected = lived(off.generate(PROMPTS, PARAMS))
+    for call in range(3):
+        completions = on.generate(PROMPTS, PARAMS)
+        assert lived(completions) == expected
+        assert free_everywhere(on)
+        if not call and "kv_cache_tokens" not in options:
+            assert found_by(completions) == expected_hits(PROMPTS, SIZE, 1)
+    assert on.engine_stats.cached_tokens > 200
+    assert (on.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
+
+
+@pytest.mark.slow
+def test_pages_behind_a_window_in_another_order_change_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted defect: of the pages that the window reaches, each holds the keys of another."""
+    model, plain = windowed_target(), PrefixCache.register_windowed
+    right = wrap(model, enable_prefix_caching=False).generate(PROMPTS, PARAMS)
+
+    def reversed_pages(self: PrefixCache, tokens: Any, group: int, first: int, pages: list[int], long: bool) -> None:
+        theirs = [page for page in pages if page]
+        plain(self, tokens, group, first, [page and theirs.pop() for page in pages], long)
+
+    monkeypatch.setattr(PrefixCache, "register_windowed", reversed_pages)
+    found = wrap(model).generate(PROMPTS, PARAMS)
+    assert [c.token_ids for c in found] != [c.token_ids for c in right]
 
 
 @pytest.mark.slow
@@ -221,11 +269,6 @@ def test_a_loop_that_does_not_say_what_its_entries_depend_on_is_not_cached() -> 
     assert choose_prefix_caching(loop, False) == "off: enable_prefix_caching=False"
     with pytest.raises(InvalidInputError, match=r"enable_prefix_caching=True: odd loops.*give False or 'auto'"):
         choose_prefix_caching(loop, True)
-    assert choose_prefix_caching(None, "auto", windowed=True).startswith("off: pages behind the window")
-    with pytest.raises(
-        InvalidInputError, match=r"pages behind the window.*give False or 'auto', or hybrid_kv_cache=Fal"
-    ):
-        choose_prefix_caching(None, True, windowed=True)
 
 
 def test_the_state_is_told() -> None:

@@ -23,7 +23,7 @@ from attention.errors import InvariantError
 from drafters.loops.base import DraftingRows, DraftInput
 from drafters.loops.chain.index import accepted_rows
 from specdec.acceptance.packed import Outcome
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.engine import Engine
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Usage
@@ -72,12 +72,14 @@ class HashDevice:
         self._modules, self._graphs = modules, graphs
         self._target = np.full((config.num_pages, SIZE), UNKNOWN)
         self._head = np.full((modules, config.num_head_pages, SIZE), UNKNOWN)
+        self._near = [np.full((pool.num_pages, SIZE), UNKNOWN) for pool in config.windowed]
         self._tokens = np.zeros((config.max_num_seqs, LONGEST + 1), np.int64)
         self._rng = random.Random(1)
 
     def send(self, draft: DraftInput | None, target: TargetArrays, sampling: Any) -> Any:
         self.transfers += 1
-        return SimpleNamespace(target=target, draft=draft)
+        near = [(each.window, each.block_table[each.rows]) for each in target.windowed]
+        return SimpleNamespace(target=target, draft=draft, near=near)
 
     def draft(self, round_: Any, aux: Any) -> Any:
         """The draft loop after a commit."""
@@ -111,6 +113,9 @@ class HashDevice:
                 drafts[b, :n] = draft[source, :n]
             fed = np.concatenate([tokens[: start + new], drafts[b, :n]])
             self._slots(self._target, target.block_table[b], "target", start, start + new + n, hashes(fed))
+            for pool, (window, tables) in zip(self._near, round_.near, strict=True):
+                seen = max(start - window + 1, 0)
+                self._slots(pool, tables[b], "windowed", start, start + new + n, hashes(fed), seen)
             if b in target.decided:
                 outcome.append(self._decide(tokens, start + new, drafts[b, :n], width))
         decided = target.decided
@@ -189,11 +194,13 @@ class HashDevice:
                 self._head[m][rows.block_table[i, places // SIZE], places % SIZE] = UNKNOWN
         return found
 
-    def _slots(self, pool: np.ndarray, table: np.ndarray, what: str, first: int, last: int, right: np.ndarray) -> None:
-        """Read the slots before `first`, and write those up to `last`."""
+    def _slots(
+        self, pool: np.ndarray, table: np.ndarray, what: str, first: int, last: int, right: np.ndarray, seen: int = 0
+    ) -> None:
+        """Read the slots from `seen` to `first`, and write those up to `last`."""
         places = np.arange(max(first, last))
         pages, offsets = table[places // SIZE], places % SIZE
-        wrong = np.flatnonzero(pool[pages[:first], offsets[:first]] != right[:first])
+        wrong = seen + np.flatnonzero(pool[pages[seen:first], offsets[seen:first]] != right[seen:first])
         if len(wrong):
             raise Wrong(f"{what}: position {wrong[0]} of {first} on page {pages[wrong[0]]}")
         pool[pages[first:last], offsets[first:last]] = right[first:last]
@@ -295,6 +302,18 @@ def test_ten_thousand_requests_read_only_what_is_theirs(modules: int, graphs: bo
     assert traffic.finished > 0.9 * requests and traffic.failed and traffic.aborted
     assert stats.preemptions > requests / 200, "pages must be short"
     assert 0.2 < stats.cached_tokens / stats.prefix_query_tokens < stats.prefix_hit_rate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("modules", "graphs", "budget"), [(1, False, 24), (2, True, 8)])
+def test_groups_of_sliding_windows(modules: int, graphs: bool, budget: int) -> None:
+    """Two groups, one so small that its pages are evicted long before the target's others; prompts in short chunks."""
+    windows = WindowedPool(9, 40), WindowedPool(14, 90)
+    traffic = Traffic(modules, modules, graphs, windowed=windows, max_num_prefill_tokens=budget)
+    traffic.run(1500, faults=0.006, aborts=0.02)
+    stats = traffic.engine.stats
+    assert traffic.finished > 1300 and traffic.failed and traffic.aborted and stats.preemptions > 5
+    assert stats.cached_tokens / stats.prefix_query_tokens > 0.2
 
 
 @pytest.mark.slow
