@@ -6,6 +6,8 @@ RUN := $(VENV)/.installed
 DEV := $(VENV)/.installed-dev
 JOBS ?= $(shell nproc)
 
+# Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
+PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
 test test-all test-quick: export PYTHONDONTWRITEBYTECODE =
 
@@ -15,13 +17,13 @@ demo: $(RUN)
 	$(BIN)/python examples/demo.py
 
 test: $(DEV)
-	$(BIN)/python -m pytest -q -n auto -m "not long"
+	$(PYTEST) -m "not long"
 
 test-all: $(DEV)
-	$(BIN)/python -m pytest -q -n auto
+	$(PYTEST)
 
 test-quick: $(DEV)
-	$(BIN)/python -m pytest -q -n auto -m "not slow and not long"
+	$(PYTEST) -m "not slow and not long"
 
 sweep: $(DEV)
 	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --out benchmarks/results/sweep.json

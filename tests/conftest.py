@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import gc
 import hashlib
@@ -26,6 +27,8 @@ os.environ["SPECDEC_CHECK"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported: see test_triton_kernels.py
+# The compiler need not find out what wide registers the CPU has: trial builds, seconds of every process that compiles
+os.environ["TORCHINDUCTOR_VEC_ISA_OK"] = "0"
 os.environ["OMP_NUM_THREADS"] = "1"  # of processes that tests start: as many busy threads as cores slow each other down
 torch.set_num_threads(1)
 # lm-eval writes it into every result: half a second of `pip list` and compilers, the same each time
@@ -169,12 +172,23 @@ def pytest_collection_finish() -> None:
     """What importing and collecting left, half a million objects, is out of every later search for garbage.
 
     Each of the many collections that tests ask for, and that `close` makes, then walks over the tests' own objects.
+    Those that Python makes by itself are rare: a test that needs one asks for it.
     """
     gc.enable()
+    gc.set_threshold(10_000, 10, 10)
+    _freeze()
+    # Back in, so that the interpreter can free it at its exit: some libraries complain about what is left.
+    atexit.register(gc.unfreeze)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """So is what a module's tests imported and cached for good: the compiler alone is some hundred thousand objects."""
+    yield
+    if nextitem is not None and nextitem.path != item.path:
+        _freeze()
+
+
+def _freeze() -> None:
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure() -> None:
-    """Back in, so that the interpreter can free it at its exit: some libraries complain about what is left."""
-    gc.unfreeze()

@@ -43,6 +43,7 @@ def backward(package: str, tree: ast.AST) -> set[str]:
     return imported_names(tree) & set(ORDER[ORDER.index(package) + 1 :])
 
 
+@pytest.mark.slow
 def test_no_file_imports_a_later_package() -> None:
     names = [path.relative_to(ROOT) for path in FILES]
     found = {name.as_posix(): backward(name.parts[0], ast.parse((ROOT / name).read_text("utf-8"))) for name in names}
@@ -67,6 +68,7 @@ def test_every_package_is_checked() -> None:
     assert len(FILES) > 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("module", "only"),
     [

@@ -32,6 +32,7 @@ def reaches_below(folder: str) -> dict[str, list[str]]:
     return {name: found for name, text in sorted(files.items()) if (found := private_reaches(text))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", LIMITS)
 def test_private_reaches_are_few(folder: str) -> None:
     found = reaches_below(folder)

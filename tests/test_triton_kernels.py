@@ -130,9 +130,9 @@ def test_packed_attention(
     ("parts", "size", "heads", "dim", "page_size", "query_len", "layout"),
     [
         (3, 64, (8, 2), 64, 16, 6, "NHD"),
-        pytest.param(3, 64, (6, 2), 64, 32, 5, "HND", marks=pytest.mark.slow),
+        pytest.param(3, 64, (6, 2), 64, 32, 5, "HND", marks=pytest.mark.long),
         pytest.param(3, 64, (4, 2), 64, 1, 1, "HND", marks=pytest.mark.slow),
-        pytest.param(1, 128, (8, 2), 64, 16, 6, "HND", marks=pytest.mark.slow),
+        pytest.param(1, 128, (8, 2), 64, 16, 6, "HND", marks=pytest.mark.long),
         pytest.param(1, 128, (6, 2), 64, 32, 5, "NHD", marks=pytest.mark.slow),
         pytest.param(1, 128, (4, 2), 64, 1, 1, "NHD", marks=pytest.mark.slow),
         pytest.param(3, 64, (6, 2), 64, 32, 5, "NHD", marks=pytest.mark.long),

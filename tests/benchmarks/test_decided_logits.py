@@ -23,6 +23,7 @@ def check(model: Any) -> None:
         assert decided == completion.token_ids
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_of_eager_rounds(num_drafts: int) -> None:
     head = table_head(tiny_llama()) if num_drafts else None

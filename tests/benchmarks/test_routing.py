@@ -43,6 +43,7 @@ def test_one_token_uses_its_own_experts(pair: Pair) -> None:
     assert work.weights == work.weights_a_token == LAYERS * PER_TOKEN * EXPERT
 
 
+@pytest.mark.slow
 def test_tokens_of_a_round_share_experts(pair: Pair) -> None:
     """Two rows, rounds of 3 positions, the last 6 tokens: two rounds."""
     rows = sequences(2, 20)

@@ -32,6 +32,7 @@ EXACT = (
     "mamba2",
 )
 FURTHER = (
+    "llama: yarn",
     "mistral",
     "qwen3: sliding",
     "qwen3_moe",
@@ -165,6 +166,7 @@ def test_every_type_of_the_mapping_is_a_case() -> None:
     assert len({case.name for case in all_cases()}) == len(all_cases())
 
 
+@pytest.mark.slow
 def test_thresholds_lie_below_the_prompts() -> None:
     for name in ("mistral", "gemma2", "gpt_oss", "phi3"):
         assert tiny_config(named_cases((name,))[0]).sliding_window == THRESHOLD
@@ -172,6 +174,7 @@ def test_thresholds_lie_below_the_prompts() -> None:
         named_cases(("nonsense",))
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_longrope_model_is_judged_as_its_generate_reads() -> None:
     """Past the original length its cached keys keep the short factors; read at once, all would have the long ones."""

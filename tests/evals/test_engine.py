@@ -62,6 +62,7 @@ def one_too_many(drafts: torch.Tensor, num_drafts: torch.Tensor, target_ids: tor
     return VerificationResult(more, target_ids.gather(1, more[:, None])[:, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", [accepts_everything, one_too_many])
 def test_a_wrong_greedy_rule_fails(
     plant: SimpleNamespace, worker: Worker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rule: Any

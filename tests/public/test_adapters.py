@@ -120,6 +120,7 @@ def test_a_folder_and_an_adapter_beside_its_base(name: str, merge: Any, base: Pa
         assert ours(wrapped) == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [["lm_head"], ["embed_tokens", "lm_head"]])
 def test_an_adapter_of_tied_embeddings_is_not_merged(layers: list[str], tmp_path: Path) -> None:
     """peft would add the part of one of them to the weight of both."""
@@ -211,6 +212,7 @@ def test_what_is_switched_after_loading_is_noticed(name: str) -> None:
             assert ours(wrapped) == right
 
 
+@pytest.mark.slow
 def test_new_values_of_an_adapter_are_used() -> None:
     model = adapted()
     with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped:

@@ -100,6 +100,7 @@ def test_inspect_says_where_a_module_came_from(run: Run) -> None:
     assert re.search(r"concat +│ embedding_first +│ option mtp_concat", run("inspect", *arguments)[1])
 
 
+@pytest.mark.slow
 def test_prompts_of_a_file_are_one_batch(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, plain = list[int](), specdec.SpeculativeModel.stream
 

@@ -90,7 +90,9 @@ def test_what_the_quantised_model_says(name: str, folders: dict[str, Path]) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == EXACT[-1] else n for n in EXACT])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.long] * (n not in ("torchao int8", *DEQUANTISED[:1]))) for n in EXACT]
+)
 def test_half_precision(name: str, folders: dict[str, Path]) -> None:
     """What is not quantised is in the dtype asked for, and logits come in it, near those of the same model in float32,
     whose best each token is, or nearly."""
@@ -148,6 +150,7 @@ def test_quanto_in_the_dtype_that_is_stored(stored: torch.dtype | None, tmp_path
         assert logits(model).dtype == model.lm_head.weight.dtype == dtype
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("torchao int8", "quanto int8", "bitsandbytes nf4", "bitsandbytes int8"))
 def test_bytes_are_those_of_the_file(name: str, folders: dict[str, Path]) -> None:
     folder = checkpoint(folders, name)
@@ -160,6 +163,7 @@ def test_bytes_are_those_of_the_file(name: str, folders: dict[str, Path]) -> Non
     assert facts["parameters"] == sum(p.numel() for p in plain_llama().parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, words",
     {
@@ -176,6 +180,7 @@ def test_results_that_depend_on_the_batch_are_refused(name: str, words: str, fol
             wrap(folder, dtype=dtype)
 
 
+@pytest.mark.slow
 def test_activations_that_are_rounded_are_allowed_a_step(folders: dict[str, Path]) -> None:
     """Rows of their own scales: no token depends on another, but a value between two steps goes to either."""
     with wrap(checkpoint(folders, "compressed-tensors int8")) as wrapped:

@@ -38,6 +38,7 @@ def rewrite(folder: Path, changed: dict[str, torch.Tensor | None] | None = None,
     return folder
 
 
+@pytest.mark.slow
 def test_a_whole_checkpoint_loads(folder: Path) -> None:
     assert load(folder).generate([PROMPT], FEW)[0].token_ids == hf_greedy(PROMPT, 6)
 
@@ -119,6 +120,7 @@ def test_what_is_undone_is_fine_again() -> None:
     assert wrapped.generate([PROMPT], FEW)[0].token_ids == hf_greedy(PROMPT, 6)
 
 
+@pytest.mark.slow
 def test_new_values_in_place_count_at_once() -> None:
     """Greedy tokens of the new weights, with a head made for the old ones; refresh tests the model again."""
     model = tiny_llama()

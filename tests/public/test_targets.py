@@ -322,6 +322,7 @@ def test_a_model_without_a_twin_is_tested_itself_and_says_what_was_not() -> None
     assert "the width must be 32" in wrapped.describe()["twin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
 def test_a_softcap_that_the_models_own_attention_leaves_out_is_named(own: str) -> None:
     """transformers 5.17 takes sdpa for Gemma 2 unless told otherwise; its tokens are not those with the softcap."""

@@ -91,6 +91,7 @@ def test_threads_get_what_each_gets_alone() -> None:
     assert tokens_of(model, 3) == right(3), "one thread alone, after"
 
 
+@pytest.mark.slow
 def test_requests_of_threads_share_rounds() -> None:
     model = model_with(max_num_seqs=8, max_num_batched_tokens=64)
     tokens_of(model, 0)
@@ -328,17 +329,12 @@ def test_a_round_that_fails_ends_what_was_in_it_and_no_more() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "place",
+    ("place", "options"),
     [
-        "forward",
-        pytest.param("text", marks=pytest.mark.slow),
-        pytest.param("after the forward", marks=pytest.mark.slow),
-        "arrays",
+        pytest.param(place, options, marks=[pytest.mark.long] * (bool(options) and place != "arrays"))
+        for place in ("forward", "text", "after the forward", "arrays")
+        for options in ({}, {"num_speculative_tokens": 0}, {"kv_cache_tokens": 104})
     ],
-)
-@pytest.mark.parametrize(
-    "options",
-    [{}, *(pytest.param(o, marks=pytest.mark.slow) for o in ({"num_speculative_tokens": 0}, {"kv_cache_tokens": 104}))],
 )
 def test_an_interrupt_in_one_thread_costs_the_others_nothing(place: str, options: dict[str, int]) -> None:
     tokenizer = Hooked()

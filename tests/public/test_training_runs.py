@@ -171,8 +171,11 @@ def test_another_target_in_a_used_folder_is_refused(bench: Bench, targets: list[
 @pytest.mark.parametrize(
     ("option", "value"),
     [
-        *(("max_length", 50), ("taps", "0,1,2")),
-        *(pytest.param(*o, marks=pytest.mark.long) for o in (("held_out", 4), ("max_new_tokens", 9))),
+        ("max_length", 50),
+        *(
+            pytest.param(*o, marks=pytest.mark.long)
+            for o in (("taps", "0,1,2"), ("held_out", 4), ("max_new_tokens", 9))
+        ),
         pytest.param("learning_rate", 0.1, marks=pytest.mark.long),
     ],
 )

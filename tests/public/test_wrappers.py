@@ -41,6 +41,7 @@ QUICK = ("qwen2_5_vl", "mistral3", "gemma3")
 ALIKE = (
     *("aya_vision", "glm4v_moe", "idefics2", "internvl", "llava_next", "llava_onevision"),
     *("qwen2_vl", "qwen3_vl", "qwen3_5_moe", "smolvlm", "vipllava"),
+    *("aria", "glm4v", "voxtral"),
 )
 """Types whose language model is that of another one here, or nearly: `make test` leaves their text out."""
 NEW = 16
@@ -142,6 +143,7 @@ def test_token_types_that_a_model_reads_are_refused(tmp_path: Path) -> None:
                 model.generate(given, PARAMS)
 
 
+@pytest.mark.slow
 def test_the_vision_tower_is_loaded_and_never_run(tmp_path: Path) -> None:
     write("mistral3", tmp_path)
     with load(tmp_path, max_model_len=None) as model:

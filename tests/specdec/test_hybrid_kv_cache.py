@@ -73,9 +73,9 @@ def freed_pages(wrapped: Any) -> int:
     ("kind", "ahead"),
     [
         ("gemma3_text", True),
-        pytest.param("gemma3_text", False, marks=pytest.mark.slow),
-        pytest.param("gpt_oss", True, marks=pytest.mark.slow),
-        pytest.param("gemma2", False, marks=pytest.mark.slow),
+        pytest.param("gemma3_text", False, marks=pytest.mark.long),
+        ("gpt_oss", True),
+        ("gemma2", False),
     ],
 )
 def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool) -> None:
@@ -99,7 +99,7 @@ def test_tokens_drafts_and_rounds_are_those_of_one_group(kind: str, ahead: bool)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("page_size", "layout"),
-    [(3, "HND"), *(pytest.param(*other, marks=pytest.mark.slow) for other in ((1, "NHD"), (16, "NHD"), (16, "HND")))],
+    [(3, "HND"), (1, "NHD"), (16, "HND"), pytest.param(16, "NHD", marks=pytest.mark.long)],
 )
 def test_other_pages_and_preemption(page_size: int, layout: str) -> None:
     """A cache in which two rows of three must wait, in every order of a page."""

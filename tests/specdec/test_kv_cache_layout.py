@@ -33,8 +33,10 @@ def page_shapes(wrapped: SpeculativeModel) -> list[tuple[int, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [pytest.param("NHD", marks=pytest.mark.slow), "HND"])
-@pytest.mark.parametrize("page_size", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "page_size"),
+    [("HND", 4), ("NHD", 1), *(pytest.param(*other, marks=pytest.mark.long) for other in (("NHD", 4), ("HND", 1)))],
+)
 def test_tokens_and_drafts_are_the_oracles(layout: str, page_size: int) -> None:
     """Prompts in chunks of at most 24 tokens, four requests on three rows. D is 16, with 2 KV heads."""
     head = eagle3_head(tiny_llama())

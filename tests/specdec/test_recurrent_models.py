@@ -101,6 +101,7 @@ def test_a_cache_in_8_bits_is_refused_where_there_is_none_and_changes_nothing_be
     assert said(wrap(tiny_hybrid("qwen3_next"), head, kv_cache_dtype="fp8", **OPTIONS)) == alone
 
 
+@pytest.mark.slow
 def test_prefixes_are_not_shared_and_that_is_said_where_it_was_asked_for() -> None:
     with pytest.warns(SpecdecWarning, match="no effect: the target's recurrent layers keep the state") as caught:
         wrapped = recalling("qwen3_next", enable_prefix_caching=True)

@@ -24,6 +24,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 KINDS = ("qwen3_next", "kimi_linear", "falcon_h1", "jamba", "lfm2", "mamba2")
 """A type of each kind of layer."""
+CROWDED = ("qwen3_next", "kimi_linear", "mamba2")
 
 
 def settings() -> list[Any]:
@@ -55,7 +56,7 @@ def texts(completions: Any, prompts: Any) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [n if n in KINDS else pytest.param(n, marks=pytest.mark.long) for n in TYPES])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.long] * (n not in CROWDED)) for n in TYPES])
 def test_a_crowd_on_few_rows_and_pages_says_what_transformers_says(name: str) -> None:
     wrapped = served(name, prompts=CROWD, max_num_batched_tokens=12, kv_cache_tokens=84)
     params = [SamplingParams(NEW, num_speculative_tokens=k) for k in (None, 0, 2, 1, None)]
@@ -90,6 +91,7 @@ def test_a_sampled_request_says_the_same_alone_and_in_a_batch(name: str) -> None
     assert together == alone
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PURE)
 def test_a_model_without_attention_has_no_cache(name: str) -> None:
     wrapped = served(name, drafts=0)

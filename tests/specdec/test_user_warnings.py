@@ -28,6 +28,7 @@ def folder_of_fp8(folder: Path) -> tuple[Any, Any]:
     return write(folder / "target", LLAMA), LetterTokenizer()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "words"),
     [(lambda _: (tiny_llama(), Long()), "has 100000 tokens"), (folder_of_fp8, "runs on a CPU")],
@@ -51,6 +52,7 @@ def test_a_package_that_adds_commands_is_not_the_user() -> None:
     assert [one.filename for one in said] == [__file__]
 
 
+@pytest.mark.slow
 def test_all_warnings_go_that_way() -> None:
     """Nothing of ours counts frames by hand."""
     by_hand = [

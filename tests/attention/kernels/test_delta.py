@@ -219,6 +219,7 @@ def test_a_ring_that_would_round_is_noticed() -> None:
         gated_delta(**case | {"ring": ring}, rows=StateRows.of([(3, 1, 0, 0, 3)]))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.data())
 def test_ring_places_never_meet(data: st.DataObject) -> None:
@@ -231,6 +232,7 @@ def test_ring_places_never_meet(data: st.DataObject) -> None:
     assert not reads & writes and len(reads) == replay and len(writes) == drafts
 
 
+@pytest.mark.slow
 @settings(max_examples=8, deadline=None)
 @given(st.data())
 def test_the_kernel_touches_only_these_places(data: st.DataObject) -> None:

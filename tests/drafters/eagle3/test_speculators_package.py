@@ -64,6 +64,7 @@ def test_the_logits_are_the_packages(folder: Path, target: LlamaForCausalLM) -> 
     assert len(found) == STEPS and max(found) < 1e-4, found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [

@@ -79,6 +79,7 @@ def folder(tiny_case: Callable[..., Any], tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_its_module_drafts(folder: Path) -> None:
     with SpeculativeModel.from_pretrained(

@@ -58,6 +58,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_module_is_a_layer_of_its_target(kind: str, tmp_path: Path) -> None:
     model, module = with_module(kind, tmp_path)

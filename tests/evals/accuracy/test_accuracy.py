@@ -144,6 +144,7 @@ def request(context: str, index: int = 0, **gen_kwargs: Any) -> Instance:
     return Instance("generate_until", {}, arguments, 0, ("task", index, 1))
 
 
+@pytest.mark.slow
 def test_unknown_arguments_are_refused(model: Any) -> None:
     lm = EngineLM(model, Configuration("x", K))
     with pytest.raises(InvalidInputError, match=r"not supported: \['repetition_penalty'\]"):

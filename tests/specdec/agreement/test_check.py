@@ -75,12 +75,13 @@ def test_the_right_head_is_fine(model: SpeculativeModel) -> None:
     ("wrong", "right", "cause"),
     [
         ({"aux_layers": [1, 3, 4]}, {"aux_layers": [2, 4, 5]}, "taken for boundaries.*aux_layers: chosen by the user"),
-        ({"feedback": "post_norm"}, {"feedback": "pre_norm"}, "norm_output says otherwise"),
         pytest.param(
+            {"feedback": "post_norm"}, {"feedback": "pre_norm"}, "norm_output says otherwise", marks=pytest.mark.long
+        ),
+        (
             {"feedback": "post_norm", "norm_before_residual": True},
             {"feedback": "pre_norm", "norm_before_residual": False},
             "readers differ in its default; norm_output says otherwise",
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -138,6 +139,7 @@ def test_the_right_map_is_never_called_wrong(model: SpeculativeModel) -> None:
     assert found.mapped > found.learnt > 0.25  # what half of so few answers teaches is less than the map knows
 
 
+@pytest.mark.slow
 def test_readings_share_the_heads_tensors_and_leave_it_alone(model: SpeculativeModel) -> None:
     head = model.head
     assert isinstance(head, Eagle3Head)

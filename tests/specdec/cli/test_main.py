@@ -93,6 +93,7 @@ def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     assert out.strip() == "0 []"
 
 
+@pytest.mark.slow
 def test_help_is_quick() -> None:
     def once() -> float:
         start = time.perf_counter()

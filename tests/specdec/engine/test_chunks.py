@@ -159,9 +159,7 @@ PROMPTS = random_prompts((5, 33, 1, 17, 60, 9))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "most_prefill", [pytest.param(1, marks=pytest.mark.slow), 7, pytest.param(512, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("most_prefill", [1, 7, pytest.param(512, marks=pytest.mark.long)])
 def test_no_token_depends_on_it(most_prefill: int) -> None:
     """In float32: greedy, and sampled with a seed, tokens and drafts of every round."""
     model = tiny_llama()

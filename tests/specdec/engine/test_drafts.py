@@ -21,15 +21,21 @@ def head_of(kind: str) -> Head:
     return eagle3_head(model, draft_vocab_size=32) if kind == "eagle3" else table_head(model, aux_layers=AUX_LAYERS)
 
 
-@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
+SIZES: list[dict[str, int]] = [
+    {"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3},
+    {"max_num_batched_tokens": 18, "page_size": 1},
+    {"kv_cache_tokens": 104},
+    {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("kind", "options"),
     [
-        {},
-        pytest.param({"max_num_seqs": 6, "max_num_batched_tokens": 36, "page_size": 3}, marks=pytest.mark.slow),
-        pytest.param({"max_num_batched_tokens": 18, "page_size": 1}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 104}, marks=pytest.mark.slow),
-        pytest.param({"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tokens": 36}, marks=pytest.mark.slow),
+        ("table", {}),
+        *(pytest.param("table", options, marks=pytest.mark.slow) for options in SIZES),
+        *(pytest.param("eagle3", options, marks=pytest.mark.slow) for options in ({}, SIZES[-1])),
+        *(pytest.param("eagle3", options, marks=pytest.mark.long) for options in SIZES[:-1]),
     ],
 )
 def test_drafts_equal_the_oracle_round_by_round(kind: str, options: dict[str, int]) -> None:
@@ -69,7 +75,7 @@ def zero_slot(wrapped: Any, position: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["table", pytest.param("eagle3", marks=pytest.mark.long)])
 def test_one_zeroed_slot_of_the_heads_cache_fails_the_oracle(kind: str) -> None:
     """Planted defect. The tokens stay right: only the drafts show it."""
     head = head_of(kind)

@@ -73,6 +73,7 @@ def test_chunks_pages_and_preemption_change_no_token(options: dict[str, int], pr
     assert free_everywhere(wrapped)
 
 
+@pytest.mark.slow
 def test_each_request_may_have_its_own_k() -> None:
     model = tiny_llama()
     params = [replace(GREEDY, num_speculative_tokens=k, return_drafts=True) for k in (0, 5, 2, None, 1, 3)]
@@ -153,6 +154,7 @@ def test_a_last_prompt_chunk_of_one_token_is_still_a_prompt(temperature: float) 
     assert outcomes[0] == outcomes[1]
 
 
+@pytest.mark.slow
 def test_an_error_in_a_round_leaves_the_engine_usable(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     wrapped = wrap(model, table_head(model), num_speculative_tokens=3)

@@ -111,6 +111,7 @@ def test_the_first_round_there_verifies() -> None:
     assert completion.stats.prefill_s > 0 and free_everywhere(p)
 
 
+@pytest.mark.slow
 def test_requests_that_come_join_rows_that_run() -> None:
     """Beside rows that decode, greedy and sampled; nobody's tokens or drafts depend on it."""
     p, d, stays = eagle3(), eagle3(max_num_seqs=4, max_num_batched_tokens=24), eagle3()
@@ -126,6 +127,7 @@ def moved_beside(p: Any, d: Any) -> list[Any]:
     return d.resume(sent(p.prefill(PROMPTS[2:], PARAMS[2:])))
 
 
+@pytest.mark.slow
 def test_streams_report_the_first_token_too() -> None:
     p, d = eagle3(), eagle3()
     (expected,) = p.generate(PROMPTS[1], GREEDY)
@@ -134,7 +136,7 @@ def test_streams_report_the_first_token_too() -> None:
     assert "".join(u.text for u in updates) == expected.text and len(updates) > 3
 
 
-FURTHER = (("qwen3_next", pytest.mark.slow), ("mamba2", pytest.mark.slow))
+FURTHER = (("qwen3_next", pytest.mark.slow), ("mamba2", pytest.mark.long))
 FURTHER += (("falcon_h1", pytest.mark.long), ("jamba", pytest.mark.long))
 
 
@@ -215,7 +217,7 @@ def test_quantised_targets_move_between_equal_weights() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.slow), "phi3"])
+@pytest.mark.parametrize("kind", [pytest.param("llama", marks=pytest.mark.long), "phi3"])
 def test_longrope_requests_keep_their_factors(kind: str) -> None:
     """Prompts around the length at which factors change; a Phi-3 that is just there reads all again in D."""
     prompts, answers = answers_of(kind)
@@ -243,6 +245,7 @@ def test_a_request_that_ends_with_its_first_token_needs_no_other_engine() -> Non
     assert [u.completion.token_ids for u in d.stream_resumed(handoffs[0])] == [first.token_ids]
 
 
+@pytest.mark.slow
 def test_stop_strings_and_eos_there() -> None:
     p, d, stays = eagle3(), eagle3(), eagle3()
     (whole,) = stays.generate(PROMPTS[1], GREEDY)
@@ -321,6 +324,7 @@ def test_tensors_that_would_end_a_round_are_refused(change: dict[str, torch.Tens
     assert free_everywhere(d) and free_everywhere(p)
 
 
+@pytest.mark.slow
 def test_other_scales_of_an_fp8_cache_are_refused() -> None:
     own: dict[str, Any] = {"kv_cache_dtype": "fp8"}
     p, d = eagle3(**own), eagle3(**own, kv_cache_scales=[(0.05, 0.03)] * 4)
@@ -328,6 +332,7 @@ def test_other_scales_of_an_fp8_cache_are_refused() -> None:
         d.resume(p.prefill(PROMPTS[0], GREEDY))
 
 
+@pytest.mark.slow
 def test_weights_that_changed_in_place_are_refused() -> None:
     p, d = eagle3(), eagle3()
     assert moved(p, d, PROMPTS[:1], GREEDY)
@@ -516,6 +521,7 @@ def test_refusals_of_bad_arguments() -> None:
             p.prefill(PROMPTS[0], lease_seconds=time_)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("transport", "options", "words"),
     [
@@ -554,6 +560,7 @@ def test_what_cannot_be_opened_is_not_replaced_by_another_transport() -> None:
     assert p.prefill(PROMPTS[0], GREEDY)[0].source.transport == "local"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planted", [False, True])
 def test_rounds_in_vain_do_not_write_to_pages_that_were_filled(planted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A row that a stop string has ended is in the launched round; its pages are free, and are given to who comes."""

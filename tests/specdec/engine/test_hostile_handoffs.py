@@ -83,6 +83,7 @@ def fresh(p: Any) -> bytes:
     return bytes(handoff.to_bytes())
 
 
+@pytest.mark.slow
 def test_every_value_is_checked(pair: tuple[Any, Any]) -> None:
     p, d = pair
     data = fresh(p)

@@ -37,8 +37,8 @@ def ahead(**options: Any) -> Any:
     "options",
     [
         {"kv_cache_tokens": 88, "max_num_seqs": 6},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"max_num_batched_tokens": 13}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.long),
+        {"max_num_batched_tokens": 13},
     ],
 )
 def test_tokens_and_drafts_are_the_same(options: dict[str, int]) -> None:

@@ -77,7 +77,7 @@ SHORT_OF_PAGES = {"kv_cache_tokens": 88, "max_num_seqs": 6, "max_num_batched_tok
         pytest.param("table", {"max_num_batched_tokens": 18}, id="chunks", marks=pytest.mark.long),
         pytest.param("table", {"page_size": 1}, id="pages of one token", marks=pytest.mark.slow),
         pytest.param("table", SHORT_OF_PAGES, id="short of pages", marks=pytest.mark.long),
-        pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.slow),
+        pytest.param("eagle3", {"max_num_batched_tokens": 18}, id="eagle3, chunks", marks=pytest.mark.long),
         pytest.param("eagle3", SHORT_OF_PAGES, id="eagle3, short of pages", marks=pytest.mark.slow),
     ],
 )
@@ -99,6 +99,7 @@ def test_tokens_and_drafts_are_the_same_and_the_oracles(kind: str, options: dict
     assert (on.engine_stats.preemptions > 0) == ("kv_cache_tokens" in options)
 
 
+@pytest.mark.slow
 def test_without_drafts_a_page_is_found_whatever_follows() -> None:
     wrapped = wrap(tiny_llama(), head_of("table"), num_speculative_tokens=5, max_num_seqs=9, max_num_batched_tokens=60)
     params = replace(PARAMS, num_speculative_tokens=0)
@@ -233,6 +234,7 @@ def test_new_weights_empty_the_cache() -> None:
         assert wrapped.generate(PROMPTS[0], PARAMS)[0].stats.cached_tokens == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replaced", ["all at once", "one layer", "hooked", "behind it", "forward"])
 def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> None:
     """Rounds without graphs read what stands in the model now, not the tensors that it was loaded with."""
@@ -271,6 +273,7 @@ def test_a_loop_that_does_not_say_what_its_entries_depend_on_is_not_cached() -> 
         choose_prefix_caching(loop, True)
 
 
+@pytest.mark.slow
 def test_the_state_is_told() -> None:
     assert wrap(tiny_llama()).describe()["prefix_caching"] == "on"
     off = wrap(tiny_llama(), enable_prefix_caching=False)
@@ -284,7 +287,7 @@ def test_the_state_is_told() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 18}])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.long), {"max_num_batched_tokens": 18}])
 def test_in_rounds_from_graphs(graphs_on_cpu: Any, options: dict[str, int]) -> None:  # noqa: F811
     head = head_of("table")
     wrapped = with_graphs(head, num_speculative_tokens=5, **options)

@@ -33,6 +33,7 @@ def test_a_seeded_request_does_not_care_about_its_batch() -> None:
     assert beside_greedy[1] == alone[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", [{"seed": 5}, {"seed": None}])
 def test_requests_of_one_prompt(own: dict[str, Any]) -> None:
     """With one seed they are equal, with none each has its own."""
@@ -40,6 +41,7 @@ def test_requests_of_one_prompt(own: dict[str, Any]) -> None:
     assert len(outcomes) == 1 if own["seed"] else len(outcomes) >= 7
 
 
+@pytest.mark.slow
 def test_other_seeds_give_other_tokens() -> None:
     params = [replace(SAMPLED, seed=i) for i in range(8)]
     assert len({tuple(t) for t in tokens([PROMPTS[0]] * 8, params)}) >= 7
@@ -51,6 +53,7 @@ def test_the_engines_seed_decides_for_requests_without_one() -> None:
     assert one == again != other
 
 
+@pytest.mark.slow
 def test_samples_of_one_prompt_differ_and_repeat_with_the_engines_seed() -> None:
     config = GenerationConfig(do_sample=True, top_k=0, max_new_tokens=12, num_return_sequences=4)
     one, again = tokens(PROMPTS[0], config), tokens(PROMPTS[0], config)

@@ -110,6 +110,7 @@ def streamed(wrapped: Any, prompts: list[list[int]], params: Any) -> list[tuple[
     return [(tokens[i], texts[i], done[i]) for i in range(len(prompts))]
 
 
+@pytest.mark.slow
 def test_a_stream_adds_up_to_the_completion() -> None:
     params = [
         SamplingParams(max_new_tokens=NEW, stop=(text_of(hf_greedy(p, NEW))[i : i + 3], "zzz"))

@@ -134,6 +134,7 @@ WORKLOAD = {
 }
 
 
+@pytest.mark.slow
 @settings(max_examples=examples(60), deadline=None)
 @given(**WORKLOAD)
 def test_every_key_that_a_query_sees_is_its_rows_own(

@@ -68,7 +68,7 @@ def tested(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("drafts", [pytest.param(0, marks=pytest.mark.long), 3])
 def test_all_rounds_run_the_model_of_the_graphs(
     drafts: int,
     graphs_on_cpu: list[Replayed],  # noqa: F811

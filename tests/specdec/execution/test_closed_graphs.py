@@ -93,7 +93,7 @@ def test_values_that_were_written_meanwhile_stay(graphs_on_cpu: list[Replayed]) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["assigned", pytest.param("copied", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["assigned", pytest.param("copied", marks=pytest.mark.long)])
 def test_projections_that_were_moved_are_fused_anew(graphs_on_cpu: list[Replayed], how: str) -> None:  # noqa: F811
     """ModelChangedError tells the user to wrap the model again; compiled code must not read the old fused tensor."""
     target = tiny_llama()

@@ -37,9 +37,9 @@ ENGINES = {"graphs": graphs, "eager": eager}
 @pytest.mark.parametrize(
     ("there", "here"),
     [
-        ("graphs", "graphs"),
-        pytest.param("graphs", "eager", marks=pytest.mark.slow),
-        pytest.param("eager", "graphs", marks=pytest.mark.slow),
+        pytest.param("graphs", "graphs", marks=pytest.mark.long),
+        ("graphs", "eager"),
+        ("eager", "graphs"),
     ],
 )
 def test_tokens_and_drafts_are_those_of_a_request_that_never_moved(there: str, here: str) -> None:

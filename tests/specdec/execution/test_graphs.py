@@ -256,7 +256,7 @@ def test_tokens_and_drafts_are_those_of_the_eager_path(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [pytest.param(0, marks=pytest.mark.slow), 1, 5])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(1, marks=pytest.mark.long), 5])
 def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     """What is reserved for the round after a launched one is no more than the block tables hold."""
     head = table_head(tiny_llama()) if num_drafts else None
@@ -269,7 +269,7 @@ def test_rows_that_run_to_the_last_position_there_is(graphs_on_cpu: list[Replaye
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_drafts", [0, 1, 2])
+@pytest.mark.parametrize("num_drafts", [0, pytest.param(1, marks=pytest.mark.long), 2])
 def test_every_number_of_drafts(graphs_on_cpu: list[Replayed], num_drafts: int) -> None:
     head = table_head(tiny_llama()) if num_drafts else None
     graphed = with_graphs(head, num_speculative_tokens=num_drafts, max_num_seqs=3)
@@ -294,7 +294,7 @@ def test_sampled_rows_among_greedy_ones_by_the_kernels(monkeypatch: pytest.Monke
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "temperature"),
-    [(3, 0.0), (5, 0.9), *(pytest.param(k, 0.9, marks=pytest.mark.long) for k in (0, 3))],
+    [(5, 0.9), *(pytest.param(*own, marks=pytest.mark.long) for own in ((3, 0.0), (0, 0.9), (3, 0.9)))],
 )
 def test_a_preempted_row_joins_again_at_its_bonus_token(
     graphs_on_cpu: list[Replayed], num_drafts: int, temperature: float
@@ -354,6 +354,7 @@ def test_norms_and_rotations_of_the_target_are_operators_of_ours(
     assert found == [[1, 0, 1], [0, 2, 1], [0, 2, 0]]
 
 
+@pytest.mark.slow
 def test_an_altered_model_is_refused_before_it_says_anything(graphs_on_cpu: list[Replayed]) -> None:
     """By a check that runs while the device does. It ends no request but those of the call; then all is as before.
 
@@ -401,7 +402,12 @@ def test_a_stale_plan_would_be_noticed(graphs_on_cpu: list[Replayed], monkeypatc
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_drafts", "drawn", "sampled"),
-    [(0, "greedy", 2), (1, "probabilistic", 6), (3, "probabilistic", 12), (3, "greedy", 3)],
+    [
+        (0, "greedy", 2),
+        pytest.param(1, "probabilistic", 6, marks=pytest.mark.long),
+        (3, "probabilistic", 12),
+        (3, "greedy", 3),
+    ],
 )
 def test_every_captured_graph_is_reported(
     graphs_on_cpu: list[Replayed], num_drafts: int, drawn: str, sampled: int
@@ -512,7 +518,7 @@ def check_mla_mixture(drafts: int, rows: int = 4) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.slow), 3])
+@pytest.mark.parametrize("drafts", [pytest.param(1, marks=pytest.mark.long), 3])
 def test_an_mla_mixture_with_its_own_module(graphs_on_cpu: list[Replayed], drafts: int) -> None:
     check_mla_mixture(drafts)
     assert sum(g.replays for g in graphs_on_cpu) > 20

@@ -79,9 +79,9 @@ def differing(make: Callable[[Any], Any] = table_head, chunk: int = CHUNK, **opt
     [
         (CHUNK, {}),
         # Up to three chunks in a verification, and preemption.
-        pytest.param(4, {"num_speculative_tokens": 5, "kv_cache_tokens": 88}, marks=pytest.mark.slow),
+        (4, {"num_speculative_tokens": 5, "kv_cache_tokens": 88}),
         pytest.param(
-            CHUNK, {"num_speculative_tokens": 1, "page_size": 2, "kv_cache_layout": "HND"}, marks=pytest.mark.slow
+            CHUNK, {"num_speculative_tokens": 1, "page_size": 2, "kv_cache_layout": "HND"}, marks=pytest.mark.long
         ),
     ],
 )

@@ -53,6 +53,8 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 SAMPLED = [not own.greedy for own in PARAMS]
 DRAWN = ("probabilistic", "greedy")
+USUAL = {"at once": "probabilistic", "chunks": "greedy", "preempted": "probabilistic"}
+"""What `make test` tries of their pairs."""
 Found = list[tuple[Any, ...]]
 
 
@@ -104,9 +106,9 @@ def joining(wrapped: Any) -> Found:
 @pytest.mark.parametrize(
     ("name", "drawn"),
     [
-        pytest.param(name, drawn, marks=pytest.mark.slow if (i + j) % 2 == 0 else pytest.mark.long)
-        for i, name in enumerate(BATCHES)
-        for j, drawn in enumerate(DRAWN)
+        pytest.param(name, drawn, marks=pytest.mark.slow if drawn == USUAL.get(name) else pytest.mark.long)
+        for name in BATCHES
+        for drawn in DRAWN
     ],
 )
 def test_in_any_batch_as_alone(execution: dict[str, Any], name: str, drawn: str) -> None:

@@ -244,6 +244,7 @@ def test_attentions_run_between_the_graphs_and_are_planned_while_the_first_one_r
     assert events == ["graph", "plan", "attention 0", "graph", "attention 1", "graph", "attention 2", "graph"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("query_lens", [[4, 4, 4], VERIFICATIONS, CHUNK, MIXED, [4, 4, 30], [16] * 4], ids=str)
 @pytest.mark.parametrize("backend", ["torch", "flashinfer"])
 def test_results_and_cache_are_those_without_padding(backend: str, query_lens: list[int], kernels: None) -> None:

@@ -74,6 +74,7 @@ def test_a_target_that_is_not_there_is_explained(tmp_path: Path) -> None:
     assert result.exit_code == 2 and "The name is from config.json of the head" in result.output
 
 
+@pytest.mark.slow
 def test_a_target_that_the_head_does_not_fit_is_explained(tmp_path: Path) -> None:
     head = LAYOUTS["speculators_llama"]().write(tmp_path, **named("gsm-deepseek"))
     words = r"hidden size(.|\n)*The target is 'gsm-deepseek', a name from config.json of the head .*another target"
@@ -90,6 +91,7 @@ def test_what_a_head_names_is_no_step_of_a_start(tmp_path: Path) -> None:
     assert seconds == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("known", [True, False])
 def test_a_head_alone_without_a_head_is_refused(known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """known: its configuration is here before anything is loaded."""
@@ -120,6 +122,7 @@ def test_what_names_both_or_a_revision(tmp_path: Path) -> None:
     assert pair_of(head, None).named_by is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

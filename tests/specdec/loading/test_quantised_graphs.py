@@ -111,7 +111,7 @@ def tokens(wrapped: SpeculativeModel) -> list[list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["torchao int8", "compressed-tensors int4"])
+@pytest.mark.parametrize("name", ["torchao int8", pytest.param("compressed-tensors int4", marks=pytest.mark.long)])
 def test_real_checkpoints_run_from_graphs(
     name: str,
     tmp_path: Path,

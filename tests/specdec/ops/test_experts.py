@@ -65,6 +65,7 @@ def test_the_comparison_can_fail() -> None:
         assert float((model(ids, use_cache=False).logits - own).abs().max()) > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tokens", "dtype", "paired"),
     [

@@ -271,6 +271,7 @@ def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> 
         assert torch.allclose(one, other, atol=1e-6) if one.is_floating_point() else torch.equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mapped", [True, False])
 def test_what_stands_beside_the_drafts_of_sampled_rows(mapped: bool) -> None:
     """Logits, drafts in the target's vocabulary and accepted counts; those of greedy rows stay what they are."""
@@ -387,7 +388,11 @@ def test_emitted_tokens_have_the_targets_distribution(one_hot: bool, emission: E
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "defect", ["q of a greedy draft", "q of another step", "filters forgotten", "the draft's uniform again"]
+    "defect",
+    [
+        *("filters forgotten", "the draft's uniform again"),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("q of a greedy draft", "q of another step")),
+    ],
 )
 def test_planted_defects_are_seen(defect: str, emission: Emission) -> None:
     assert emission.p_value(defect) < 1e-4

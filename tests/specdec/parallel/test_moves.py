@@ -83,6 +83,7 @@ def patched(pair: tuple[Any, Any]) -> Iterator[Callable[..., None]]:
     engine.run("on_ranks:waits_again")
 
 
+@pytest.mark.slow
 def test_between_one_rank_and_two_tokens_and_drafts_stay(pair: tuple[Any, Any]) -> None:
     """From bytes; greedy and sampled; a row of D's own runs meanwhile, and a stop string ends a request at once."""
     one, two = pair

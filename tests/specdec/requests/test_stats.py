@@ -58,6 +58,7 @@ def test_without_rounds_there_is_no_rate() -> None:
     assert pool([RoundRecord(0, 0, 1)]).tau == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_drafts", [0, 4])
 def test_the_engines_rounds_add_up(num_drafts: int) -> None:
     model = tiny_llama()

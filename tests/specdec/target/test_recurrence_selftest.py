@@ -65,6 +65,7 @@ def test_nan_and_outputs_of_no_row_are_noticed() -> None:
             recurrence_self_test(runner_of(CONV, spoilt(value), torch.float32))
 
 
+@pytest.mark.slow
 def test_loading_runs_it_where_logits_in_half_precision_show_nothing() -> None:
     model = tiny_hybrid("qwen3_next").bfloat16()
     head = RecallHead([[1, 2]], 0.6).bfloat16()

@@ -73,7 +73,7 @@ def model_of(name: str, drafts: int = 3) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_next", "falcon_h1", "mamba"])
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba", pytest.param("falcon_h1", marks=pytest.mark.long)])
 def test_a_wrong_recurrence_is_refused_by_the_self_test(name: str) -> None:
     wrapped = model_of(name)
     target = wrapped.target

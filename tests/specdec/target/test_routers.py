@@ -62,6 +62,7 @@ def target(request: pytest.FixtureRequest) -> Iterator[Any]:
         yield wrapped.target
 
 
+@pytest.mark.slow
 def test_near_ties_of_routers_do_not_fail_it(target: Any) -> None:
     assert self_test(target) < 0.1
     with (
@@ -89,6 +90,7 @@ def weaker(output: torch.Tensor, metadata: Any) -> torch.Tensor:
     return output * 0.9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrong", [verification, second_row, row_alone, weaker])
 def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monkeypatch: pytest.MonkeyPatch) -> None:
     real = TorchBackend.run
@@ -101,6 +103,7 @@ def test_what_is_wrong_is_seen_beside_near_ties(target: Any, wrong: Wrong, monke
         self_test(target)
 
 
+@pytest.mark.slow
 def test_a_router_that_depends_on_the_batch_is_seen(target: Any) -> None:
     """In batches of several rows it chooses other experts than alone: all else is equal, given its choices."""
     experts = next(m for name, m in target.hf_model.named_modules() if name.endswith(".mlp.experts"))
@@ -135,6 +138,7 @@ def test_only_tokens_with_another_choice_are_given_it() -> None:
     assert reader.rows[0][0].moved(own).nonzero().tolist() == [[3, 1], [4, 0]]
 
 
+@pytest.mark.slow
 def test_a_recurrent_mixture_is_compared_so_too() -> None:
     """Its rejected drafts are read and then other tokens in their places: the last reading counts."""
     refused = pytest.raises(UnsupportedModelError, match=r"error [0-9.]+e-0[67] .* same choices of experts")
@@ -144,6 +148,7 @@ def test_a_recurrent_mixture_is_compared_so_too() -> None:
         self_test(wrapped.target)
 
 
+@pytest.mark.slow
 def test_ranks_read_on_together(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is right here by the first reading is read again where another rank's is not: it would wait for this one."""
     monkeypatch.setattr(selftest, "_limit", lambda target, error: 1.0)

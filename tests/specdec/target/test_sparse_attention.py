@@ -19,6 +19,8 @@ from specdec.loading.sizes import max_model_len
 
 NEW = 20
 SPARSE = ["deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4"]
+ALIKE = ("glm_moe_dsa", "axk2")
+"""Their attention is deepseek_v32's: `make test` leaves their answers out."""
 PROMPTS = random_prompts((12, 3, 7), seed=2, vocab_size=VOCAB)
 """The first and its answer are as many tokens as an indexer chooses keys."""
 
@@ -44,7 +46,7 @@ def wrapped(kind: str, **options: Any) -> SpeculativeModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", SPARSE)
+@pytest.mark.parametrize("kind", [pytest.param(k, marks=[pytest.mark.long] * (k in ALIKE)) for k in SPARSE])
 @pytest.mark.usefixtures("every_self_test")
 def test_up_to_as_many_tokens_as_an_indexer_chooses_attention_is_dense(kind: str) -> None:
     model, answers = answered(kind)
@@ -68,6 +70,7 @@ def test_up_to_as_many_tokens_as_an_indexer_chooses_attention_is_dense(kind: str
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.slow
 def test_a_length_beyond_what_an_indexer_chooses_is_refused_by_name() -> None:
     model, _ = answered("deepseek_v32")
     assert dense_up_to(model) == THRESHOLD

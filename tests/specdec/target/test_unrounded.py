@@ -77,7 +77,10 @@ def target(model: Any) -> Target:
     return Target(probed, GroupRunner(TorchBackend(CPU), group, model.dtype, CPU), (), 0)
 
 
-@pytest.mark.parametrize("name", ["FP8 by token", "FP8 by tensor, static", "torchao"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name", ["FP8 by token", pytest.param("FP8 by tensor, static", marks=pytest.mark.long), "torchao"]
+)
 def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 layers: as near as the model that is not quantised (0.12); with rounding 0.42, 0.41 and 0.24."""
     deep = target(MAKERS[name](32, tmp_path))
@@ -87,6 +90,7 @@ def test_a_deep_model_passes(name: str, tmp_path: Path, monkeypatch: pytest.Monk
         self_test(deep)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["FP8 by token", "torchao"])
 @pytest.mark.parametrize("defect", ["slot", "position"])
 def test_a_wrong_slot_or_position_is_refused(

@@ -25,6 +25,7 @@ def test_a_recurrent_target_gives_a_head_its_shape(name: str) -> None:
     assert spec.num_heads % spec.num_kv_heads == 0 and spec.intermediate_size > 0
 
 
+@pytest.mark.slow
 def test_every_boundary_of_a_hybrid_can_be_trained_on() -> None:
     """Its last layers too, though fewer layers attend than it has."""
     model = wrap(tiny_hybrid("qwen3_next"), max_num_seqs=1, max_model_len=64, kv_cache_tokens=256)

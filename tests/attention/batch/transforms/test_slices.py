@@ -83,6 +83,7 @@ def assert_equal(found: dict[str, np.ndarray], whole: HostBatch) -> None:
         assert (found[name].dtype, found[name].tolist()) == (right.dtype, right.tolist()), name
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data())
 def test_request_slices_are_the_whole_in_any_order(layer: PagedLayer, data: st.DataObject) -> None:
@@ -97,6 +98,7 @@ def test_request_slices_are_the_whole_in_any_order(layer: PagedLayer, data: st.D
     assert torch.allclose(attended(twin(layer), parts, order), layer.attend(whole), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data())
 def test_token_slices_are_the_whole_in_their_order(layer: PagedLayer, data: st.DataObject) -> None:
@@ -110,6 +112,7 @@ def test_token_slices_are_the_whole_in_their_order(layer: PagedLayer, data: st.D
     assert torch.allclose(attended(twin(layer), parts, range(len(parts))), layer.attend(whole), rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(layers(), st.data(), st.integers(1, 3))
 def test_slices_of_attention_in_chunks(layer: PagedLayer, data: st.DataObject, pages: int) -> None:

@@ -67,7 +67,7 @@ def rounds(
     ("name", "modules", "drafts", "options"),
     [
         pytest.param("deepseek_v3", 2, 2, SHORT_OF_PAGES, marks=pytest.mark.long),
-        ("deepseek_v3", 2, 5, SHORT_CHUNKS),
+        pytest.param("deepseek_v3", 2, 5, SHORT_CHUNKS, marks=pytest.mark.long),
         ("deepseek_v3", 3, 4, SHORT_OF_PAGES),
         pytest.param("deepseek_v3", 3, 4, SHORT_CHUNKS, marks=pytest.mark.long),
         ("mimo", 2, 3, SHORT_CHUNKS),
@@ -101,7 +101,7 @@ SHARED = [random_prompts((18,), seed=6)[0] + own for own in (*random_prompts((5,
 @pytest.mark.parametrize(
     ("modules", "options"),
     [
-        (2, {}),
+        pytest.param(2, {}, marks=pytest.mark.long),
         pytest.param(3, {}, marks=pytest.mark.long),
         (3, SHORT_OF_MODULES | {"page_size": 1}),
         pytest.param(3, SHORT_OF_MODULES, marks=pytest.mark.long),
@@ -168,6 +168,7 @@ def test_a_request_must_not_carry_anothers_vector(
     assert any(ours != oracle for ours, oracle in rounds(wrapped, PROMPTS[1], completion))
 
 
+@pytest.mark.slow
 @torch.inference_mode()
 def test_modules_that_no_draft_comes_from_are_not_run(make: Callable[..., SpeculativeModel]) -> None:
     """Of one draft: only the first of three modules. It drafts as it did."""

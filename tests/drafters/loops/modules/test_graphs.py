@@ -170,7 +170,7 @@ def test_pages_that_lie_head_by_head(graphs_on_cpu: list[Replayed], make: Make, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts", "temperature"), [(2, 4, 0.0), long(4, 4, 0.0), (3, 4, 0.9)])
+@pytest.mark.parametrize(("modules", "drafts", "temperature"), [long(2, 4, 0.0), long(4, 4, 0.0), (3, 4, 0.9)])
 def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811
@@ -200,7 +200,7 @@ def test_preempted_and_short_requests_go_through_the_rounds_they_would_alone(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("modules", "drafts"), [(2, 4), slow(3, 5)])
+@pytest.mark.parametrize(("modules", "drafts"), [(2, 4), long(3, 5)])
 def test_prompts_of_one_token(
     graphs_on_cpu: list[Replayed],  # noqa: F811
     make: Make,  # noqa: F811

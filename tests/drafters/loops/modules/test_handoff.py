@@ -15,7 +15,7 @@ from tests.specdec.execution.test_graphs import graphs_on_cpu, recorded_on_cpu, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("graphs", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", [pytest.param(False, marks=pytest.mark.long), True])
 @pytest.mark.usefixtures("graphs_on_cpu")
 def test_vectors_that_modules_carry_move(graphs: bool, tiny_case: Callable[..., Any], tmp_path: Path) -> None:
     case = tiny_case("deepseek_v3", modules=2, context=0.5)
