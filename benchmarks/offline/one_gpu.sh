@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# A visit to one GPU: CARRY=folder OUT=results benchmarks/offline/one_gpu.sh tests|rounds     (about 5 and 8 minutes)
+. "$(dirname "$0")/setup.sh"
+case $1 in
+tests)
+  export SPECDEC_DATA=/tmp/gsm
+  PYTHONPATH=$PYTHONPATH:/tmp/lmeval timeout -s INT 450 python3 -m specdec.cli.main eval gsm8k \
+    --backends torch,flashinfer,batch_invariant,flex --limit 100 --max-new-tokens 200 --dtype float16 \
+    --data /tmp/gsm/gsm8k --run-dir /tmp/gsmrun --output "$OUT/gsm.json" >"$OUT/gsm.log" 2>&1 &
+  PYTHONPATH=$PYTHONPATH:/tmp/quant tests 420 11 tests/gpu tests/attention/test_backends.py "${@:2}"
+  wait
+  tail -n 12 "$OUT/gsm.log"
+  ;;
+rounds)
+  held half benchmarks.bench_round --drafts 3 --rows 1,8,32 --sampled --greedy-share 1,0.5,0 --trace "" --repeats 7 --out "$OUT/round.jsonl"
+  held hybrid benchmarks.bench_round --shape qwen3.5-9b --drafts 0,1,3 --rows 1,8,32 --trace 1,32 --out "$OUT/hybrid.jsonl"
+  held lite benchmarks.bench_serving --shape deepseek-v2-lite --drafts 0 --repeats 2 --out "$OUT/serving.jsonl"
+  ready half hybrid lite
+  go 90 half
+  held workload benchmarks.bench_serving --drafts 3 --repeats 3 --out "$OUT/serving.jsonl"
+  ready workload
+  go 60 lite workload
+  held fp8 benchmarks.bench_round --drafts 0,5 --rows 1,8,32 --weights fp8 --trace "" --out "$OUT/fp8.jsonl"
+  go 200 hybrid
+  timeout 60 python3 -m benchmarks.bench_recurrence --out "$OUT/recurrence.jsonl" >/dev/null 2>&1
+  say recurrence
+  ready fp8
+  go 60 fp8
+  ;;
+esac

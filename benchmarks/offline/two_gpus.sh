@@ -1,0 +1,53 @@
+#!/usr/bin/env bash
+# A visit to two GPUs of one host: CARRY=folder OUT=results benchmarks/offline/two_gpus.sh tests|llama-70b|others
+#
+# Each stage below four minutes, most memory on one GPU 115 of 140 GiB: nothing else may run there. NVLink multicast is off.
+. "$(dirname "$0")/setup.sh"
+export PYTHONPATH=/tmp/tf523:$PYTHONPATH OMP_NUM_THREADS=2
+ranks() { # NAME [VARIABLE=VALUE…] RANKS DRAFTS ARGUMENTS…
+  local name=$1 variables=()
+  shift
+  while [[ $1 == *=* ]]; do
+    variables+=("$1")
+    shift
+  done
+  local size=$1 drafts=$2
+  shift 2
+  held "$name" "${variables[@]}" benchmarks.bench_parallel --tensor-parallel-size "$size" --drafts "$drafts" --rows 1,8,32 \
+    --new-tokens 96 --folder /tmp/pairs --out "$OUT/parallel.jsonl" "$@"
+}
+case $1 in
+tests) # those that are killed first: nothing of theirs may be left beside the others
+  tests 150 1 tests/gpu/test_parallel.py -k killed
+  tests 200 3 tests/gpu/test_parallel.py tests/gpu/test_handoff.py -k "not killed and not nixl"
+  ;;
+llama-70b)
+  ranks s8t1 1 0 --shape llama-70b --layers 8
+  ranks s24t2 2 0 --shape llama-70b --layers 24
+  ready s8t1 s24t2
+  ranks s8t2 2 0 --shape llama-70b --layers 8
+  ranks s24t1 1 0 --shape llama-70b --layers 24
+  ready s8t2 s24t1
+  go 45 s8t2 s24t2 s24t1 s8t1
+  ranks k5t1 1 5 --shape llama-70b --layers 24
+  ranks k5t2 2 5 --shape llama-70b --layers 24
+  ready k5t1 k5t2
+  go 45 k5t1 k5t2
+  ;;
+others)
+  ranks l0t1 1 0 --shape llama-3.1-8b
+  ranks l0t2 2 0 --shape llama-3.1-8b
+  ready l0t1 l0t2
+  ranks n0t2 SPECDEC_COLLECTIVES=nccl 2 0 --shape llama-3.1-8b
+  ranks l5t1 1 5 --shape llama-3.1-8b
+  ranks l5t2 2 5 --shape llama-3.1-8b
+  ready n0t2 l5t1 l5t2
+  go 30 l0t1 l0t2 n0t2 l5t1 l5t2
+  ranks d1 1 0,1 --shape deepseek-v3
+  ranks d2 2 0,1 --shape deepseek-v3
+  ready d1 d2
+  go 90 d1 d2
+  timeout 60 python3 -m benchmarks.bench_half_batches --rows 32,128 --tokens 6 --out "$OUT/half.jsonl"
+  ;;
+esac
+[ ! -f "$OUT/parallel.jsonl" ] || python3 -m benchmarks.bench_parallel --report "$OUT/parallel.jsonl" | tail -n 30
