@@ -66,14 +66,21 @@ class Follower:
                     engine.follow(message)
 
     def _load(self, number: int, message: Load) -> None:
-        """Load this rank's share. What fails is told; what is next, rank 0 decides."""
+        """Load this rank's share. What fails is told; what is next, rank 0 decides.
+
+        Raises:
+            Exception: another rank is gone: this process ends, too, for others may be waiting for it.
+        """
         ranks = Ranks(self._rank, self._size, self._device, self._collectives, Ear(self._inbox, number))
         options = replace(message.options, tokenizer=SilentTokenizer(message.text_ids))
         try:
             with ranks.together():
                 model = SpeculativeModel._share(message.target, message.draft, options, ranks)
         except Exception as error:
-            self._inbox.say(failed(error))
+            said = failed(error)
+            if said.follows:
+                raise
+            self._inbox.say(said)
             return
         self._models[number] = model
         self._transfers[number] = FollowedTransfers(model, number, self._inbox.say, self._inbox.end_badly)

@@ -27,6 +27,7 @@ from specdec.engine.engine import Engine
 from specdec.engine.handoff import Due
 from specdec.errors import RanksLostError, SpecdecError
 from specdec.execution.base import Drafter, Executor
+from specdec.parallel.collectives import RankGoneError
 from specdec.parallel.inbox import Ear
 from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import (
@@ -218,10 +219,16 @@ class LeadingEngine(Engine):
         """Whatever is begun here is done on every rank: no interrupt strikes in the middle, but a second one.
 
         What is left half done here leaves the ranks at different places: then the model is given up.
+
+        Raises:
+            RanksLostError: a rank is lost, which is named.
         """
         with HeldInterrupt(), self._link.workers.lock, self.ranks.together():
             try:
                 yield
+            except RankGoneError as error:
+                workers = self._link.workers
+                raise workers.give_up(workers.found_loss() or str(error)) from error
             except RanksLostError:
                 raise
             except BaseException as error:

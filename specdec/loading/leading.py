@@ -146,7 +146,7 @@ def _settled(workers: Workers, error: BaseException) -> SpecdecError | None:
     """
     if isinstance(error, SpecdecError) and workers.same_failures(type(error).__name__):
         return None
-    found = workers.found_failure() if isinstance(error, Exception) else None
-    workers.give_up(f"loading a model failed ({type(error).__name__}: {error})")
     own = isinstance(error, SpecdecError) and not isinstance(error, (ModelLoadError, RanksLostError))
-    return None if found is None or own else ModelLoadError(f"cannot load on all ranks: {found}")
+    found = workers.found_failure() if isinstance(error, Exception) and not own else None
+    workers.give_up(f"loading a model failed ({found or f'{type(error).__name__}: {error}'})")
+    return None if found is None else ModelLoadError(f"cannot load on all ranks: {found}")

@@ -27,10 +27,14 @@ _LONGEST_LEAVE = 5.0
 log = logging.getLogger("specdec")
 
 
+class RankGoneError(RanksLostError):
+    """Another rank does not take part any more. Which one, and why, rank 0 knows of its process."""
+
+
 class Collectives(Protocol):
     """Every rank calls the same functions in the same order, with tensors of the same shapes.
 
-    All of them raise RanksLostError when another rank does not take part any more.
+    All of them raise RankGoneError when another rank does not take part any more.
 
     name: what `describe()` calls them.
     """
@@ -70,7 +74,7 @@ class _named:
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if isinstance(error, RuntimeError):
-            raise RanksLostError(f"another rank is gone ({error})") from error
+            raise RankGoneError(f"another rank is gone ({error})") from error
 
 
 def _done(work: Any) -> None:

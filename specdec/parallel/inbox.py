@@ -12,6 +12,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
+from specdec.parallel.collectives import RankGoneError
 from specdec.parallel.messages import Failed
 
 _LOOK = 1.0
@@ -72,7 +73,14 @@ class Inbox:
 def failed(error: BaseException) -> Failed:
     """An error in words."""
     text = str(error) or "".join(traceback.format_exception_only(error)).strip()
-    return Failed(type(error).__name__, text)
+    return Failed(type(error).__name__, text, _follows(error))
+
+
+def _follows(error: BaseException | None) -> bool:
+    """Whether an error came from another rank that was gone: from a `RankGoneError`, whatever it was made into."""
+    while error is not None and not isinstance(error, RankGoneError):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class Ear:

@@ -206,10 +206,15 @@ Answer = Opened | Fetched
 
 @dataclass(frozen=True)
 class Failed:
-    """Back to rank 0: a load failed, or these are the last words of the rank. kind: the error's class."""
+    """Back to rank 0: a load failed, or these are the last words of the rank.
+
+    Attributes:
+        kind: the error's class. follows: whether it came from another rank that was gone before.
+    """
 
     kind: str
     text: str
+    follows: bool = False
 
     def __str__(self) -> str:
         return f"{self.kind}: {self.text}"

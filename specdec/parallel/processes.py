@@ -44,6 +44,11 @@ class Process:
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.process.pid})"
 
+    @property
+    def follows(self) -> bool:
+        """Whether it failed because another rank was gone."""
+        return self.failed is not None and self.failed.follows
+
 
 @dataclass
 class Watched:
@@ -100,7 +105,7 @@ def _listen(process: Process, watched: Watched) -> None:
                 process.answers[message.key] = message
             if isinstance(message, Failed):
                 process.failed = message
-                threading.Thread(target=_end_waiting, args=(process, watched, watched.loading), daemon=True).start()
+                threading.Thread(target=end_waiting, args=(process, watched, watched.loading), daemon=True).start()
             watched.changed.notify_all()
     code = process.process.wait()
     with watched.changed:
@@ -111,11 +116,13 @@ def _listen(process: Process, watched: Watched) -> None:
         watched.abort()
 
 
-def _end_waiting(process: Process, watched: Watched, loading: object) -> None:
-    """End a process whose load failed, when this one is still loading after a while: it waits for that process."""
-    time.sleep(_PATIENCE)
+def end_waiting(process: Process, watched: Watched, loading: object) -> None:
+    """End a process whose load failed, when this one is still loading after a while: it waits for that process.
+
+    loading: which load that was, see `Watched`.
+    """
     with watched.changed:
-        if loading is not None and watched.loading is loading:
+        if not watched.changed.wait_for(lambda: loading is None or watched.loading is not loading, _PATIENCE):
             process.process.kill()
 
 

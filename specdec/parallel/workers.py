@@ -26,7 +26,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from specdec.errors import InvalidInputError, RanksLostError
+from specdec.errors import InvalidInputError, ModelLoadError, RanksLostError
 from specdec.parallel.collectives import Collectives
 from specdec.parallel.leaving import leave_group
 from specdec.parallel.messages import Answer, Close
@@ -52,7 +52,11 @@ class Workers:
     collectives: Collectives
 
     def __init__(self, size: int) -> None:
-        """Start them; `wait_started` waits until they can be told something."""
+        """Start them; `wait_started` waits until they can be told something.
+
+        Raises:
+            ModelLoadError: the system starts no more processes.
+        """
         self.size = size
         self.lock = threading.RLock()
         self.folder = tempfile.mkdtemp(prefix="specdec-")  # of this user alone, mode 0700
@@ -62,7 +66,7 @@ class Workers:
         self._closed: deque[int] = deque()
         self._unsent: deque[tuple[Any, int | None]] = deque()
         self._sending = False
-        self._watched = Watched([start(rank, self.folder) for rank in range(1, size)])
+        self._watched = Watched(_started(size, self.folder))
         self._watched.listen()
         self._owner = os.getpid()
 
@@ -93,6 +97,7 @@ class Workers:
         finally:
             with self._watched.changed:
                 self._watched.loading = None
+                self._watched.changed.notify_all()
 
     def new_link(self) -> Link:
         """For one more model."""
@@ -137,9 +142,8 @@ class Workers:
             raise RanksLostError(
                 "this process is a fork of the one that loaded the model, whose ranks it does not have"
             )
-        for process in self._watched.processes:
-            if process.lost is not None:
-                raise RanksLostError(f"{process} is lost: {process.lost}{_AGAIN}")
+        if any(process.lost is not None for process in self._watched.processes):
+            raise RanksLostError(f"{self.found_loss()}{_AGAIN}")
 
     @property
     def is_lost(self) -> bool:
@@ -185,23 +189,27 @@ class Workers:
 
     def found_loss(self) -> str | None:
         """Why something just failed here: which rank is lost and how, if one is; waits for its last words."""
-        found = self._first(lambda process: process.lost is not None)
+        found = self._origin(lambda process: process.lost is not None)
         return None if found is None else f"{found} is lost: {found.lost}"
 
     def same_failures(self, kind: str) -> bool:
         """Whether a load fails on every other rank, too, with an error of this class. Waits shortly."""
-        for process in self._watched.processes:
-            self._first(lambda each, own=process: each is own and each.failed is not None)  # type: ignore[misc]
-        failures = [process.failed for process in self._watched.processes]
-        if not all(failed is not None and failed.kind == kind for failed in failures):
-            return False
-        for process in self._watched.processes:
-            process.failed = None
-        return True
+        processes = self._watched.processes
+
+        def another() -> bool:
+            return any(each.lost is not None or (each.failed and each.failed.kind != kind) for each in processes)
+
+        with self._watched.changed:
+            self._watched.changed.wait_for(lambda: another() or all(each.failed for each in processes), _LAST_WORDS)
+            if another() or not all(each.failed for each in processes):
+                return False
+            for process in processes:
+                process.failed = None
+            return True
 
     def found_failure(self) -> str | None:
         """Which rank said that a load failed there, and how; waits shortly."""
-        found = self._first(lambda process: process.failed is not None or process.lost is not None)
+        found = self._origin(lambda process: process.failed is not None or process.lost is not None)
         return None if found is None else f"{found}: {found.failed or found.lost}"
 
     def close_link(self, number: int) -> None:
@@ -229,25 +237,41 @@ class Workers:
             self.collectives.leave() if met else leave_group()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _first(self, ready: Callable[[Process], bool]) -> Process | None:
-        """The first of which that is true; waits for it."""
-        deadline = time.monotonic() + _LAST_WORDS
+    def _origin(self, failed: Callable[[Process], bool]) -> Process | None:
+        """A process of which that is true, and that did not fail because another was gone; waits shortly for it.
+
+        Where there is none, one that did.
+        """
+
+        def origins() -> list[Process]:
+            return [each for each in self._watched.processes if failed(each) and not each.follows]
+
         with self._watched.changed:
-            while True:
-                found = next(filter(ready, self._watched.processes), None)
-                left = deadline - time.monotonic()
-                if found is not None or left <= 0:
-                    return found
-                self._watched.changed.wait(left)
+            self._watched.changed.wait_for(origins, _LAST_WORDS)
+            return next(iter([*origins(), *filter(failed, self._watched.processes)]), None)
 
     def _wait(self, ready: Callable[[Process], bool]) -> None:
         with self._watched.changed:
             while not all(map(ready, self._watched.processes)):
                 self.check()
-                failed = next((each for each in self._watched.processes if each.failed is not None), None)
-                if failed is not None:
-                    raise RanksLostError(f"{failed}: {failed.failed}{_AGAIN}")
+                if any(each.failed is not None for each in self._watched.processes):
+                    raise RanksLostError(f"{self.found_failure()}{_AGAIN}")
                 self._watched.changed.wait(0.5)
+
+
+def _started(size: int, folder: str) -> list[Process]:
+    """The processes of all other ranks; none, and no folder, where one cannot be started."""
+    processes: list[Process] = []
+    try:
+        for rank in range(1, size):
+            processes.append(start(rank, folder))
+    except BaseException as error:
+        end(Watched(processes))
+        shutil.rmtree(folder, ignore_errors=True)
+        if isinstance(error, OSError):
+            raise ModelLoadError(f"a rank did not start: rank {len(processes) + 1}: {error}") from error
+        raise
+    return processes
 
 
 class Link:
@@ -273,7 +297,7 @@ def open_workers(size: int) -> tuple[Workers, bool]:
     """The processes of this process's models, started unless they are; and whether they were started now.
 
     Raises:
-        InvalidInputError: there are models among another number of ranks.
+        InvalidInputError: there are models among another number of ranks. ModelLoadError: see `Workers`.
     """
     global _open
     if _open is not None and are_open() and _open.is_lost:

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import importlib.util
+import os
+import signal
 import sys
 import time
 import unittest.mock
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 import specdec.engine.ranked
-import specdec.loading.targets
 import specdec.parallel.ranks
 from specdec.errors import TransferTimeoutError
 from specdec.transfer.end import RankEnd
+
+PLANTED = "planted"
 
 
 def nothing(engine: Any) -> int:
@@ -55,17 +59,38 @@ def never_share(engine: Any) -> None:
     engine.ranks.share = functools.partial(not_drafts, engine.ranks)
 
 
-def broken_loading(engine: Any) -> None:
-    """The next load fails on rank 1, after its weights are read."""
-    if engine.ranks.rank == 0:
+def broken_loading(engine: Any, rank: int, place: str, kind: str) -> None:
+    """The next load fails on one rank where it calls place ("module:function"). kind: of the error, or "killed"."""
+    if engine.ranks.rank != rank:
         return
-    take_share = specdec.loading.targets.take_share
+    module, _, function = place.partition(":")
 
-    def fail(*args: Any) -> None:
-        specdec.loading.targets.take_share = take_share
-        raise OSError("planted")
+    def fail(*args: Any, **options: Any) -> None:
+        patched.stop()
+        if kind == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if rank:
+            torch.cuda.mem_get_info = lambda *_: (0, 0)  # which the message of an OutOfMemoryError has
+        raise {"OSError": OSError, "OutOfMemoryError": torch.OutOfMemoryError}[kind](f"out of memory, {PLANTED}")
 
-    specdec.loading.targets.take_share = fail
+    patched = unittest.mock.patch.object(importlib.import_module(module), function, fail)
+    patched.start()
+
+
+def killed_in_a_sum(engine: Any, rank: int, tokens: int, count: int) -> None:
+    """One rank is killed in its count-th sum of so many tokens or more."""
+    if engine.ranks.rank != rank:
+        return
+    collectives, seen = engine.ranks.collectives, list[int]()
+    add = collectives.sum
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        seen.extend([1] * (x.numel() // x.shape[-1] >= tokens))
+        if len(seen) == count:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return cast(torch.Tensor, add(x))
+
+    collectives.sum = counted
 
 
 def one_more_request(engine: Any) -> None:

@@ -1,7 +1,9 @@
-"""With two ranks a model says what it says in one process, in the same rounds."""
+"""With several ranks a model says what it says in one process, in the same rounds."""
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed import device_mesh
 
 from drafters.eagle3.checkpoint import save_eagle3
@@ -21,6 +24,8 @@ TEXTS = [
     "A box holds 6 eggs.",
     "There are 30 birds on a tree and 11 fly away. How many are left?",
 ]
+LETTERS = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
+SHORT_OF_PAGES = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 96}
 GREEDY = SamplingParams(max_new_tokens=14, ignore_eos=True)
 SAMPLED = SamplingParams(max_new_tokens=14, temperature=0.8, top_p=0.95, seed=11)
 
@@ -32,27 +37,37 @@ def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[in
 
 
 def session(model: Any, prompts: Any) -> list[Any]:
-    """Greedy, sampled, without drafts, a stop string, and a stream that is closed early; then everything goes on."""
+    """Greedy, sampled, without drafts, a stop string, what `mixed` asks; then everything goes on."""
     found = [told(model, prompts, GREEDY), told(model, prompts, SAMPLED)]
     found.append(told(model, prompts, replace(SAMPLED, num_speculative_tokens=0, n=2)))
-    stream = model.stream(prompts, GREEDY)
-    early = [next(stream).token_ids for _ in range(3)]
-    stream.close()
+    early = mixed(model, prompts)
     text = model.generate(prompts[:1], GREEDY)[0].text
     stopped = told(model, prompts, replace(GREEDY, stop=text[3:6])) if len(text) > 6 else None
     return [*found, early, stopped, told(model, prompts[::-1], replace(GREEDY, max_new_tokens=9)), model.engine_stats]
 
 
-def compare(target: Any, draft: Any, prompts: Any, **options: Any) -> Any:
-    """The same session with one rank and with two; returns its counters."""
+def mixed(model: Any, prompts: Any) -> list[Any]:
+    """Greedy rows beside sampled ones; then a stream that is closed while another goes on."""
+    longer: dict[str, Any] = {"return_drafts": True, "max_new_tokens": 24, "ignore_eos": True}
+    params = [replace(SAMPLED if i % 2 else GREEDY, **longer) for i in range(len(prompts))]
+    found: list[Any] = [(answer.token_ids, answer.drafts) for answer in model.generate(prompts, params)]
+    stream, other = model.stream(prompts[:2], GREEDY), model.stream(prompts[2:], SAMPLED)
+    found += [next(each).token_ids for each in (stream, other, stream)]
+    stream.close()
+    return [*found, *(update.token_ids for update in other), model.engine_stats]
+
+
+def compare(
+    target: Any, draft: Any, prompts: Any, size: int = 2, ask: Callable[..., list[Any]] = session, **options: Any
+) -> Any:
+    """The same questions to one rank and to several; returns the counters."""
     with SpeculativeModel.from_pretrained(target, draft, device="cpu", **options) as one:
-        right = session(one, prompts)
-    with SpeculativeModel.from_pretrained(target, draft, device="cpu", tensor_parallel_size=2, **options) as two:
-        found = session(two, prompts)
-        assert (
-            two.hf_model.config.num_attention_heads > two.target.runner.runners[0].group.attention_specs[0].num_q_heads
-        )
-        assert differing_ids(two.engine) == [0, 0]
+        right = ask(one, prompts)
+    with SpeculativeModel.from_pretrained(target, draft, device="cpu", tensor_parallel_size=size, **options) as several:
+        found = ask(several, prompts)
+        (spec, *_) = several.runners[0].group.attention_specs
+        assert spec.num_q_heads * size == several.hf_model.config.num_attention_heads
+        assert differing_ids(several.engine) == [0] * size
     assert found == right
     return found[-1]
 
@@ -76,14 +91,14 @@ def test_deepseek_with_its_module(two_ranks: Any) -> None:
         *("one-kv-head", "gpt-oss"),
         pytest.param("odd-vocabulary", marks=pytest.mark.long),
         pytest.param("qwen3-moe", marks=pytest.mark.long),
+        pytest.param("deepseek-v3", marks=pytest.mark.long),
     ],
 )
 def test_tiny_models(two_ranks: Any, folders: Callable[[str], Path], name: str) -> None:
     from fakes import LetterTokenizer
 
     sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24, "page_size": 4, "kv_cache_tokens": 400}
-    prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
-    compare(folders(name), None, prompts, tokenizer=LetterTokenizer(), **sizes)
+    compare(folders(name), None, LETTERS, tokenizer=LetterTokenizer(), **sizes)
 
 
 @pytest.mark.slow
@@ -108,7 +123,7 @@ def test_shares_are_compiled_as_one_graph_and_give_the_models_own_logits(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["one-kv-head", "gpt-oss", "qwen3-moe"])
+@pytest.mark.parametrize("name", ["one-kv-head", "gpt-oss", "qwen3-moe", "deepseek-v3"])
 def test_tiny_models_with_a_random_head(
     two_ranks: Any, folders: Callable[[str], Path], name: str, tmp_path: Path
 ) -> None:
@@ -117,8 +132,32 @@ def test_tiny_models_with_a_random_head(
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
     head = eagle3_head(AutoModelForCausalLM.from_pretrained(folders(name)), aux_layers=(0, 1, 2))
-    sizes = {"max_num_seqs": 4, "max_num_batched_tokens": 32, "page_size": 4, "kv_cache_tokens": 96}
-    prompts = ["abcd efgh", "Hello 123", "z", "the quick brown fox jumps over it"]
-    options = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "max_model_len": 80, **sizes}
-    stats = compare(folders(name), str(save_eagle3(head, tmp_path / "head")), prompts, **options)
+    options = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "max_model_len": 80, **SHORT_OF_PAGES}
+    stats = compare(folders(name), str(save_eagle3(head, tmp_path / "head")), LETTERS, **options)
     assert stats.preemptions > 0
+
+
+@pytest.mark.long
+def test_tiny_deepseek_with_a_module(two_ranks: Any, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """K=4 with one module, whose drafts follow from the token alone, more or less."""
+    from fakes import LetterTokenizer
+
+    folder = last_layer_as_module(folders("deepseek-v3"), tmp_path / "model")
+    options = {"tokenizer": LetterTokenizer(), "num_speculative_tokens": 4, "max_model_len": 80, **SHORT_OF_PAGES}
+    stats = compare(folder, "mtp", LETTERS, **options)
+    assert stats.preemptions > 0
+
+
+def last_layer_as_module(folder: Path, to: Path) -> Path:
+    """A saved DeepSeek-V3 whose last layer has become the block of a module."""
+    shutil.copytree(folder, to)
+    config = json.loads((to / "config.json").read_text())
+    layers, width = config["num_hidden_layers"] - 1, config["hidden_size"]
+    (to / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers, "num_nextn_predict_layers": 1}))
+    tensors = load_file(to / "model.safetensors")
+    joined = torch.cat([torch.eye(width), torch.full((width, width), 0.01)], dim=1)
+    own = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": tensors["lm_head.weight"]}
+    own |= {"eh_proj": joined} | {name: torch.ones(width) for name in ("enorm", "hnorm", "shared_head.norm")}
+    tensors |= {f"model.layers.{layers}.{name}.weight": tensor.clone() for name, tensor in own.items()}
+    save_file(tensors, to / "model.safetensors")
+    return to

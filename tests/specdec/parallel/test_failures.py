@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ from specdec import (
     HeadLoadError,
     InvalidInputError,
     ModelLoadError,
+    OutOfDeviceMemoryError,
     RanksLostError,
     SamplingParams,
     SpecdecError,
@@ -149,7 +151,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
         load(folders("one-kv-head"), draft="/no/such/head")
     assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
     pids = pids_of(model)
-    model.engine.run("on_ranks:broken_loading")
+    model.engine.run("on_ranks:broken_loading", 1, "specdec.loading.targets:take_share", "OSError")
     started = time.monotonic()
     with pytest.raises(ModelLoadError, match=r"rank 1 \(process \d+\): .*planted"):
         load(folders("one-kv-head"))
@@ -214,6 +216,91 @@ def test_a_process_killed_in_a_round(folders: Callable[[str], Path], every_self_
         with pytest.raises(RanksLostError):
             own.generate(PROMPT, PARAMS)
         assert not own.engine.has_work
+
+
+@pytest.mark.slow
+def test_a_process_killed_while_a_long_prompt_is_read_and_a_request_streams(
+    folders: Callable[[str], Path], every_self_test: None
+) -> None:
+    """In a sum of the prompt's third chunk (of four layers' sums each); whoever waits is told."""
+    with load(folders("one-kv-head")) as own:
+        (pid,) = pids_of(own)
+        stream = own.stream(PROMPT, SamplingParams(max_new_tokens=100))
+        next(stream)
+        own.engine.run("on_ranks:killed_in_a_sum", 1, 20, 10)
+        told: list[BaseException] = []
+
+        def read() -> None:
+            try:
+                own.generate([[5] * 110], PARAMS)
+            except BaseException as error:
+                told.append(error)
+
+        reader = threading.Thread(target=read)
+        started = time.monotonic()
+        reader.start()
+        with pytest.raises(RanksLostError, match=rf"rank 1 \(process {pid}\) is lost: it was killed by SIGKILL"):
+            for _ in stream:
+                pass
+        reader.join(SOON)
+        assert time.monotonic() - started < SOON
+        assert [type(error) for error in told] == [RanksLostError] and "killed by SIGKILL" in str(told[0])
+        assert own.usage().requests == 0 and alive([pid]) == []
+
+
+def left_behind(before: set[threading.Thread]) -> list[Any]:
+    """Threads that were not there before, and folders for files of ranks, once a moment has passed."""
+    deadline = time.monotonic() + 1
+    while True:
+        threads = [each for each in set(threading.enumerate()) - before if each.name != "tqdm_monitor"]
+        found = [*threads, *Path(tempfile.gettempdir()).glob("specdec-*")]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
+
+
+PHASES = {
+    "share": ("specdec.loading.targets:take_share", "OSError"),
+    "sizes": ("specdec.loading.parts:least_of_all", "OSError"),
+    "caches": ("specdec.loading.assembly:runner_of", "OutOfMemoryError"),
+    "self-test": ("specdec.loading.assembly:check_target", "OSError"),
+    "self-test, no memory": ("specdec.loading.assembly:check_target", "OutOfMemoryError"),
+    "behind all sums": ("specdec.model:make_engine", "OutOfMemoryError"),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_load_that_fails_in_any_phase(
+    folders: Callable[[str], Path],
+    every_self_test: None,
+    rank: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Soon, by name, nothing stays, and the next load works."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (0, 0))
+    before = set(threading.enumerate())
+    own = load(folders("one-kv-head"))
+    right = own.generate(PROMPT, PARAMS)[0].token_ids
+    for place, kind in PHASES.values():
+        pids = pids_of(own)
+        own.engine.run("on_ranks:broken_loading", rank, place, kind)
+        started = time.monotonic()
+        name = r"on all ranks: rank 1 \(process \d+\): .*" if rank else ""
+        errors = ModelLoadError if rank else (ModelLoadError, OutOfDeviceMemoryError, OSError)
+        with pytest.raises(errors, match=rf"(?s){name}planted") as found:
+            load(folders("one-kv-head"))
+        assert time.monotonic() - started < SOON + 3, place
+        own.close()
+        assert rank == 1 or "rank 1" not in str(found.value), place
+        del found
+        gc.collect()
+        assert (alive(pids), left_behind(before)) == ([], []), place
+        own = load(folders("one-kv-head"))
+        assert own.generate(PROMPT, PARAMS)[0].token_ids == right
+    own.close()
 
 
 @pytest.mark.long
