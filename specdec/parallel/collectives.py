@@ -144,13 +144,13 @@ class GroupCollectives:
             leave_group()
             return
         left = self._leaving.start(leave_group)
-        self._let_go()
+        self.let_go()
         for graph in list(self._graphs):
             graph.reset()
         if not left.wait(_LONGEST_LEAVE):
             log.warning("NCCL did not let go of the other ranks: no other tensor-parallel model loads in this process")
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Until what was launched on the device is done, or a while has passed. The group's own abort has begun."""
         self._idle().wait(LONGEST_RELEASE)
 

@@ -74,12 +74,12 @@ class SymmetricCollectives(GroupCollectives):
 
     def abort(self) -> None:
         """See `Collectives.abort`: NCCL's calls and the sums that wait for each other are let go at once."""
-        beside = threading.Thread(target=self._let_go, name="release", daemon=True)
+        beside = threading.Thread(target=self.let_go, name="release", daemon=True)
         beside.start()
         super().abort()
         beside.join()
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
         """Sums wait for signals: they are given in place of the lost ranks, until all that was launched is done.
 
         What that computes, nobody reads.

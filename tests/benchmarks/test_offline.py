@@ -33,6 +33,7 @@ held right A=1 {TINY} --out $OUT/round.jsonl
 held wrong {TINY} --out $OUT/nowhere/round.jsonl
 ready right wrong
 go 30 right wrong
+: > {tmp_path}/logs/stuck.log
 sleep 100 & echo $! > {tmp_path}/held/stuck.pid
 go 1 stuck
 """

@@ -183,8 +183,7 @@ def test_a_process_killed_before_the_ranks_meet(
     killed: list[float] = []
 
     def kill_then_join(*arguments: Any) -> Any:
-        assert workers._open is not None
-        for pid in workers._open.pids:
+        for pid in workers.open_workers(2)[0].pids:
             os.kill(pid, signal.SIGKILL)
         killed.append(time.monotonic())
         return join_group(*arguments)

@@ -65,7 +65,7 @@ def test_signals_are_given_until_all_is_done(monkeypatch: pytest.MonkeyPatch, en
 
     monkeypatch.setattr(torch.cuda, "synchronize", sums)
     started = time.monotonic()
-    found._let_go()
+    found.let_go()
     assert len(done) == _WAITS and time.monotonic() - started < symmetric.LONGEST_RELEASE
 
 
@@ -73,7 +73,7 @@ def test_a_device_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, e
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
     monkeypatch.setattr(symmetric, "LONGEST_RELEASE", 0.1)
     started = time.monotonic()
-    OnNoDevice()._let_go()
+    OnNoDevice().let_go()
     assert 0.1 <= time.monotonic() - started < 5
 
 
@@ -83,7 +83,7 @@ def test_a_device_in_an_error_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
     found = OnNoDevice()
-    found._let_go()
+    found.let_go()
     assert not found.touched
 
 
@@ -94,7 +94,7 @@ def test_a_device_whose_error_shows_in_the_signals_is_let_alone(monkeypatch: pyt
     ended = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
     monkeypatch.setattr(OnNoDevice, "_fill", fail)
-    OnNoDevice()._let_go()
+    OnNoDevice().let_go()
     ended.set()
 
 
@@ -177,13 +177,15 @@ def test_a_graph_that_nobody_noted_costs_a_while_and_a_warning(
     assert not group.left and "did not let go" in caplog.text
 
 
-def test_graphs_are_noted_where_all_ranks_run_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_graphs_are_noted_where_all_ranks_run_the_same(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
     found = OnNoDevice()
     alone, among, freed = Graph(), Graph(), Graph()
+    group = Group([among], monkeypatch, ended)
     ranks = Ranks(0, 2, torch.device("cpu"), found, None)  # type: ignore[arg-type]
     note_graph(alone)  # type: ignore[arg-type]
     with ranks.together():
         note_graph(among)  # type: ignore[arg-type]
         note_graph(freed)  # type: ignore[arg-type]
     del freed
-    assert list(found._graphs) == [among]
+    found.leave()
+    assert group.left and not alone.dropped.is_set()
