@@ -27,7 +27,7 @@ def subject() -> Subject:
     return Subject(load, chats=False)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_nothing_is_wrong(subject: Subject) -> None:
     work = Soak(subject, seed=3)
     for _ in range(2):

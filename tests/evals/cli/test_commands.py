@@ -129,7 +129,7 @@ BAD = [
 
 
 IMPORTS_LM_EVAL = "--tasks"
-CASES = [pytest.param(a, m, marks=[pytest.mark.slow] if IMPORTS_LM_EVAL in a else [], id=" ".join(a)) for a, m in BAD]
+CASES = [pytest.param(a, m, marks=[pytest.mark.long] if IMPORTS_LM_EVAL in a else [], id=" ".join(a)) for a, m in BAD]
 
 
 @pytest.mark.parametrize(("arguments", "message"), CASES)
