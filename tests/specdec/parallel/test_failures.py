@@ -190,7 +190,8 @@ def test_a_process_killed_before_the_ranks_meet(
 
     with monkeypatch.context() as patched:
         patched.setattr(leading, "join_group", kill_then_join)
-        with pytest.raises(ModelLoadError, match=r"a rank did not start: rank 1 .* was killed by SIGKILL"):
+        # it may have done its part of the meeting before it is killed: then the load finds it lost
+        with pytest.raises(ModelLoadError, match=r"(did not start|on all ranks): rank 1 .* was killed by SIGKILL"):
             load(folders("one-kv-head"))
     assert time.monotonic() - killed[0] < SOON
     with load(folders("one-kv-head")) as again:
