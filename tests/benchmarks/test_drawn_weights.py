@@ -63,11 +63,8 @@ def test_a_mixture_is_loaded_by_the_names_of_published_checkpoints(tmp_path: Pat
     assert torch.equal(own[3, half:], draw(name, [half, own.shape[2]], 0.02))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("shape", "layers", "drafts"),
-    [("tiny-deepseek-v3", 2, 1), pytest.param("tiny", 8, 5, marks=pytest.mark.long)],
-)
+@pytest.mark.long
+@pytest.mark.parametrize(("shape", "layers", "drafts"), [("tiny-deepseek-v3", 2, 1), ("tiny", 8, 5)])
 def test_two_ranks_are_one_model(tmp_path: Path, shape: str, layers: int, drafts: int) -> None:
     pytest.importorskip("accelerate")
     in_every_rank()

@@ -88,7 +88,8 @@ def test_deepseek_with_its_module(two_ranks: Any) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("one-kv-head", "gpt-oss"),
+        "one-kv-head",
+        pytest.param("gpt-oss", marks=pytest.mark.long),
         pytest.param("odd-vocabulary", marks=pytest.mark.long),
         pytest.param("qwen3-moe", marks=pytest.mark.long),
         pytest.param("deepseek-v3", marks=pytest.mark.long),
