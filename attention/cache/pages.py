@@ -172,12 +172,16 @@ class BlockTables:
         """Every page has the holders that its allocator knows of, and page 0 has none.
 
         Raises:
-            InvariantError: a page is owned twice, lost, or an entry past a row's end is not 0.
+            InvariantError: a page is owned twice, lost, or an entry that is none of its row's pages is not 0.
         """
-        held = Counter(page for row in range(len(self.table)) for page in self.pages_of(row)) + self._aside
-        self.allocator.check_holders(held)
-        tails = [row[n:] for row, n in zip(self.table, self._counts, strict=True)]
-        require(not any(t.any() for t in tails), "an entry past a row's pages is not the null page")
+        held = Counter(page for row in range(len(self.table)) for page in self._held_by(row))
+        self.allocator.check_holders(held + self._aside)
+        others = np.count_nonzero(self.table) - held.total()
+        require(not others, "an entry that its row does not own, past a row's pages or freed, is not the null page")
+
+    def _held_by(self, row: int) -> list[int]:
+        """The pages that a row holds."""
+        return self.pages_of(row)
 
     def _pages_of(self, num_tokens: Sequence[int] | np.ndarray) -> np.ndarray:
         return (np.asarray(num_tokens, np.int64) + (self.page_size - 1)) // self.page_size

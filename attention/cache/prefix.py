@@ -188,9 +188,9 @@ class PrefixCache:
             allocator.hold(pages)
 
     def num_idle(self, found: Found) -> list[int]:
-        """How many of the pages in `found` count as free until it is held: of each of the target's groups."""
+        """How many of the pages in `found` count as free until it is held: of each of the target's groups in it."""
         of_windows = (a.num_idle(pages) for a, pages in zip(self.windowed, found.windowed, strict=False))
-        return [self.pages.num_idle(found.pages), *(of_windows if found.windowed else [0] * len(self.windowed))]
+        return [self.pages.num_idle(found.pages), *of_windows]
 
     def register_windowed(self, tokens: np.ndarray, group: int, first: int, pages: Sequence[int], long: bool) -> None:
         """Let others find pages of a group of sliding-window layers. Idempotent.
@@ -203,7 +203,7 @@ class PrefixCache:
         """
         node, allocator, nodes = self._roots[long], self.windowed[group], self._windowed_nodes[group]
         end = first + max((i + 1 for i, page in enumerate(pages) if page), default=-first)
-        for i, key in enumerate(self._keys(tokens)[:end]):
+        for i, key in enumerate(self._keys(tokens[: end * self.page_size])):
             node = node.children.get(key) or self._add(node, key)
             page = pages[i - first] if i >= first else _NO_PAGE
             old = node.windowed[group]
@@ -227,7 +227,7 @@ class PrefixCache:
                 which tree.
         """
         node, following = self._roots[long], self._following(tokens, len(head_pages))
-        for i, key in enumerate(self._keys(tokens)[: len(pages)]):
+        for i, key in enumerate(self._keys(tokens[: len(pages) * self.page_size])):
             child = node.children.get(key) or self._add(node, key)
             if i < len(head_pages):
                 self._offer(child, following[i], pages[i], head_pages[i])
@@ -284,13 +284,13 @@ class PrefixCache:
 
     def _most_seen(self, taken: Sequence[_Entry]) -> int:
         """The most of these pages after which the next token finds, in every group, all that its window reaches."""
-        size, runs = self.page_size, [0] * len(self._windows)
-        most = 0 if runs else len(taken)
-        for n, entry in enumerate(taken if runs else (), 1):
-            runs = [run + 1 if page else 0 for run, page in zip(runs, entry.node.windowed, strict=True)]
-            needed = (n - first_needed_page(window, n * size, size) for window in self._windows)
-            if all(run >= least for run, least in zip(runs, needed, strict=True)):
-                most = n
+        most = len(taken)
+        while most:
+            seen = self._windowed_pages(taken[:most])
+            lacking = [most - len(pages) + i for pages in seen for i, page in enumerate(pages) if not page]
+            if not lacking:
+                break
+            most = max(lacking)
         return most
 
     def _windowed_pages(self, taken: Sequence[_Entry]) -> tuple[tuple[int, ...], ...]:

@@ -87,13 +87,8 @@ class WindowedTables(BlockTables):
         if checking():
             self.validate()
 
-    def validate(self) -> None:
-        """As `BlockTables.validate`, of what rows own. Raises InvariantError."""
-        ends = list(zip(self._first.tolist(), self._counts.tolist(), strict=True))
-        own = Counter(page for row, (first, end) in enumerate(ends) for page in self.table[row, first:end].tolist())
-        self.allocator.check_holders(own + self._aside)
-        others = (np.concatenate([row[:first], row[end:]]) for row, (first, end) in zip(self.table, ends, strict=True))
-        require(not any(each.any() for each in others), "an entry that its row does not own is not the null page")
+    def _held_by(self, row: int) -> list[int]:
+        return self.pages_of(row)[self._first[row] :]
 
     def _shrink(self, row: int, count: int) -> None:
         kept = max(count, int(self._first[row]))

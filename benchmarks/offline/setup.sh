@@ -19,14 +19,10 @@ export PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1 OMP_NUM_THREADS=1 TORCHINDUCTOR_C
 export FLASHINFER_CUDA_ARCH_LIST=9.0a PYTHONPATH=$PWD:$site SPECDEC_COMMIT
 export NCCL_NVLS_ENABLE=0 TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1
 SPECDEC_COMMIT=$(cat "$CARRY/commit")
-held() { # NAME [VARIABLE=VALUE…] MODULE ARGUMENTS…: a benchmark that loads, and then waits for its turn
-  local name=$1 variables=()
+held() { # NAME MODULE ARGUMENTS…: a benchmark that loads, and then waits for its turn; variables stand before the call
+  local name=$1
   shift
-  while [[ $1 == *=* ]]; do
-    variables+=("$1")
-    shift
-  done
-  env "${variables[@]}" python3 -m benchmarks.offline.in_turn "$@" --hold "$held/$name" >"$logs/$name.log" 2>&1 &
+  python3 -m benchmarks.offline.in_turn "$@" --hold "$held/$name" >"$logs/$name.log" 2>&1 &
   echo $! >"$held/$name.pid"
 }
 runs() { kill -0 "$(cat "$held/$1.pid")" 2>/dev/null; }

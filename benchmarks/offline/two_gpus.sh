@@ -4,16 +4,10 @@
 # Each stage below four minutes, most memory on one GPU 115 of 140 GiB: nothing else may run there. NVLink multicast is off.
 . "$(dirname "$0")/setup.sh"
 export PYTHONPATH=/tmp/tf523:$PYTHONPATH OMP_NUM_THREADS=2
-ranks() { # NAME [VARIABLE=VALUE…] RANKS DRAFTS ARGUMENTS…
-  local name=$1 variables=()
-  shift
-  while [[ $1 == *=* ]]; do
-    variables+=("$1")
-    shift
-  done
-  local size=$1 drafts=$2
-  shift 2
-  held "$name" "${variables[@]}" benchmarks.bench_parallel --tensor-parallel-size "$size" --drafts "$drafts" --rows 1,8,32 \
+ranks() { # NAME RANKS DRAFTS ARGUMENTS…
+  local name=$1 size=$2 drafts=$3
+  shift 3
+  held "$name" benchmarks.bench_parallel --tensor-parallel-size "$size" --drafts "$drafts" --rows 1,8,32 \
     --new-tokens 96 --folder /tmp/pairs --out "$OUT/parallel.jsonl" "$@"
 }
 case $1 in
@@ -38,7 +32,7 @@ others)
   ranks l0t1 1 0 --shape llama-3.1-8b
   ranks l0t2 2 0 --shape llama-3.1-8b
   ready l0t1 l0t2
-  ranks n0t2 SPECDEC_COLLECTIVES=nccl 2 0 --shape llama-3.1-8b
+  SPECDEC_COLLECTIVES=nccl ranks n0t2 2 0 --shape llama-3.1-8b
   ranks l5t1 1 5 --shape llama-3.1-8b
   ranks l5t2 2 5 --shape llama-3.1-8b
   ready n0t2 l5t1 l5t2

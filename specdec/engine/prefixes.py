@@ -148,15 +148,14 @@ class Prefixes:
         Raises:
             InvariantError: to a page that is registered, or that another row holds.
         """
-        size, table = self.cache.page_size, self._table
+        size, table, allocators = self.cache.page_size, self._table, (self.cache.pages, *self.cache.windowed)
         for row in rows.tolist():
             begin = int(table.computed[row])
-            self.cache.pages.check_writable(self._target_pages.pages_of(row)[begin // size :])
+            for allocator, tables in zip(allocators, (self._target_pages, *self._windowed_pages), strict=True):
+                allocator.check_writable(tables.pages_of(row)[begin // size :])
             if self._head_pages is not None and self.cache.head_pages is not None:
                 begin = max(begin - self._num_following + 1, int(table.begin[row]))  # of the last module
                 self.cache.head_pages.check_writable(self._head_pages.pages_of(row)[begin // size :])
-            for tables, allocator in zip(self._windowed_pages, self.cache.windowed, strict=True):
-                allocator.check_writable(tables.pages_of(row)[int(table.computed[row]) // size :])
 
     def final_pages(self, row: int) -> tuple[int, int]:
         """How many pages of a row have entries that will not change any more: of the target's, and of the head's.

@@ -281,8 +281,8 @@ class Scheduler(Crossing):
                 later.append(self.waiting.popleft())
                 continue
             own = self._pages_of_entry(len(request.committed) + max(drafts, 1), min(prefill, budget))
-            own[0] -= len(found.pages)
-            own[1:] -= [len(pages) for pages in found.windowed] or 0
+            for group, pages in enumerate((found.pages, *found.windowed)):
+                own[group] -= len(pages)
             if (promised + own > self._free_besides(found)).any():
                 break
             promised += own
@@ -310,9 +310,10 @@ class Scheduler(Crossing):
     def _free_besides(self, found: Found) -> list[int]:
         """Free pages of each of the target's groups once `found` is held: until then idle pages of it count as free."""
         free = [pages.allocator.num_free for pages in (self.target_pages, *self.windowed_pages)]
-        if self.prefixes is None:
-            return free
-        return [n - idle for n, idle in zip(free, self.prefixes.cache.num_idle(found), strict=True)]
+        if self.prefixes is not None:
+            for group, idle in enumerate(self.prefixes.cache.num_idle(found)):
+                free[group] -= idle
+        return free
 
     def _pages_of_entry(self, num_tokens: int, chunk: int) -> np.ndarray:
         """Pages of each of the target's groups for a request of `num_tokens` that first reads `chunk` of them."""

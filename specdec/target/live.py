@@ -131,9 +131,11 @@ _OF_CONFIGS = (
 
 
 def _configs(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """Name and attributes of each configuration of the model and its modules."""
-    named = ((f"{name}.config".removeprefix("."), module) for name, module in model.named_modules())
-    found = {id(module.config): (name, vars(module.config)) for name, module in named if "config" in vars(module)}
+    """First name and attributes of each configuration of the model and its modules."""
+    found: dict[int, tuple[str, dict[str, Any]]] = {}
+    for name, module in model.named_modules():
+        if "config" in vars(module):
+            found.setdefault(id(module.config), (f"{name}.config".removeprefix("."), vars(module.config)))
     return list(found.values())
 
 

@@ -24,12 +24,12 @@ def test_scripts_parse(script: str) -> None:
 def test_benchmarks_take_turns_and_what_hangs_is_said(tmp_path: Path) -> None:
     """Without anything to unpack: setup.sh finds the site folder."""
     (tmp_path / "site").mkdir()
-    (tmp_path / "commit").write_text("abc1234\n")
+    (tmp_path / "commit").write_text("another\n")
     setup = (OFFLINE / "setup.sh").read_text().replace("/tmp/", f"{tmp_path}/")
     (tmp_path / "setup.sh").write_text(setup)
     script = f"""
 . {tmp_path}/setup.sh
-held right A=1 {TINY} --out $OUT/round.jsonl
+SPECDEC_COMMIT=abc1234 held right {TINY} --out $OUT/round.jsonl
 held wrong {TINY} --out $OUT/nowhere/round.jsonl
 ready right wrong
 go 30 right wrong

@@ -100,7 +100,7 @@ def test_a_number_that_forwards_read_from_the_configuration() -> None:
     for attribute, value in (("sliding_window", 8), ("final_logit_softcapping", 5.0)):
         before = getattr(model.config, attribute)
         setattr(model.config, attribute, value)
-        with pytest.raises(ModelChangedError, match=rf"config\.{attribute} was {before} .* is {value} now"):
+        with pytest.raises(ModelChangedError, match=rf"^config\.{attribute} was {before} .* is {value} now"):
             live.check()
         setattr(model.config, attribute, before)
         live.check()
