@@ -84,22 +84,18 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
     PART: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_predecessor(DEPENDENT)
+    """Before it waits it loads what the filters' kernels do not write."""
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
-    if temperature == 0:
-        return
-    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
+    temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     packed_ptr += row * (2 * N + 2)
     index_ptr += row * (N + 1)
     stats_ptr += row * (N + 1) * 4
     num_drafts = tl.load(num_drafts_ptr + row)
     place = tl.arange(0, DRAFTS)
-    exists = (place < N) & (place < num_drafts)
+    exists = place < tl.where(temperature != 0, tl.minimum(num_drafts, N), 0)
     drafts = tl.load(packed_ptr + N + 2 + place, mask=exists, other=0)  # [DRAFTS]
     x = load_logits(logits_ptr + tl.load(index_ptr + place, mask=exists, other=0) * row_stride + drafts, exists)
-    p = probability(x, drafts, load_stats(stats_ptr + tl.where(exists, place, 0) * 4), scale, floor)
-    q = tl.full((DRAFTS,), 1.0, tl.float32)
+    uniform = tl.load(accept_uniform_ptr + row * accept_stride + place, mask=exists, other=0.0)
     head = None
     if proposal is not None:
         head = _head(proposal, row)
@@ -109,9 +105,15 @@ def _accept_kernel(  # type: ignore[no-untyped-def]
         step = tl.where(known, place, 0)
         own = tl.load(inverse_ptr + drafts, mask=known, other=-1)
         y = load_logits(head_logits_ptr + step * step_stride + own, own >= 0)
+    wait_for_predecessor(DEPENDENT)
+    if temperature == 0:
+        return
+    scale = LOG2E / temperature
+    p = probability(x, drafts, load_stats(stats_ptr + tl.where(exists, place, 0) * 4), scale, floor)
+    q = tl.full((DRAFTS,), 1.0, tl.float32)
+    if head is not None:
         of_head = probability(y, own, load_stats(head_stats_ptr + step * stats_step_stride), scale, floor)
         q = tl.where(drawn, tl.where(own >= 0, of_head, 0.0), q)
-    uniform = tl.load(accept_uniform_ptr + row * accept_stride + place, mask=exists, other=0.0)
     accepted = exists & (uniform * q < p)
     at = tl.minimum(tl.min(tl.where(accepted, DRAFTS, place), 0), N).to(tl.int64)
     if part == 0:
@@ -159,30 +161,31 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
+    temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
+    num_drafts, column = tl.load(num_drafts_ptr + row), tl.arange(0, TOKENS)
+    uniforms = tl.load(next_uniform_ptr + row * next_stride + column, mask=column <= N, other=0.0)  # [TOKENS]
+    wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return
-    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + row)
+    scale = LOG2E / temperature
     packed_ptr += row * (2 * N + 2)
     at = tl.load(packed_ptr)
-    rejected = at < tl.load(num_drafts_ptr + row)
+    rejected = at < num_drafts
     part = tl.arange(0, PARTS)
     sums_ptr += row * 2 * parts
     of_rest = tl.load(sums_ptr + parts + part, mask=part < parts, other=0)
     usable = rejected & (tl.sum(of_rest, 0) > 0)
     sums = tl.where(usable, of_rest, tl.load(sums_ptr + part, mask=part < parts, other=0))
-    part, place = _pick_part(sums, tl.load(next_uniform_ptr + row * next_stride + at))
+    part, place = _pick_part(sums, tl.sum(tl.where(column == at, uniforms, 0.0), 0))
     target = (logits_ptr, index_ptr + row * (N + 1), stats_ptr + row * (N + 1) * 4, packed_ptr + N + 2, row_stride)
-    column = part * PART + tl.arange(0, PART)
     head = None
     if proposal is not None:
         head = _head(proposal, row)
-    of_p, of_rest = _next_weights(column, at, rejected, target, head, (scale, floor, vocab))
+    tokens = part * PART + tl.arange(0, PART)
+    of_p, of_rest = _next_weights(tokens, at, rejected, target, head, (scale, floor, vocab))
     token = part * PART + _pick_in_part(tl.where(usable, of_rest, of_p), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
-    column = tl.arange(0, TOKENS)
     drafts = tl.load(packed_ptr + N + 2 + column, mask=column < N, other=0)
     tl.store(packed_ptr + 1 + column, tl.where(column == at, token, drafts), mask=column <= N)
 
@@ -198,13 +201,9 @@ def _uniform_of_step(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _draft_weights(own, part, PART: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights [PART] int64 of one part of a row of the head's logits."""
-    logits_ptr, stats_ptr, min_p_ptr, temperature, vocab = own
-    column = part * PART + tl.arange(0, PART)
-    x = load_logits(logits_ptr + column, column < vocab)
-    p = probability(x, column, load_stats(stats_ptr), LOG2E / temperature, tl.load(min_p_ptr))
-    return tl.where(column < vocab, _weights(p), 0)
+def _draft_weights(x, column, stats, temperature, min_p, vocab):  # type: ignore[no-untyped-def]
+    """Weights int64 of tokens of the head's logits x."""
+    return tl.where(column < vocab, _weights(probability(x, column, stats, LOG2E / temperature, min_p)), 0)
 
 
 @triton.jit(do_not_specialize=["step"])
@@ -234,21 +233,29 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     PARTS: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    """Sum the weights of one part of a row; the program that is done last draws the row's token."""
-    wait_for_predecessor(DEPENDENT)
+    """Sum the weights of one part of a row; the program that is done last draws the row's token.
+
+    Before it waits it loads what the filters' kernels do not write.
+    """
     row, part, parts = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    temperature = tl.load(temperature_ptr + row)
+    temperature, min_p = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
+    logits_ptr += row * row_stride
+    column = part * PART + tl.arange(0, PART)
+    x = load_logits(logits_ptr + column, column < tl.where(temperature != 0, vocab, 0))  # [PART]
+    uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
+    wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return
-    own = (logits_ptr + row * row_stride, stats_ptr + row * stats_stride, min_p_ptr + row, temperature, vocab)
-    tl.store(sums_ptr + row * parts + part, tl.sum(_draft_weights(own, part, PART), 0))
+    stats = load_stats(stats_ptr + row * stats_stride)
+    tl.store(sums_ptr + row * parts + part, tl.sum(_draft_weights(x, column, stats, temperature, min_p, vocab), 0))
     if tl.atomic_add(done_ptr + row, 1, sem="acq_rel") < parts - 1:
         return
-    uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
     each = tl.arange(0, PARTS)
     sums = tl.load(sums_ptr + row * parts + each, mask=each < parts, other=0, cache_modifier=".cg")
     part, place = _pick_part(sums, uniform)
-    token = part * PART + _pick_in_part(_draft_weights(own, part, PART), place)
+    column = part * PART + tl.arange(0, PART)
+    x = load_logits(logits_ptr + column, column < vocab)
+    token = part * PART + _pick_in_part(_draft_weights(x, column, stats, temperature, min_p, vocab), place)
     token = tl.minimum(token, vocab - 1).to(tl.int64)
     tl.store(ids_ptr + row * ids_stride, token)
     if drafts_ptr is not None:

@@ -3,8 +3,11 @@
 A filter is a search for the lowest kept logit: top-k for the one at which the count of tokens reaches k, top-p for the
 one at which the mass reaches p of the total. Two launches over parts of every row narrow it down by its distance from
 the largest: the first has edges that grow with the distance, the second divides the interval found. A third lists the
-tokens in what remains, and the last, one program a row, searches the list bit by bit of the ordered logit. A list that
+logits in what remains, and the last, one program a row, searches the list bit by bit of the ordered logit. A list that
 is too long for its place is not used: that program then reads the whole row.
+
+Of few rows these launches take as long as what each loads one after the other. So all but the first load what the ones
+before them do not write, parameters and logits, before they wait for them.
 
 A row with top-k is narrowed by top-k alone, and everything above is listed too: top-p's search is then in the list.
 min-p needs no search: it keeps an upper set of its own, and what is kept in the end is the smaller of two upper sets.
@@ -18,12 +21,12 @@ import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from specdec.ops.filters_search_kernel import ALL, COLUMNS, FLOOR, STATE, counts_tokens, mass_target, settle_kernel
-from specdec.ops.logits_kernel import LOG2E, distance_from, load_logits, load_parameters, load_peak, source_of, weight
+from specdec.ops.logits_kernel import LOG2E, distance_from, load_logits, load_row, weight
 
 _PART = 2048
 _SUMS_TILE = 128  # tokens of a part that are summed at once: one a thread, or Triton moves them between threads
 _SUMS_WARPS = 4
-_LIST_WARPS = 4
+_LIST_WARPS, _LIST_REGISTERS = 8, 64  # a thread; without a limit 74, and a quarter less programs at once
 _LISTED = 4  # a part's list has room for one in so many tokens
 _SHARE = 256  # tokens of one part in a tile of the last search
 _TILE = 8192  # at most
@@ -49,18 +52,18 @@ def _narrowed(  # type: ignore[no-untyped-def]
 
     With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
     """
-    part, column = tl.arange(0, PARTS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    sums = tl.sum(tl.load(sums_ptr + part * COLUMNS + column, mask=part < parts, other=0.0), 0)  # [COLUMNS]
     column = tl.arange(0, COLUMNS)
     edges = tl.load(edges_ptr + column, mask=column < _EDGES, other=0.0)
+    if LEVEL > 0:
+        low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
+        target, total, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
+    part = tl.arange(0, PARTS)[:, None]
+    sums = tl.sum(tl.load(sums_ptr + part * COLUMNS + column[None, :], mask=part < parts, other=0.0), 0)  # [COLUMNS]
     if LEVEL == 0:
         low, high, below = 0.0, float("inf"), 0.0
         total = tl.sum(tl.where(column == ALL, sums, 0.0), 0)
         above_floor = tl.sum(tl.where(column == FLOOR, sums, 0.0), 0)
         target = tl.where(counting, top_k.to(tl.float32), mass_target(total, top_p))
-    else:
-        low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
-        target, total, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
     short = (column < _EDGES) & (sums < target)
     low = tl.maximum(low, tl.max(tl.where(short, edges, 0.0), 0))
     below = tl.maximum(below, tl.max(tl.where(short, sums, 0.0), 0))
@@ -104,18 +107,18 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_predecessor(DEPENDENT)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
-    owner = row // per
-    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
+    if LEVEL == 0:
+        wait_for_predecessor(DEPENDENT)
+    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)
+    if LEVEL > 0:
+        wait_for_predecessor(DEPENDENT)
     counting = counts_tokens(top_k, vocab)
     if (temperature == 0) | ((LEVEL > 0) & (top_p >= 1) & (counting == 0)):
         return
-    source = source_of(index_ptr, row)
-    logits_ptr += source * row_stride
-    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
-    scale, floor = LOG2E / temperature, tl.load(min_p_ptr + owner)
+    scale = LOG2E / temperature
     column = tl.arange(0, COLUMNS)
     if LEVEL == 0:
         # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
@@ -143,12 +146,14 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     if start == 0:
         tl.store(edges_ptr + at * COLUMNS + column, edges)
     for part in range(start, tl.minimum(start + repeat, parts)):
+        if copy_ptr is not None:  # at once: a load after a store would wait for what is stored
+            index = part * PART + tl.arange(0, PART)
+            whole = load_logits(logits_ptr + index, index < vocab)  # [PART]
+            tl.store(copy_ptr + row * copy_stride + index, whole, mask=index < vocab)
         sums, above = tl.zeros((COLUMNS, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
         for tile in tl.static_range(PART // TILE):
             index = part * PART + tile * TILE + tl.arange(0, TILE)
             x = load_logits(logits_ptr + index, index < vocab)  # [TILE]
-            if copy_ptr is not None:
-                tl.store(copy_ptr + row * copy_stride + index, x, mask=index < vocab)
             w = tl.where(index < vocab, tl.where(counting, 1.0, weight(x, peak, scale)), 0.0)
             nearer = (distance_from(x, peak)[None, :] < edges[:, None]).to(tl.float32)
             sums += nearer * w[None, :]
@@ -168,11 +173,12 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     temperature_ptr,  # [J] float32
     top_k_ptr,  # [J] int32
     top_p_ptr,  # [J] float32
+    min_p_ptr,  # [J] float32
     sums_ptr,  # [2, R, parts, COLUMNS] float32
     edges_ptr,  # [2, R, COLUMNS] float32
     state_ptr,  # [2, R, STATE] float32
     counts_ptr,  # [R, parts] int32
-    listed_ptr,  # [R, parts, CAPACITY] int16, places in the part
+    listed_ptr,  # [R, parts, CAPACITY] as the logits
     vocab,
     parts,
     repeat,  # parts of one program
@@ -184,16 +190,17 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     CAPACITY: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_predecessor(DEPENDENT)
     row, start = tl.program_id(0).to(tl.int64), tl.program_id(1) * repeat
     rows = tl.num_programs(0).to(tl.int64)
-    owner = row // per
-    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
+    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    logits_ptr, peak, temperature, top_k, top_p, _floor = load_row(*given, row, per, row_stride, peak_stride)
     counting = counts_tokens(top_k, vocab)
+    place = tl.arange(0, PART)
+    column = start * PART + place
+    x = load_logits(logits_ptr + column, column < tl.where(temperature != 0, vocab, 0))  # [PART]
+    wait_for_predecessor(DEPENDENT)
     if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
         return
-    source = source_of(index_ptr, row)
-    logits_ptr += source * row_stride
     at = rows + row
     low, high, below, target, total, above_floor = _narrowed(
         sums_ptr + at * parts * COLUMNS,
@@ -209,16 +216,14 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
     if start == 0:
         _remember(state_ptr + row * STATE, low, high, below, target, total, above_floor)
-    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
-    place = tl.arange(0, PART)
     for part in range(start, tl.minimum(start + repeat, parts)):
         column = part * PART + place
-        x = load_logits(logits_ptr + column, column < vocab)  # [PART]
         distance = distance_from(x, peak)
         inside = ((column < vocab) & (distance >= low) & (distance < high)).to(tl.int32)
         to, list_ = tl.cumsum(inside, 0) - 1, row * parts + part
-        tl.store(listed_ptr + list_ * CAPACITY + to, place.to(tl.int16), mask=(inside > 0) & (to < CAPACITY))
+        tl.store(listed_ptr + list_ * CAPACITY + to, x, mask=(inside > 0) & (to < CAPACITY))
         tl.store(counts_ptr + list_, tl.sum(inside, 0))
+        x = load_logits(logits_ptr + column + PART, column + PART < tl.minimum((start + repeat) * PART, vocab))
 
 
 def launch_filters(
@@ -251,7 +256,7 @@ def launch_filters(
     state = stats.new_empty(2, rows, STATE.value)
     sums, edges = stats.new_empty(2, rows, parts, COLUMNS.value), stats.new_empty(2, rows, COLUMNS.value)
     counts = stats.new_empty(rows, parts, dtype=torch.int32)
-    listed = stats.new_empty(rows, parts, _PART // _LISTED, dtype=torch.int16)
+    listed = logits.new_empty(rows, parts, _PART // _LISTED)
     repeat = max(1, rows * parts // _PROGRAMS)  # what a program computes of a part does not depend on it
     grid = (rows, triton.cdiv(parts, repeat))
     for level, also in ((0, copy), (1, None)):
@@ -260,8 +265,8 @@ def launch_filters(
             copy_stride=0 if also is None else also.stride(0), num_warps=_SUMS_WARPS, **options,
         )  # fmt: skip
     _list_kernel[grid](
-        *inputs[:-1], sums, edges, state, counts, listed, repeat=repeat, **sizes, CAPACITY=listed.shape[2],
-        num_warps=_LIST_WARPS, **options,
+        *inputs, sums, edges, state, counts, listed, repeat=repeat, **sizes, CAPACITY=listed.shape[2],
+        num_warps=_LIST_WARPS, maxnreg=_LIST_REGISTERS, **options,
     )  # fmt: skip
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](

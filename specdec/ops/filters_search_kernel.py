@@ -12,10 +12,8 @@ from specdec.ops.logits_kernel import (
     LOG2E,
     distance_from,
     load_logits,
-    load_parameters,
-    load_peak,
+    load_row,
     ordered,
-    source_of,
     store_stats,
     unordered,
     weight,
@@ -45,26 +43,40 @@ def _middle(low, high):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _tile(row, chunk, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tile(  # type: ignore[no-untyped-def]
+    row, chunk, PART: tl.constexpr, PARTS: tl.constexpr, CAPACITY: tl.constexpr, TILE: tl.constexpr
+):
     """Logits, their order and whether they count, of TILE tokens: as many of each part, listed ones or all."""
     logits_ptr, list_, bounds, vocab, shift = row
-    counts_ptr, listed_ptr, used, parts, PART, PARTS, CAPACITY = list_
+    counts, listed_ptr, used, parts = list_
     low, high, peak, least = bounds
     place = tl.arange(0, TILE)
     part, column = place // (TILE // PARTS), chunk * (TILE // PARTS) + place % (TILE // PARTS)
-    index = part * PART + column
-    inside = (column < PART) & (index < vocab)
     if used:
-        inside = column < tl.load(counts_ptr + part, mask=part < parts, other=0)
-        index = part * PART + tl.load(listed_ptr + part * CAPACITY + column, mask=inside, other=0).to(tl.int32)
-    x = load_logits(logits_ptr + index, inside)
+        x = load_logits(listed_ptr + part * CAPACITY + column, (part < parts) & (column < CAPACITY))
+        of_part = tl.broadcast_to(counts[:, None], (PARTS, TILE // PARTS))
+        inside = column < tl.reshape(of_part, (TILE,))
+        x = tl.where(inside, x, float("-inf"))
+    else:
+        index = part * PART + column
+        inside = (column < PART) & (index < vocab)
+        x = load_logits(logits_ptr + index, inside)
     distance = distance_from(x, peak)
     return x, ordered(x, shift), inside & (distance >= low) & (distance < high) & (x >= least)
 
 
 @triton.jit
 def _search(  # type: ignore[no-untyped-def]
-    row, chunks, below, target, scale, COUNT: tl.constexpr, PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr
+    row,
+    chunks,
+    below,
+    target,
+    scale,
+    COUNT: tl.constexpr,
+    PART: tl.constexpr,
+    PARTS: tl.constexpr,
+    CAPACITY: tl.constexpr,
+    TILE: tl.constexpr,
 ):
     """The lowest kept logit of a row's tokens: where their count or mass, from `below` on, reaches target.
 
@@ -73,19 +85,19 @@ def _search(  # type: ignore[no-untyped-def]
     """
     logits_ptr, _list, bounds, vocab, shift = row
     peak = bounds[2]
-    x, keys, inside = _tile(row, 0, TILE)
+    x, keys, inside = _tile(row, 0, PART, PARTS, CAPACITY, TILE)
     w = tl.where(inside, 1.0 if COUNT else weight(x, peak, scale), 0.0)
     key = tl.min(tl.where(inside, keys, 0x7FFFFFFF), 0)  # kept
     dropped = tl.max(tl.where(inside, keys, -0x7FFFFFFF), 0) + 1
     for chunk in range(1, chunks):
-        x, keys_, inside_ = _tile(row, chunk, TILE)
+        x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
         key = tl.minimum(key, tl.min(tl.where(inside_, keys_, 0x7FFFFFFF), 0))
         dropped = tl.maximum(dropped, tl.max(tl.where(inside_, keys_, -0x7FFFFFFF), 0) + 1)
     while dropped > key + 1:
         middle = _middle(key, dropped)
         sums = tl.where(keys >= middle, w, 0.0)
         for chunk in range(1, chunks):
-            x, keys_, inside_ = _tile(row, chunk, TILE)
+            x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
             sums += tl.where(inside_ & (keys_ >= middle), 1.0 if COUNT else weight(x, peak, scale), 0.0)
         reached = below + tl.sum(sums, 0) >= target
         key = tl.where(reached, middle, key)
@@ -96,7 +108,7 @@ def _search(  # type: ignore[no-untyped-def]
         above = tl.where(keys > key, w, 0.0)
         equal = tl.where(inside & (keys == key), 1, 0)
         for chunk in range(1, chunks):
-            x, keys_, inside_ = _tile(row, chunk, TILE)
+            x, keys_, inside_ = _tile(row, chunk, PART, PARTS, CAPACITY, TILE)
             above += tl.where(inside_ & (keys_ > key), weight(x, peak, scale), 0.0)
             equal += tl.where(inside_ & (keys_ == key), 1, 0)
         mass, ties = below + tl.sum(above, 0), tl.sum(equal, 0)
@@ -135,7 +147,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     sums_ptr,  # [2, R, parts, COLUMNS] float32
     state_ptr,  # [2, R, STATE] float32
     counts_ptr,  # [R, parts] int32
-    listed_ptr,  # [R, parts, CAPACITY] int16
+    listed_ptr,  # [R, parts, CAPACITY] as the logits
     stats_ptr,  # [R, 4] float32
     zeros_ptr,  # [R] int32 or None
     vocab,
@@ -151,19 +163,15 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
-    wait_for_predecessor(DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
-    owner = row // per
-    temperature, top_k, top_p = load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner)
-    floor = tl.load(min_p_ptr + owner)
+    given = (logits_ptr, peaks_ptr, index_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr)
+    logits_ptr, peak, temperature, top_k, top_p, floor = load_row(*given, row, per, row_stride, peak_stride)
+    wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return
-    source = source_of(index_ptr, row)
-    logits_ptr += source * row_stride
     stats_ptr += row * stats_stride
     if zeros_ptr is not None:
         tl.store(zeros_ptr + row, 0)
-    peak = load_peak(logits_ptr, peaks_ptr, source, peak_stride)
     scale = LOG2E / temperature
     part = tl.arange(0, PARTS)
     least, first = tl.full((), float("-inf"), tl.float32), tl.full((), 0, tl.int32)
@@ -177,17 +185,18 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     state_ptr += row * STATE
     low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
     target, mass, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
-    most = tl.max(tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0), 0)
+    counts = tl.load(counts_ptr + row * parts + part, mask=part < parts, other=0)  # [PARTS]
+    most = tl.max(counts, 0)
     used = most <= CAPACITY
     chunks = tl.cdiv(tl.where(used, most, PART), TILE // PARTS)
-    list_ = (counts_ptr + row * parts, listed_ptr + row * parts * CAPACITY, used, parts, PART, PARTS, CAPACITY)
+    list_ = (counts, listed_ptr + row * parts * CAPACITY, used, parts)
     if counting:
         tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
-        least = _search(tokens, chunks, 0.0, target, scale, True, PART, PARTS, TILE)[0]
+        least = _search(tokens, chunks, 0.0, target, scale, True, PART, PARTS, CAPACITY, TILE)[0]
         tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
         masses, above = tl.zeros((TILE,), tl.float32), tl.zeros((TILE,), tl.float32)
         for chunk in range(chunks):
-            x, _keys, inside = _tile(tokens, chunk, TILE)
+            x, _keys, inside = _tile(tokens, chunk, PART, PARTS, CAPACITY, TILE)
             w = tl.where(inside, weight(x, peak, scale), 0.0)
             masses += w
             above += tl.where(w >= floor, w, 0.0)
@@ -196,5 +205,5 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     threshold = least
     if top_p < 1:
         tokens = (logits_ptr, list_, (low, high, peak, least), vocab, SHIFT)
-        threshold, first, mass = _search(tokens, chunks, below, target, scale, False, PART, PARTS, TILE)
+        threshold, first, mass = _search(tokens, chunks, below, target, scale, False, PART, PARTS, CAPACITY, TILE)
     store_stats(stats_ptr, _stats(peak, threshold, first, mass, above_floor, floor, scale))

@@ -66,21 +66,31 @@ def unordered(key, SHIFT: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_parameters(temperature_ptr, top_k_ptr, top_p_ptr, owner):  # type: ignore[no-untyped-def]
-    """Temperature, top-k and top-p of a request."""
-    return tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner), tl.load(top_p_ptr + owner)
+def load_row(  # type: ignore[no-untyped-def]
+    logits_ptr,
+    peaks_ptr,
+    index_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    row,
+    per,
+    row_stride,
+    peak_stride,
+):
+    """Where a row of logits begins, its largest one, and temperature, top-k, top-p and min-p of its request.
 
+    All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute.
 
-@triton.jit
-def source_of(index_ptr, row):  # type: ignore[no-untyped-def]
-    """Which row of the logits a row is: index[row], or the row itself where there is no index."""
+    index_ptr: which row of the logits it is, any number for greedy rows; None: the row itself.
+    """
+    owner = row // per
+    temperature, top_k = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner)
+    top_p, min_p = tl.load(top_p_ptr + owner), tl.load(min_p_ptr + owner)
     source = row
     if index_ptr is not None:
-        source = tl.load(index_ptr + row)
-    return source
-
-
-@triton.jit
-def load_peak(logits_ptr, peaks_ptr, source, peak_stride):  # type: ignore[no-untyped-def]
-    """The largest logit of row `source` of the logits; logits_ptr: where it begins."""
-    return load_logits(logits_ptr + tl.load(peaks_ptr + source * peak_stride), True)
+        source = tl.load(index_ptr + row, mask=temperature != 0, other=0)
+    logits_ptr += source * row_stride
+    peak = load_logits(logits_ptr + tl.load(peaks_ptr + source * peak_stride), True)
+    return logits_ptr, peak, temperature, top_k, top_p, min_p

@@ -15,9 +15,11 @@ import pytest
 import torch
 import transformers
 from fakes import engine_of, free_everywhere
+from transformers import AutoModelForCausalLM
 
 from specdec import Handoff, SamplingParams, SpeculativeModel
-from specdec.loading.builtin import builtin_names
+from specdec.loading.builtin import builtin_names, builtin_path
+from tests.fp8 import gaps
 from tests.public.test_handoff import PAIRS, PROMPTS, lived
 
 pytestmark = pytest.mark.skipif("gsm-deepseek" not in builtin_names(), reason="no built-in targets")
@@ -181,13 +183,16 @@ def test_between_one_gpu_and_two_in_float32(on_ranks: Any, monkeypatch: pytest.M
 def test_between_one_gpu_and_two_from_graphs(
     there: int, here: int, on_ranks: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bfloat16: the bytes are exact. Between equal numbers of ranks the tokens are, too; else sums are rounded in
-    another order, so that most tokens are the same up to where two are nearly as good."""
+    """bfloat16: the bytes are exact. Between equal numbers of ranks the tokens are, too. Else keys and values of the
+    prompt were rounded in another order than D's own, and a near tie goes the other way sooner or later: each greedy
+    token is the best of the same model in float32, or nearly."""
     with of_ranks(there, **GRAPHS) as p, of_ranks(here, **GRAPHS) as d:
         assert p.graphs == d.graphs == "on"
         expected = lived(alone(d, PARAMS))
-        found = lived(moved_exactly(p, d, on_ranks, monkeypatch))
-        same = [a == b for a, b in zip(found, expected, strict=True)]
+        found = moved_exactly(p, d, on_ranks, monkeypatch)
+        same = [a == b for a, b in zip(lived(found), expected, strict=True)]
         print(f"{there} -> {here} ranks: {sum(same)} of {len(same)} requests as if they had never moved")
-        assert sum(same) >= (len(same) - 1 if there == here else 1)
+        assert there != here or sum(same) >= len(same) - 1
+        oracle = AutoModelForCausalLM.from_pretrained(builtin_path("gsm-llama"), dtype=torch.float32)
+        assert float(gaps(oracle, found[0]).max()) < 0.1
         assert all(len(r.token_ids) > 1 for r in alone(p, PARAMS[:1] * 3))  # P goes on

@@ -1,0 +1,71 @@
+"""Triton compiles the kernels of sampled rows for sm_90 without a GPU: its types are stricter than the interpreter's.
+
+And what they may load before they wait for the kernel before them is loaded there: it is why they are short.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+pytest.importorskip("triton", reason="Triton is not installed")
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from specdec.ops import draws_kernel, filters_kernel, filters_search_kernel
+
+F32, I32, I64, LOGITS = "*fp32", "*i32", "*i64", "*bf16"
+KINDS = {"logits_ptr": LOGITS, "copy_ptr": LOGITS, "listed_ptr": LOGITS, "top_k_ptr": I32, "counts_ptr": I32}
+KINDS |= {"zeros_ptr": I32, "done_ptr": I32}
+KINDS |= dict.fromkeys(("peaks_ptr", "index_ptr", "ids_ptr", "num_drafts_ptr", "num_accepted_ptr", "packed_ptr"), I64)
+KINDS |= dict.fromkeys(("drafts_ptr", "target_ids_ptr", "kept_accepted_ptr"), I64)
+
+def compiled(kernel, constants, warps=4, **kinds):
+    signature, places, attributes = {}, {}, {}
+    for i, name in enumerate(kernel.arg_names):
+        other = F32 if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constants else (KINDS | kinds).get(name, other)
+        if name in constants:
+            places[(i,)] = constants[name]
+        elif name not in ("repeat", "per", "step"):
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=places, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}).asm["ptx"]
+
+def loads_before_waiting(ptx):
+    return ptx[: ptx.index("griddepcontrol.wait")].count("ld.global")
+
+for parts, index in ((16, {"index_ptr": None}), (64, {})):
+    D = {"DEPENDENT": True, "PART": 2048, "PARTS": parts, **index}
+    filters = [compiled(filters_kernel._sums_kernel, D | {"LEVEL": 0, "TILE": 128})]
+    filters.append(compiled(filters_kernel._sums_kernel, D | {"LEVEL": 1, "TILE": 128, "copy_ptr": None}))
+    filters.append(compiled(filters_kernel._list_kernel, D | {"CAPACITY": 512}, filters_kernel._LIST_WARPS))
+    sizes = {"CAPACITY": 512, "TILE": min(256 * parts, 8192), "SHIFT": 16}
+    filters.append(compiled(filters_search_kernel.settle_kernel, D | sizes, 8))
+    print(*map(loads_before_waiting, filters))
+D = {"DEPENDENT": True, "PART": 2048, "N": 3, "DRAFTS": 4, "TOKENS": 4, "proposal": None}
+draws = [compiled(draws_kernel._draft_kernel, D | {"PARTS": 16}, sums_ptr=I64)]
+draws.append(compiled(draws_kernel._accept_kernel, D, sums_ptr=I64))
+draws.append(compiled(draws_kernel._resample_kernel, D | {"PARTS": 64}, sums_ptr=I64))
+print(*map(loads_before_waiting, draws))
+"""
+
+
+@pytest.mark.slow
+def test_for_sm_90() -> None:
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    for line, least in zip(done.stdout.splitlines(), ((0, 5, 6, 6), (0, 6, 7, 7), (6, 7, 4)), strict=True):
+        loads = [int(n) for n in line.split()]
+        assert all(n >= m for n, m in zip(loads, least, strict=True)), done.stdout
+        assert len(loads) == 3 or loads[0] == 0  # what the first of them is launched after may write all of it
