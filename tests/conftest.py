@@ -56,11 +56,14 @@ sys.meta_path.append(FakesFinder())
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter in less than half of its time: see tests/interpreter.py."""
+    """Triton's interpreter in less than half of its time, and with its addresses checked: tests/interpreter.py,
+    tests/interpreter_addresses.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
         from tests.interpreter import hasten
+        from tests.interpreter_addresses import check_addresses
 
         hasten()
+        check_addresses()
 
 
 _right_twins: dict[Any, Any] = {}

@@ -192,12 +192,13 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _uniform_of_step(  # type: ignore[no-untyped-def]
-    uniform_ptr, num_accepted_ptr, row, step, columns, stride, accepted_stride
+    uniform_ptr, num_accepted_ptr, row, step, columns, stride, accepted_stride, is_sampled
 ):
+    """0 for a greedy row, which may have no place in either."""
     at = step
     if num_accepted_ptr is not None:
-        at += tl.load(num_accepted_ptr + row * accepted_stride)
-    return tl.load(uniform_ptr + row * stride + tl.minimum(at, columns - 1))
+        at += tl.load(num_accepted_ptr + row * accepted_stride, mask=is_sampled, other=0)
+    return tl.load(uniform_ptr + row * stride + tl.minimum(at, columns - 1), mask=is_sampled, other=0.0)
 
 
 @triton.jit
@@ -242,7 +243,9 @@ def _draft_kernel(  # type: ignore[no-untyped-def]
     logits_ptr += row * row_stride
     column = part * PART + tl.arange(0, PART)
     x = load_logits(logits_ptr + column, column < tl.where(temperature != 0, vocab, 0))  # [PART]
-    uniform = _uniform_of_step(uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride)
+    uniform = _uniform_of_step(
+        uniform_ptr, num_accepted_ptr, row, step, columns, uniform_stride, accepted_stride, temperature != 0
+    )
     wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return

@@ -83,14 +83,16 @@ def load_row(  # type: ignore[no-untyped-def]
 
     All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute.
 
-    index_ptr: which row of the logits it is, any number for greedy rows; None: the row itself.
+    index_ptr: which row of the logits it is, and any number for greedy rows; None: the row itself.
     """
     owner = row // per
     temperature, top_k = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner)
     top_p, min_p = tl.load(top_p_ptr + owner), tl.load(min_p_ptr + owner)
-    source = row
-    if index_ptr is not None:
-        source = tl.load(index_ptr + row, mask=temperature != 0, other=0)
+    if index_ptr is None:
+        source, place = row, tl.load(peaks_ptr + row * peak_stride)
+    else:
+        is_sampled = temperature != 0
+        source = tl.load(index_ptr + row, mask=is_sampled, other=0)
+        place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
     logits_ptr += source * row_stride
-    peak = load_logits(logits_ptr + tl.load(peaks_ptr + source * peak_stride), True)
-    return logits_ptr, peak, temperature, top_k, top_p, min_p
+    return logits_ptr, load_logits(logits_ptr + place, True), temperature, top_k, top_p, min_p

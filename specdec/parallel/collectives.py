@@ -20,10 +20,10 @@ _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 """torch 2.13's name, and the one before it."""
 _LOOK = timedelta(seconds=0.5)
 """So long torch waits for other ranks at a time: only between two waits Python sees a Ctrl-C."""
-LONGEST_RELEASE = 3.0
+LONGEST_RELEASE = 2.0
 """Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
-_LONGEST_LEAVE = 5.0
-"""Seconds for NCCL, after that."""
+_LONGEST_LEAVE = 2.5
+"""Seconds for NCCL, after that: an error about a lost rank is said within 5, whatever does not end."""
 log = logging.getLogger("specdec")
 
 

@@ -5,15 +5,18 @@ never used: TORCH_SYMM_MEM_DISABLE_MULTICAST is set before anything is allocated
 
 Source: pytorch/pytorch, torch/csrc/distributed/c10d/symm_mem/CUDASymmetricMemoryOps.cu: one_shot_all_reduce_copy reads
 all parts of all ranks; two_shot_all_reduce_out sums a part on each and lets the others read it. Before and after that
-(CUDASymmetricMemory-inl.h) each block waits, without end, until its word in another rank's signal pad is 0 and makes it
-1 (put_signal), and until its word in the own pad is 1 and makes it 0 (wait_signal).
+(CUDASymmetricMemory-inl.h, sync_remote_blocks) each block does, for every rank and for its own too, what has no end: it
+waits until its word in that rank's signal pad is 0 and makes it 1 (put_signal), then until that rank's word in the own
+pad is 1 and makes it 0 (wait_signal). A pad is [blocks, ranks that signal].
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +32,36 @@ ONE_SHOT_BYTES = 1 << 20
 two shots. Two H200s took 10.9 us for 512 KiB of each, 12.1 for 768; in two shots, with a copy, 10.6 to 13 and 10.8."""
 _ALIGNED = 16
 _DTYPES = (torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True)
+class Signals:
+    """What a rank's sums wait for: words of signal pads, views.
+
+    Attributes:
+        awaited: of its own pad, 1 where another rank has signalled. Its word for itself is not among them: a sum that
+            signals itself waits until that is 0.
+        taken: of the others' pads, 0 where they have taken this rank's signal.
+    """
+
+    awaited: tuple[torch.Tensor, ...]
+    taken: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pads: Sequence[torch.Tensor], rank: int) -> Signals:
+        """pads: every rank's, int32; words beyond the last whole block of them are nobody's."""
+        size = len(pads)
+        blocks = [pad[: len(pad) // size * size].view(-1, size) for pad in pads]
+        own = blocks[rank]
+        awaited = tuple(words for words in (own[:, :rank], own[:, rank + 1 :]) if words.numel())
+        return cls(awaited, tuple(block[:, rank] for other, block in enumerate(blocks) if other != rank))
+
+    def give(self) -> None:
+        """As if every other rank had signalled, and had taken all signals."""
+        for words in self.awaited:
+            words.fill_(1)
+        for words in self.taken:
+            words.fill_(0)
 
 
 class SymmetricCollectives(GroupCollectives):
@@ -47,16 +80,12 @@ class SymmetricCollectives(GroupCollectives):
         self._two_shot: Any = torch.ops.symm_mem.two_shot_all_reduce_out
         self._memory: Any = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
         self._meeting = symmetric.rendezvous(self._memory, self._group)
-        self._own_pad, *self._other_pads = self._pads(self._meeting)
         self._beside = torch.cuda.Stream(device)
-        scratch = torch.empty_like(self._own_pad)
-        self._fill(scratch, [scratch])  # so that no kernel is left to load when a sum keeps the GPU waiting
+        pads = [self._meeting.get_signal_pad(rank, dtype=torch.int32) for rank in range(self._size)]
+        self._signals = Signals.of(pads, self._meeting.rank)
+        scratch = Signals.of([torch.zeros_like(pad) for pad in pads], self._meeting.rank)
+        self._give(scratch)  # so that no kernel is left to load when a sum keeps the GPU waiting
         self.name = "symmetric memory, NCCL"
-
-    def _pads(self, meeting: Any) -> list[torch.Tensor]:
-        """Signal pads as int32: this rank's first."""
-        others = [rank for rank in range(self._size) if rank != meeting.rank]
-        return [meeting.get_signal_pad(rank, dtype=torch.int32) for rank in (meeting.rank, *others)]
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """See `Collectives.sum`. What is summed where, and so every bit, depends on the size alone."""
@@ -87,14 +116,11 @@ class SymmetricCollectives(GroupCollectives):
         deadline, idle = time.monotonic() + LONGEST_RELEASE, self._idle()
         with suppress(RuntimeError):  # of a device in an error, on which nothing waits
             while not idle.wait(1e-3) and time.monotonic() < deadline:
-                self._fill(self._own_pad, self._other_pads)
+                self._give(self._signals)
 
-    def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
-        """All signals for this rank given, and all of its own taken."""
+    def _give(self, signals: Signals) -> None:
         with torch.cuda.stream(self._beside):
-            own.fill_(1)
-            for pad in others:
-                pad.fill_(0)
+            signals.give()
         self._beside.synchronize()
 
 

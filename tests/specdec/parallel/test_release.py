@@ -5,6 +5,7 @@ The device is none: its words are plain memory.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -24,27 +25,30 @@ _WAITS = 20
 class OnNoDevice(symmetric.SymmetricCollectives):
     """Its pads are plain memory, and are filled by this thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 2, rank: int = 0) -> None:
         self._device = torch.device("cuda")
         self._leaving, self._watching, self._graphs = HelperThread("leave"), HelperThread("idle"), WeakSet()
-        self._own_pad, self._other_pads = torch.zeros(8, dtype=torch.int32), [torch.zeros(8, dtype=torch.int32)]
+        self.rank, self.pads = rank, [torch.zeros(4 * size + 1, dtype=torch.int32) for _ in range(size)]
+        self._signals = symmetric.Signals.of(self.pads, rank)
 
-    def _fill(self, own: torch.Tensor, others: list[torch.Tensor]) -> None:
-        own.fill_(1)
-        for pad in others:
-            pad.fill_(0)
+    def _give(self, signals: symmetric.Signals) -> None:
+        signals.give()
 
     def wait(self, ended: threading.Event) -> None:
-        """As a kernel does: a word of another's pad goes from 0 to 1, then one of the own from 1 to 0."""
-        for pad, given in ((self._other_pads[0], 0), (self._own_pad, 1)):
-            while int(pad[3]) != given and not ended.is_set():
-                time.sleep(1e-4)
-            pad[3] = 1 - given
+        """As each block does: its word in a rank's pad goes from 0 to 1, then that rank's in its own from 1 to 0; for
+        every rank, itself among them."""
+        size = len(self.pads)
+        for block, target in itertools.product(range(4), range(size)):
+            signal = (self.pads[target], block * size + self.rank, 0), (self.pads[self.rank], block * size + target, 1)
+            for pad, word, given in signal:
+                while int(pad[word]) != given and not ended.is_set():
+                    time.sleep(1e-4)
+                pad[word] = 1 - given
 
     @property
     def touched(self) -> bool:
         """Whether a signal was given."""
-        return bool(self._own_pad.any())
+        return any(bool(pad.any()) for pad in self.pads)
 
 
 @pytest.fixture
@@ -55,8 +59,11 @@ def ended() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_signals_are_given_until_all_is_done(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
-    found, done = OnNoDevice(), list[int]()
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 1)])
+def test_signals_are_given_until_all_is_done(
+    size: int, rank: int, monkeypatch: pytest.MonkeyPatch, ended: threading.Event
+) -> None:
+    found, done = OnNoDevice(size, rank), list[int]()
 
     def sums(device: torch.device) -> None:
         for number in range(_WAITS):
@@ -67,6 +74,15 @@ def test_signals_are_given_until_all_is_done(monkeypatch: pytest.MonkeyPatch, en
     started = time.monotonic()
     found.let_go()
     assert len(done) == _WAITS and time.monotonic() - started < symmetric.LONGEST_RELEASE
+
+
+def test_no_signal_between_other_ranks_is_touched() -> None:
+    """Nor one of a rank to itself: its sums wait until that is taken."""
+    pads = [torch.full((13,), 7, dtype=torch.int32) for _ in range(3)]
+    symmetric.Signals.of(pads, 1).give()
+    rows = [pad[:12].view(4, 3)[0].tolist() for pad in pads]
+    assert rows == [[7, 0, 7], [1, 7, 1], [7, 0, 7]]
+    assert all(torch.equal(pad[:12].view(4, 3), pad[:3].expand(4, 3)) and int(pad[12]) == 7 for pad in pads)
 
 
 def test_a_device_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch, ended: threading.Event) -> None:
@@ -88,12 +104,12 @@ def test_a_device_in_an_error_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_device_whose_error_shows_in_the_signals_is_let_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: OnNoDevice, own: torch.Tensor, others: list[torch.Tensor]) -> None:
+    def fail(self: OnNoDevice, signals: symmetric.Signals) -> None:
         raise RuntimeError("planted")
 
     ended = threading.Event()
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: ended.wait(30))
-    monkeypatch.setattr(OnNoDevice, "_fill", fail)
+    monkeypatch.setattr(OnNoDevice, "_give", fail)
     OnNoDevice().let_go()
     ended.set()
 
