@@ -56,31 +56,40 @@ INPUTS_OF_ONE_CHUNK, INPUTS_OF_NARROW_ROWS = 16, 8
 
 @dataclass(frozen=True)
 class ShortTiling:
-    """Rows of the state a program works on, columns of a piece, pieces in flight, and warps."""
+    """Rows of the state a program works on, columns of a piece, pieces in flight (when read, when changed), and warps."""
 
     block_dv: int
     piece: int
-    stages: int
+    stages: tuple[int, int]
     warps: int
 
 
-def short_tiling(dim_v: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state: of 40 on an H200 at 1, 8, 32 and 128 rows, which are 8 of these
-    programs a multiprocessor at once. µs of both launches at K = 3, Qwen3.5-9B's heads (in one launch 20.3, 74.4 and
-    258 at 8, 32 and 128):
+_MANY_UNITS = 2048
+"""Value heads of all rows: from so many on there are more programs than a GPU holds, all the time."""
 
-    ========================== ==== ==== ===== =====
-    rows                       1    8    32    128
-    ========================== ==== ==== ===== =====
-    32 x 32, 4 pieces, 2 warps 8.3  18.1 54.1  205.3
-    the same with 5            8.4  19.2 55.4  205.8
-    the same with 3            9.9  18.2 54.4  204.0
-    64 x 32, 5, 2 warps        10.1 19.9 56.6  205.8
-    32 x 16, 5, 2 warps        10.3 20.2 60.1  215.5
-    16 x 32, 5, 1 warp         10.3 22.3 62.9  225.7
-    ========================== ==== ==== ===== =====
+
+def short_tiling(dim_v: int, units: int) -> ShortTiling:
+    """The tiling for so many rows of a head's state, and so many value heads of all rows.
+
+    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads. In one launch 20.3, 74.4 and 258
+    at 8, 32 and 128; of what a multiprocessor holds registers are the least at 10 programs, with 4 pieces:
+
+    =============================== ==== ==== ===== =====
+    rows                            1    8    32    128
+    =============================== ==== ==== ===== =====
+    32 x 32, 2 and 2 pieces         8.2  16.4 53.8  209.8
+    32 x 32, 5 and 4                8.4  20.6 53.3  199.4
+    32 x 32, 4 and 4                8.3  18.0 54.1  205.7
+    4 and 4, up to 80 registers     8.5  21.4 55.2  202.4
+    4 and 1                         9.4  18.6 58.2  220.4
+    64 x 32, 5 and 5                10.1 19.9 56.6  205.8
+    32 x 16, 5 and 5                10.3 20.2 60.1  215.5
+    16 x 32, 5 and 5, 1 warp        10.3 22.3 62.9  225.7
+    all pieces held in registers    8.3  21.1 78.0  313.0
+    =============================== ==== ==== ===== =====
     """
-    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, 4, 2)
+    stages = (2, 2) if units < _MANY_UNITS else (5, 4)
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, stages, 2)
 
 
 @triton.jit
@@ -126,7 +135,8 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     WIDTH_K: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     PIECE: tl.constexpr,
-    STAGES: tl.constexpr,
+    READ_STAGES: tl.constexpr,
+    CHANGE_STAGES: tl.constexpr,
     NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     REPLAY: tl.constexpr,  # whether a row may replay
     PRECISION: tl.constexpr,
@@ -165,7 +175,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
     raw_v = own_or_kept(v_at, ring_v_at, t_j < replay, key_j & (t_j < count) & in_v, REPLAY)  # [B, C]
     read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
-    for piece in tl.range(0, PIECES, num_stages=STAGES):
+    for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
         S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
@@ -193,7 +203,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
         o = times_exactly(u, P, o * of_o, False)
     u *= of_u
     stored = tl.where((num_new > 0) & (num_new <= tokens), DIM_K, 0)
-    for piece in tl.range(0, PIECES, num_stages=STAGES):
+    for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
         before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
@@ -226,7 +236,7 @@ def launch_delta_short(
     other rows are left as they are. g: [T, H]. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    tiles = short_tiling(dim_v) if tiling is None else tiling
+    tiles = short_tiling(dim_v, heads * len(rows.slots)) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))
@@ -263,7 +273,8 @@ def launch_delta_short(
         WIDTH_K=width_k,
         BLOCK_DV=tiles.block_dv,
         PIECE=min(tiles.piece, width_k),
-        STAGES=tiles.stages,
+        READ_STAGES=tiles.stages[0],
+        CHANGE_STAGES=tiles.stages[1],
         NARROW=narrow,
         REPLAY=ring.k.shape[1] > 1,
         PRECISION=precision_of(k.dtype),

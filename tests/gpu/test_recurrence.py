@@ -85,8 +85,10 @@ def test_delta_of_every_tiling(tiling: DeltaTiling, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [QWEN, OLMO, ((2, 4), (64, 64)), ((2, 2), (16, 16))])
 @pytest.mark.parametrize(
-    "tiling", [ShortTiling(*x) for x in ((16, 32, 3, 4), (32, 32, 5, 2), (32, 16, 4, 2), (64, 32, 2, 4))]
-)
+    "tiling",
+    [ShortTiling(16, 32, (3, 3), 4), ShortTiling(32, 32, (5, 4), 2), ShortTiling(32, 32, (2, 2), 2),
+     ShortTiling(32, 16, (4, 4), 2), ShortTiling(64, 32, (2, 1), 4)],
+)  # fmt: skip
 @pytest.mark.parametrize("rows", [VERIFY, [row for row in VERIFY if row[0] <= 5]], ids=["16 tokens", "8"])
 def test_delta_as_one_chunk_of_every_tiling(
     rows: Any, tiling: ShortTiling, shape: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -73,7 +73,7 @@ def test_a_round_of_the_token_kernel_and_of_other_tilings(
 ) -> None:
     torch.manual_seed(0)
     case, rows = delta_case(TOKENS, (1, 2), dims, False), StateRows.of(ROUND)
-    monkeypatch.setattr(delta_short, "short_tiling", lambda *_: ShortTiling(block_dv, 16, 2, 4))
+    monkeypatch.setattr(delta_short, "short_tiling", lambda *_: ShortTiling(block_dv, 16, (2, 1), 4))
     monkeypatch.setattr(delta_solve, "_GROUPED_UNITS", 1 if grouped else 99)
     checked(gated_delta, oracle.gated_delta, case, rows, 1e-6, 1e-6)
     monkeypatch.setattr(delta, "ONE_CHUNK", False)
