@@ -56,7 +56,7 @@ INPUTS_OF_ONE_CHUNK, INPUTS_OF_NARROW_ROWS = 16, 8
 
 @dataclass(frozen=True)
 class ShortTiling:
-    """Rows of the state a program works on, columns of a piece, pieces in flight (when read, when changed), and warps."""
+    """Rows of the state a program works on, columns of a piece, pieces in flight (to read, to change it), warps."""
 
     block_dv: int
     piece: int
