@@ -153,6 +153,33 @@ def recurrences(lines: list[Line]) -> list[list[str]]:
     return table
 
 
+def parallel_rounds(lines: list[Line]) -> list[list[str]]:
+    """Steps of a model on several GPUs, or of the same on one."""
+    table = [["shape", "layers", "GPUs", "sums by", "K", "rows", "step ms", "× floor", "tokens/s"]]
+    for line in lines:
+        step = [f"{line['step_ms_median']:.2f}", f"{line['over_floor']:.2f}", f"{line['tokens_per_s']:,.0f}"]
+        table.append([*_parallel_case(line), *step])
+    return table
+
+
+def parallel_exchanges(lines: list[Line]) -> list[list[str]]:
+    """What the ranks of a round say to each other, alone, in ms."""
+    table = [
+        ["shape", "layers", "GPUs", "sums by", "K", "rows", "sums", "ms", "share", "NCCL ms", "gather", "broadcasts"]
+    ]
+    for line in lines:
+        times = [f"{line[name]:.3f}" for name in ("sums_by_group_ms", "gather_ms", "broadcasts_ms")]
+        sums = [str(line["sums"]), f"{line['sums_ms']:.3f}", percent(line["sums_share"])]
+        table.append([*_parallel_case(line), *sums, *times])
+    return table
+
+
+def _parallel_case(line: Line) -> list[str]:
+    sums = "" if line["tensor_parallel_size"] == 1 else line["parallel"]["collectives"]
+    sizes = [str(line[name]) for name in ("layers", "tensor_parallel_size")]
+    return [line["shape"], *sizes, sums, str(line["drafts"]), str(line["rows"])]
+
+
 def fp8_matmuls(lines: list[Line]) -> list[list[str]]:
     """Matmuls with weights in FP8: the tiling in use, the fastest of a sweep, bfloat16 beside them."""
     table = [["rows x width", "tokens", "µs", "tiling", "best µs", "its tiling", "floor µs", "bf16 µs", "quantise µs"]]
@@ -318,6 +345,8 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "backends": backends,
     "decode_kernels": decode_kernels,
     "fp8": fp8_matmuls,
+    "parallel": parallel_rounds,
+    "parallel exchanges": parallel_exchanges,
     "recurrence": recurrences,
     "recurrence_tilings": recurrences,
     "check_pair": pairs,
@@ -346,11 +375,10 @@ def section(path: Path) -> str:
         return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(sweep(whole))}"
     if whole.get("benchmark") == "parallel sweep":
         return f"## {path.name}\n\n{_measured_on(whole)}\n\n{_table(parallel_sweep(whole))}"
-    lines = [json.loads(line) for line in text.splitlines()]
-    parts = [
-        f"{facts}\n\n{_table(_LINES.get(kind, plain)(list(group)))}"
-        for (kind, facts), group in itertools.groupby(lines, lambda line: (line["benchmark"], _measured_on(line)))
-    ]
+    groups: dict[tuple[str, str], list[Line]] = {}
+    for line in map(json.loads, text.splitlines()):
+        groups.setdefault((line["benchmark"], _measured_on(line)), []).append(line)
+    parts = [f"{facts}\n\n{_table(_LINES.get(kind, plain)(group))}" for (kind, facts), group in groups.items()]
     return f"## {path.name}\n\n" + "\n".join(parts)
 
 
