@@ -56,14 +56,14 @@ sys.meta_path.append(FakesFinder())
 
 @pytest.fixture(scope="session", autouse=True)
 def quick_interpreter() -> None:
-    """Triton's interpreter in less than half of its time, and with its addresses checked: tests/interpreter.py,
-    tests/interpreter_addresses.py."""
+    """Triton's interpreter in less than half of its time, and with an eye on every address: tests/interpreter.py,
+    tests/interpreter_memory.py."""
     if "TRITON_INTERPRET" in os.environ and importlib.util.find_spec("triton"):
         from tests.interpreter import hasten
-        from tests.interpreter_addresses import check_addresses
+        from tests.interpreter_memory import check_memory
 
         hasten()
-        check_addresses()
+        check_memory()
 
 
 _right_twins: dict[Any, Any] = {}

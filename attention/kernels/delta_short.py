@@ -148,8 +148,8 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     block, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     dv = block * BLOCK_DV + tl.arange(0, BLOCK_DV)[:, None]  # [B, 1]
     if row == tl.num_programs(2) - 1:
-        _zeros_after_rows(out_ptr, tl.load(query_start_loc_ptr + row), total_tokens, head, dv, HEADS, DIM_V)
         wait_for_predecessor(DEPENDENT)
+        _zeros_after_rows(out_ptr, tl.load(query_start_loc_ptr + row), total_tokens, head, dv, HEADS, DIM_V)
         return
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
