@@ -23,6 +23,7 @@ from transformers.utils.peft_utils import find_adapter_config_file
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
 from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
 from specdec.loading.load_errors import loading_named
+from specdec.user_warnings import warn_user
 from specdec.values import short
 
 CONFIG = "adapter_config.json"
@@ -38,6 +39,8 @@ _CACHE = frozenset({"PREFIX_TUNING", "CARTRIDGE"})
 _SHARED = ("vblora_vector_bank",)
 """Parameters that several layers share; a file has them once."""
 _WEIGHTS = (".safetensors", ".bin")
+_SNAPSHOT = re.compile(r"[0-9a-f]{40}")
+"""A folder of the hub's cache, by its commit."""
 
 
 def unwrapped(target: Any) -> Any:
@@ -102,7 +105,13 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
         config = _config(place, "the adapter")
         if config is None:
             raise ModelLoadError(f"cannot load the adapter {place.name!r}: it has no {CONFIG}")
-        return replace(checkpoint, adapter=_adapter(place, config, merge))
+        found = _adapter(place, config, merge)
+        if _are_others(found.base, checkpoint.name):
+            warn_user(
+                f"the adapter {place.name!r} was trained on {found.base!r} (base_model_name_or_path in its {CONFIG}), "
+                f"the target is {checkpoint.name!r}: where the sizes are the same, nothing else tells whether it fits"
+            )
+        return replace(checkpoint, adapter=found)
     if own is None:
         if merge != "auto":
             raise InvalidInputError(f"merge_adapter={merge!r}: there is no adapter; give adapter=…, or leave it out")
@@ -117,6 +126,12 @@ def with_adapter(checkpoint: Checkpoint, adapter: str | Path | None, merge: Merg
         found.base, own.get("revision"), checkpoint.trust_remote_code, what=f"the base model of {checkpoint.name!r},"
     )
     return replace(base, adapter=found)
+
+
+def _are_others(base: str, target: str) -> bool:
+    """Whether two models are called otherwise; owners and folders aside, and where either name says nothing."""
+    names = [Path(model).name.lower() for model in (base, target)]
+    return all(names) and not any(_SNAPSHOT.fullmatch(name) for name in names) and names[0] != names[1]
 
 
 def _adapter(place: Checkpoint, config: Mapping[str, Any], merge: Merge) -> Adapter:

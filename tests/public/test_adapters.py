@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,14 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import InvalidInputError, ModelChangedError, ModelLoadError, SpecdecError, UnsupportedModelError
+from specdec.errors import (
+    InvalidInputError,
+    ModelChangedError,
+    ModelLoadError,
+    SpecdecError,
+    SpecdecWarning,
+    UnsupportedModelError,
+)
 from specdec.loading.adapters import KINDS
 
 peft: Any = pytest.importorskip("peft", reason="peft is not installed: pip install 'specdec-hf[peft]'")
@@ -338,6 +346,23 @@ def test_what_does_not_go_together(lora: Path, base: Path, tmp_path: Path) -> No
     refused(ModelLoadError, r"holds a model \(model.safetensors\) and an adapter", mixed)
     training = adapted().train()
     refused(InvalidInputError, "training mode", training)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("trained_on", "told"), [("owner/other-model", True), ("owner/Base", False), (None, False),
+                                                  ("/cache/snapshots/" + "0a" * 20, False)])  # fmt: skip
+def test_an_adapter_of_another_base_is_told(trained_on: str | None, told: bool, tmp_path: Path) -> None:
+    """Its sizes fit, and nothing else could tell."""
+    model = adapted()
+    tiny_llama().save_pretrained(tmp_path / "base")
+    folder = save(model, tmp_path / "adapter", None if trained_on is None else Path(trained_on))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        wrap(tmp_path / "base", adapter=folder).close()
+    words = [
+        str(w.message) for w in found if issubclass(w.category, SpecdecWarning) and "was trained on" in str(w.message)
+    ]
+    assert len(words) == told and all("'owner/other-model'" in w and "base'" in w for w in words)
 
 
 @pytest.mark.slow
