@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits at its own start.
 
-Every kernel launched so must wait before it touches memory that a kernel may write (weights, which
-no kernel writes, may be read at once), and only then let the next one be launched. So when a kernel is launched,
-everything before its predecessor is complete.
+Every kernel launched so waits before it stores anything and before it loads what the kernel before it stores, and only
+then lets the next one be launched. So when a kernel is launched, everything before its predecessor is complete, and may
+be loaded at once: weights, and what was there before a row of launches that always follow each other. All programs
+wait, also those that have nothing to do (tests/interpreter_memory.py looks at all of this).
 Source: CUDA programming guide, "Programmatic Dependent Launch and Synchronization".
 
 Imported on CUDA only.

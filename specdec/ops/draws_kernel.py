@@ -164,7 +164,8 @@ def _resample_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0).to(tl.int64)
     temperature, floor = tl.load(temperature_ptr + row), tl.load(min_p_ptr + row)
     num_drafts, column = tl.load(num_drafts_ptr + row), tl.arange(0, TOKENS)
-    uniforms = tl.load(next_uniform_ptr + row * next_stride + column, mask=column <= N, other=0.0)  # [TOKENS]
+    columns = tl.where(temperature != 0, N + 1, 0)
+    uniforms = tl.load(next_uniform_ptr + row * next_stride + column, mask=column < columns, other=0.0)  # [TOKENS]
     wait_for_predecessor(DEPENDENT)
     if temperature == 0:
         return

@@ -81,18 +81,18 @@ def load_row(  # type: ignore[no-untyped-def]
 ):
     """Where a row of logits begins, its largest one, and temperature, top-k, top-p and min-p of its request.
 
-    All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute.
+    All that can be loaded at once is: what is loaded one after the other takes longer than these kernels compute. Of a
+    greedy row only the parameters are, since the rest may be any number: where the kernels are built, all rows are
+    greedy, and some launches may be missing before this one (`attention.kernels.together`).
 
-    index_ptr: which row of the logits it is, and any number for greedy rows; None: the row itself.
+    index_ptr: which row of the logits it is; None: the row itself.
     """
     owner = row // per
     temperature, top_k = tl.load(temperature_ptr + owner), tl.load(top_k_ptr + owner)
     top_p, min_p = tl.load(top_p_ptr + owner), tl.load(min_p_ptr + owner)
-    if index_ptr is None:
-        source, place = row, tl.load(peaks_ptr + row * peak_stride)
-    else:
-        is_sampled = temperature != 0
+    is_sampled, source = temperature != 0, row
+    if index_ptr is not None:
         source = tl.load(index_ptr + row, mask=is_sampled, other=0)
-        place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
+    place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
     logits_ptr += source * row_stride
     return logits_ptr, load_logits(logits_ptr + place, True), temperature, top_k, top_p, min_p

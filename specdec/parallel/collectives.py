@@ -23,7 +23,7 @@ _LOOK = timedelta(seconds=0.5)
 LONGEST_RELEASE = 2.0
 """Seconds in which launched rounds come to their end once nobody is waited for: a round waits some hundred times."""
 _LONGEST_LEAVE = 2.5
-"""Seconds for NCCL, after that: an error about a lost rank is said within 5, whatever does not end."""
+"""Seconds for NCCL, after that: with two ranks an error about a lost one is said within 5, whatever does not end."""
 log = logging.getLogger("specdec")
 
 

@@ -313,6 +313,40 @@ def test_no_residual_mass_draws_from_p() -> None:
         assert packed.tolist() == [[0, token, 0, 1]]
 
 
+ANYTHING = -(2**40)
+"""A number that a greedy row may have where a sampled one has a place; what is loaded there is in no tensor."""
+MIXED = parameters([(0.8, 0, 0.95, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 40, 0.9, 0.0), (0.0, 3, 0.5, 0.1)])
+
+
+def test_of_greedy_rows_nothing_but_the_parameters_is_loaded() -> None:
+    """Their index, largest logit, sources and counts may be any number, and the last ones missing."""
+    logits = torch.randn(4, 600)
+    right = filtered(logits, MIXED).stats
+    peaks = torch.where(MIXED.temperature > 0, logits.argmax(-1), ANYTHING)
+    for index in (None, torch.where(MIXED.temperature > 0, torch.arange(4), ANYTHING)):
+        out = Filtered(torch.full((4, 4), -7.0))
+        filter_rows(logits, peaks, MIXED, out, index=index)
+        assert torch.equal(out.stats, right)
+    ids, accepted, of_q = peaks.clone(), torch.tensor([2, ANYTHING, 1]), Filtered.empty(4, device=CPU)
+    draw_drafts(logits, ids, MIXED, torch.rand(3, 5), 1, of_q, num_accepted=accepted)
+    assert ids[1] == ids[3] == ANYTHING and torch.equal(of_q.stats[::2], right[::2])
+
+    index, drafts = torch.arange(4)[:, None].repeat(1, 3), torch.randint(600, (4, 2))
+    inverse, head = torch.arange(600).int(), Filtered(right[:, None].repeat(1, 2, 1))
+    uniforms, found = torch.rand(4, 3), list[torch.Tensor]()
+    for there, number in (((4, 1), 0), ((3, ANYTHING), ANYTHING)):
+        rows, greedy = there[0], MIXED.temperature == 0
+        packed = torch.cat([torch.full((4, 4), 9), drafts], 1)
+        sources, count = torch.arange(4), torch.full((4,), 2)
+        places = torch.where(greedy[:, None], number, index)
+        sources[greedy], count[greedy] = number, number
+        proposal = Proposal(logits[:, None].expand(4, 2, 600), head, inverse, sources)
+        of_p = Filtered(right.repeat_interleave(3, 0))
+        accept_drafts(logits, places, of_p, MIXED, count, uniforms[:rows, :2], uniforms[:rows], packed, proposal)
+        found.append(packed)
+    assert torch.equal(*found) and torch.equal(found[0][1::2, :4], torch.full((2, 4), 9))
+
+
 ROWS, VOCAB = 200, 6
 SETTING = (1.3, 5, 0.97, 0.05)
 TARGET, HEAD, KNOWN = [0.9, -1.0, 1.4, -0.6, -0.8, -5.0], [0.2, 0.2, 0.9, 3.3], [0, 1, 3, 4]
