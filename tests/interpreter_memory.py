@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 from triton.runtime import interpreter
@@ -27,7 +28,8 @@ def check_memory() -> None:
         IndexError, RuntimeError: at a launch that does any of this (as the interpreter's own error, which names it).
     """
     executor, function = interpreter.GridExecutor, interpreter.InterpretedFunction
-    begin, end, call = executor._init_args_hst, executor._restore_args_dev, function.__call__
+    begin, end = (vars(executor)[name] for name in ("_init_args_hst", "_restore_args_dev"))
+    call = function.__call__
     place = interpreter.interpreter_builder.set_grid_idx
     memory = _Memory(vars(interpreter)["_interpreter"])
 
@@ -49,9 +51,10 @@ def check_memory() -> None:
         memory.next_program()
         place(*index)
 
-    executor._init_args_hst, executor._restore_args_dev, function.__call__ = beginning, ending, calling
+    function.__call__ = calling
     interpreter.interpreter_builder.set_grid_idx = placing
-    vars(interpreter)["_interpreter"] = memory
+    patch.multiple(executor, _init_args_hst=beginning, _restore_args_dev=ending).start()
+    patch.object(interpreter, "_interpreter", memory).start()
 
 
 class _Memory:
