@@ -1,17 +1,19 @@
 """Random options, requests, aborts and changes of the model between calls: each request lives as it does alone.
 
 Alone: in a batch of one, without prefix cache, with one cache group and large pages. Tokens, text, drafts and rounds
-are compared, greedy tokens also with the model's own forward. `SPECDEC_RANDOM_EPISODES=500 pytest
+are compared, greedy tokens also with the model's own forward. With emulated graphs sampled rows are drafted and decided
+by the kernels, interpreted, with an eye on every address (tests/interpreter_memory.py). `SPECDEC_RANDOM_EPISODES=500 pytest
 tests/public/test_random_workloads.py` tries that many; `SPECDEC_RANDOM_SEED` chooses others.
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import os
 import random
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
@@ -40,6 +42,7 @@ from tests.sampled_rounds import kernels_by_reference
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
 
 EPISODES = int(os.environ.get("SPECDEC_RANDOM_EPISODES", "4"))
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 SEED = int(os.environ.get("SPECDEC_RANDOM_SEED", "0"))
 LONGEST = 160
 SIZES = {**TINY, "max_position_embeddings": LONGEST}
@@ -111,7 +114,7 @@ class Workload:
         self.told = f"{kind}, head {head}, {shared | sizes}"
         if self.graphs:
             patches = stack.enter_context(pytest.MonkeyPatch.context())
-            stack.enter_context(kernels_by_reference())
+            stack.enter_context(nullcontext() if INTERPRETED else kernels_by_reference())
             record_on_cpu(patches)
             compile_nothing(patches)
         with backend_of_ours(FixedPlaceBackend(CPU) if self.graphs else TorchBackend(CPU)):
