@@ -2,8 +2,10 @@
 
 Alone: in a batch of one, without prefix cache, with one cache group and large pages. Tokens, text, drafts and rounds
 are compared, greedy tokens also with the model's own forward. With emulated graphs sampled rows are drafted and decided
-by the kernels, interpreted, with an eye on every address (tests/interpreter_memory.py). `SPECDEC_RANDOM_EPISODES=500 pytest
-tests/public/test_random_workloads.py` tries that many; `SPECDEC_RANDOM_SEED` chooses others.
+by the kernels, interpreted, with an eye on every address (tests/interpreter_memory.py).
+
+`SPECDEC_RANDOM_EPISODES=500 pytest tests/public/test_random_workloads.py` tries that many; `SPECDEC_RANDOM_SEED` chooses
+others.
 """
 
 from __future__ import annotations
