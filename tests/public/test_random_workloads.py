@@ -4,7 +4,7 @@ Alone: in a batch of one, without prefix cache, with one cache group and large p
 are compared, greedy tokens also with the model's own forward. With emulated graphs sampled rows are drafted and decided
 by the kernels, interpreted, with an eye on every address (tests/interpreter_memory.py).
 
-`SPECDEC_RANDOM_EPISODES=500 pytest tests/public/test_random_workloads.py` tries that many; `SPECDEC_RANDOM_SEED` chooses
+`SPECDEC_RANDOM_EPISODES=500 pytest tests/public/test_random_workloads.py` tries so many; `SPECDEC_RANDOM_SEED` chooses
 others.
 """
 
