@@ -72,7 +72,7 @@ def short_tiling(dim_v: int, units: int) -> ShortTiling:
     """The tiling for so many rows of a head's state, and so many value heads of all rows.
 
     µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads. In one launch 20.3, 74.4 and 258
-    at 8, 32 and 128; of what a multiprocessor holds registers are the least at 10 programs, with 4 pieces:
+    at 8, 32 and 128. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
 
     =============================== ==== ==== ===== =====
     rows                            1    8    32    128
