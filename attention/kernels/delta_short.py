@@ -65,7 +65,7 @@ class ShortTiling:
 
 
 _MANY_UNITS = 2048
-"""Value heads of all rows: from so many on there are more programs than a GPU holds, all the time."""
+"""Value heads of all rows, between those measured: 1,024, of 32 rows, and 4,096."""
 
 
 def short_tiling(dim_v: int, units: int) -> ShortTiling:

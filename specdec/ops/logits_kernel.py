@@ -95,4 +95,4 @@ def load_row(  # type: ignore[no-untyped-def]
         source = tl.load(index_ptr + row, mask=is_sampled, other=0)
     place = tl.load(peaks_ptr + source * peak_stride, mask=is_sampled, other=0)
     logits_ptr += source * row_stride
-    return logits_ptr, load_logits(logits_ptr + place, True), temperature, top_k, top_p, min_p
+    return logits_ptr, load_logits(logits_ptr + place, is_sampled), temperature, top_k, top_p, min_p

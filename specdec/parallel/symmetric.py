@@ -34,7 +34,7 @@ _ALIGNED = 16
 _RANKS = (2, 4, 8)
 """What torch has sums in two shots for."""
 _GIVE_EVERY = 2e-4
-"""Seconds. Each time a sum goes on by one of the two or three times that it waits: 160 sums of 80 layers."""
+"""Seconds. A sum waits two or three times, and each needs all signals once: of 80 layers 320 to 480 times a round."""
 _DTYPES = (torch.bfloat16, torch.float32)
 
 

@@ -58,6 +58,15 @@ def alive(pids: list[int]) -> list[int]:
     return found
 
 
+def load_ends_all(words: str, loading: Callable[[], Any], pids: list[int]) -> None:
+    """It fails soon, with these words, and none of the processes is left."""
+    started = time.monotonic()
+    with pytest.raises(ModelLoadError, match=words):
+        loading()
+    assert time.monotonic() - started < SOON + 3  # the load itself, and three seconds in which rank 0 may fail, too
+    assert alive(pids) == []
+
+
 @pytest.fixture(scope="module")
 def model(two_ranks: Any, folders: Callable[[str], Path]) -> Iterator[Any]:
     with load(folders("one-kv-head")) as loaded:
@@ -152,11 +161,7 @@ def test_a_load_that_fails_on_one_rank_names_it(two_ranks: Any, model: Any, fold
     assert model.generate(PROMPT, PARAMS)  # what all ranks refuse alike harms nobody
     pids = pids_of(model)
     model.engine.run("on_ranks:broken_loading", 1, "specdec.loading.targets:take_share", "OSError")
-    started = time.monotonic()
-    with pytest.raises(ModelLoadError, match=r"rank 1 \(process \d+\): .*planted"):
-        load(folders("one-kv-head"))
-    assert time.monotonic() - started < SOON + 3  # the load itself, and three seconds in which rank 0 may fail, too
-    assert alive(pids) == []
+    load_ends_all(r"rank 1 \(process \d+\): .*planted", lambda: load(folders("one-kv-head")), pids)
     with pytest.raises(RanksLostError, match="load it again"):
         model.generate(PROMPT, PARAMS)
     model.close()
