@@ -44,5 +44,5 @@ def join_group(rank: int, size: int, device: torch.device, rendezvous: str) -> C
         device_id=device if on_cuda else None,
     )
     if on_cuda and os.environ.get(_COLLECTIVES) != "nccl":
-        return symmetric_or_group(device)
+        return symmetric_or_group(device, dist.PrefixStore("symmetric memory", store))
     return GroupCollectives(device)

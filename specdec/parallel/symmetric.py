@@ -12,6 +12,7 @@ pad is 1 and makes it 0 (wait_signal). A pad is [blocks, ranks that signal].
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -22,8 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from specdec.errors import InvariantError
 from specdec.parallel.collectives import LONGEST_RELEASE, GroupCollectives
+from specdec.parallel.renumbered import RenumberedStore
 
 MOST_BYTES = 8 << 20
 """Of one sum: 512 tokens of width 8,192 in bfloat16. Longer ones are NCCL's, whose launch then no longer counts."""
@@ -36,6 +37,8 @@ _RANKS = (2, 4, 8)
 _GIVE_EVERY = 2e-4
 """Seconds. A sum waits two or three times, and each needs all signals once: of 80 layers 320 to 480 times a round."""
 _DTYPES = (torch.bfloat16, torch.float32)
+_numbers = itertools.count()
+"""Of the groups that symmetric memory has had in this process: torch keeps what it knows of one by its name."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +74,15 @@ class Signals:
 class SymmetricCollectives(GroupCollectives):
     """As `GroupCollectives`, but for sums of up to 8 MiB."""
 
-    def __init__(self, device: torch.device) -> None:
-        """Allocate, and meet the other ranks. Raises RuntimeError or AttributeError where that cannot be."""
+    def __init__(self, device: torch.device, store: dist.Store) -> None:
+        """Allocate, and meet the other ranks by `store`. Raises RuntimeError or AttributeError where that cannot be."""
         import torch.distributed._symmetric_memory as symmetric
 
         super().__init__(device)
         if self._size not in _RANKS:
             raise RuntimeError(f"torch has none in two shots for {self._size} ranks")
-        group = dist.group.WORLD
-        if group is None:
-            raise InvariantError("there is no process group")
-        self._group = group.group_name
+        self._group: Any = _name()
+        self._met = _register(self._group, RenumberedStore(store), self._size)
         self._one_shot: Any = torch.ops.symm_mem.one_shot_all_reduce_copy
         self._two_shot: Any = torch.ops.symm_mem.two_shot_all_reduce_out
         self._memory: Any = symmetric.empty(MOST_BYTES, dtype=torch.uint8, device=device)
@@ -130,10 +131,27 @@ class SymmetricCollectives(GroupCollectives):
         self._beside.synchronize()
 
 
-def symmetric_or_group(device: torch.device) -> GroupCollectives:
+def _name() -> Any:
+    return f"symmetric memory {next(_numbers)}"
+
+
+def _register(name: Any, store: dist.Store, size: int) -> tuple[dist.ProcessGroup, dist.Store]:
+    """A group of all ranks by which memory is exchanged, and nothing else. Ends with the default group.
+
+    Both are to be kept as long as it is used: torch does not keep what Python has of a store.
+    """
+    from torch._C._distributed_c10d import _register_process_group
+
+    group = dist.ProcessGroup(store, dist.get_rank(), size)
+    group._set_group_name(name)
+    _register_process_group(name, group)
+    return group, store
+
+
+def symmetric_or_group(device: torch.device, store: dist.Store) -> GroupCollectives:
     """Symmetric memory where every rank has it and it is right, else NCCL; `name` says which, and why.
 
-    All ranks choose the same.
+    All ranks choose the same. store: what all ranks have, and use for nothing else.
     """
     plain = GroupCollectives(device)
     peers = all(torch.cuda.can_device_access_peer(device, i) for i in range(dist.get_world_size()) if i != device.index)
@@ -142,7 +160,7 @@ def symmetric_or_group(device: torch.device) -> GroupCollectives:
         return plain
     reason, found = "", None
     try:
-        found = SymmetricCollectives(device)
+        found = SymmetricCollectives(device, store)
     except (RuntimeError, ImportError, AttributeError) as error:
         reason = f"{type(error).__name__}: {str(error).splitlines()[0]}"
     if not plain.least([int(found is not None)])[0] or found is None:

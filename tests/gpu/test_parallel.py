@@ -93,12 +93,17 @@ def test_nccl_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         graphed.generate(TEXTS, GREEDY)
 
 
-def test_symmetric_memory_is_used_where_peers_reach_each_other() -> None:
-    with load("gsm-llama", None, 2, "bfloat16") as two:
-        name = two.describe()["tensor_parallel"]["collectives"]
-    print(name)
+def test_symmetric_memory_is_used_where_peers_reach_each_other_by_every_model_of_a_process() -> None:
+    """Rank 0 stays and has exchanged memory before; the other rank of the second model is new."""
+    names, answers = [], []
+    for _ in range(2):
+        with load("gsm-llama", None, 2, "bfloat16", cuda_graphs=False) as two:
+            names.append(two.describe()["tensor_parallel"]["collectives"])
+            answers.append(said(two, GREEDY))
+    print(names)
+    assert answers[0] == answers[1]
     if torch.cuda.can_device_access_peer(0, 1):
-        assert name == "symmetric memory, NCCL"
+        assert names == ["symmetric memory, NCCL"] * 2
 
 
 KILLED = """
