@@ -20,7 +20,16 @@ import triton
 import triton.language as tl
 
 from attention.kernels.pdl import dependent_launch, wait_for_predecessor
-from specdec.ops.filters_search_kernel import ALL, COLUMNS, FLOOR, STATE, counts_tokens, mass_target, settle_kernel
+from specdec.ops.filters_search_kernel import (
+    ALL,
+    COLUMNS,
+    EDGES,
+    FLOOR,
+    STATE,
+    counts_tokens,
+    mass_target,
+    settle_kernel,
+)
 from specdec.ops.logits_kernel import LOG2E, distance_from, load_logits, load_row, weight
 
 _PART = 2048
@@ -31,43 +40,45 @@ _LISTED = 4  # a part's list has room for one in so many tokens
 _SHARE = 256  # tokens of one part in a tile of the last search
 _TILE = 8192  # at most
 _PROGRAMS = 2048  # from so many on, a program has several parts
-_EDGES = tl.constexpr(14)
+_SECOND = 8  # edges of the second sums: with 16 these took twice as long, and the last search no less
 _REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
 
 @triton.jit
 def _narrowed(  # type: ignore[no-untyped-def]
-    sums_ptr,  # [parts, COLUMNS]
-    edges_ptr,  # [COLUMNS]
+    sums_ptr,  # [parts, WIDTH]
+    edges_ptr,  # [WIDTH]
     state_ptr,  # [STATE], of the level before
     parts,
     counting,
     top_k,
     top_p,
     LEVEL: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
 ):
     """The interval [low, high) of distances with the lowest kept logit, after level LEVEL, and what lies below it.
 
     With it the target of the search and, of top-p's, the total mass and that above the floor of min-p.
     """
-    column = tl.arange(0, COLUMNS)
-    edges = tl.load(edges_ptr + column, mask=column < _EDGES, other=0.0)
+    column = tl.arange(0, WIDTH)
+    is_edge = column < (EDGES if LEVEL == 0 else WIDTH)
+    edges = tl.load(edges_ptr + column, mask=is_edge, other=0.0)
     if LEVEL > 0:
         low, high, below = tl.load(state_ptr), tl.load(state_ptr + 1), tl.load(state_ptr + 2)
         target, total, above_floor = tl.load(state_ptr + 3), tl.load(state_ptr + 4), tl.load(state_ptr + 5)
     part = tl.arange(0, PARTS)[:, None]
-    sums = tl.sum(tl.load(sums_ptr + part * COLUMNS + column[None, :], mask=part < parts, other=0.0), 0)  # [COLUMNS]
+    sums = tl.sum(tl.load(sums_ptr + part * WIDTH + column[None, :], mask=part < parts, other=0.0), 0)  # [WIDTH]
     if LEVEL == 0:
         low, high, below = 0.0, float("inf"), 0.0
         total = tl.sum(tl.where(column == ALL, sums, 0.0), 0)
         above_floor = tl.sum(tl.where(column == FLOOR, sums, 0.0), 0)
         target = tl.where(counting, top_k.to(tl.float32), mass_target(total, top_p))
-    short = (column < _EDGES) & (sums < target)
+    short = is_edge & (sums < target)
     low = tl.maximum(low, tl.max(tl.where(short, edges, 0.0), 0))
     below = tl.maximum(below, tl.max(tl.where(short, sums, 0.0), 0))
-    high = tl.minimum(high, tl.min(tl.where((column < _EDGES) & (sums >= target), edges, float("inf")), 0))
+    high = tl.minimum(high, tl.min(tl.where(is_edge & (sums >= target), edges, float("inf")), 0))
     return low, high, below, target, total, above_floor
 
 
@@ -91,8 +102,10 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     top_p_ptr,  # [J] float32
     min_p_ptr,  # [J] float32
     copy_ptr,  # [R, V] as the logits, or None
-    sums_ptr,  # [2, R, parts, COLUMNS] float32
-    edges_ptr,  # [2, R, COLUMNS] float32
+    found_sums_ptr,  # [R, parts, COLUMNS] float32, of level 0; None there
+    found_edges_ptr,  # [R, COLUMNS] float32, likewise
+    sums_ptr,  # [R, parts, WIDTH] float32
+    edges_ptr,  # [R, WIDTH] float32
     state_ptr,  # [2, R, STATE] float32
     vocab,
     parts,
@@ -102,6 +115,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     copy_stride,
     per,
     LEVEL: tl.constexpr,
+    WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     TILE: tl.constexpr,
@@ -119,38 +133,37 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
     if (temperature == 0) | ((LEVEL > 0) & (top_p >= 1) & (counting == 0)):
         return
     scale = LOG2E / temperature
-    column = tl.arange(0, COLUMNS)
+    column = tl.arange(0, WIDTH)
     if LEVEL == 0:
         # what lies farther has, all together, less than 1 - p of the mass: each has less than (1 - p) / V of the peak's
         reach = tl.where(counting, _REACH, temperature * tl.log(vocab / tl.maximum(1 - top_p, 1e-8)))
-        fraction = (column + 1) / _EDGES
-        edges = reach * fraction * fraction * fraction
+        fraction = (column + 1) / EDGES
+        edges = tl.where(column < EDGES, reach * fraction * fraction * fraction, float("inf"))
     else:
         low, high, below, target, total, above_floor = _narrowed(
-            sums_ptr + row * parts * COLUMNS,
-            edges_ptr + row * COLUMNS,
+            found_sums_ptr + row * parts * COLUMNS,
+            found_edges_ptr + row * COLUMNS,
             state_ptr,
             parts,
             counting,
             top_k,
             top_p,
-            LEVEL - 1,
+            0,
+            COLUMNS,
             PARTS,
         )
         if start == 0:
             _remember(state_ptr + (rows + row) * STATE, low, high, below, target, total, above_floor)
-        doubled, divided = low * tl.exp2(column + 1.0), low + (high - low) * ((column + 1) / (_EDGES + 1))
+        doubled, divided = low * tl.exp2(column + 1.0), low + (high - low) * ((column + 1) / (WIDTH + 1))
         edges = tl.where(high == float("inf"), doubled, divided)
-    edges = tl.where(column < _EDGES, edges, float("inf"))
-    at = LEVEL * rows + row
     if start == 0:
-        tl.store(edges_ptr + at * COLUMNS + column, edges)
+        tl.store(edges_ptr + row * WIDTH + column, edges)
     for part in range(start, tl.minimum(start + repeat, parts)):
         if copy_ptr is not None:  # at once: a load after a store would wait for what is stored
             index = part * PART + tl.arange(0, PART)
             whole = load_logits(logits_ptr + index, index < vocab)  # [PART]
             tl.store(copy_ptr + row * copy_stride + index, whole, mask=index < vocab)
-        sums, above = tl.zeros((COLUMNS, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
+        sums, above = tl.zeros((WIDTH, TILE), tl.float32), tl.zeros((TILE,), tl.float32)
         for tile in tl.static_range(PART // TILE):
             index = part * PART + tile * TILE + tl.arange(0, TILE)
             x = load_logits(logits_ptr + index, index < vocab)  # [TILE]
@@ -162,7 +175,7 @@ def _sums_kernel(  # type: ignore[no-untyped-def]
         of_part = tl.sum(sums, 1)
         if LEVEL == 0:
             of_part = tl.where(column == FLOOR, tl.sum(above, 0), of_part)
-        tl.store(sums_ptr + (at * parts + part) * COLUMNS + column, of_part)
+        tl.store(sums_ptr + (row * parts + part) * WIDTH + column, of_part)
 
 
 @triton.jit(do_not_specialize=["repeat", "per"])
@@ -174,8 +187,8 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     top_k_ptr,  # [J] int32
     top_p_ptr,  # [J] float32
     min_p_ptr,  # [J] float32
-    sums_ptr,  # [2, R, parts, COLUMNS] float32
-    edges_ptr,  # [2, R, COLUMNS] float32
+    sums_ptr,  # [R, parts, WIDTH] float32, the second ones
+    edges_ptr,  # [R, WIDTH] float32
     state_ptr,  # [2, R, STATE] float32
     counts_ptr,  # [R, parts] int32
     listed_ptr,  # [R, parts, CAPACITY] as the logits
@@ -185,6 +198,7 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     row_stride,
     peak_stride,
     per,
+    WIDTH: tl.constexpr,
     PART: tl.constexpr,
     PARTS: tl.constexpr,
     CAPACITY: tl.constexpr,
@@ -201,16 +215,16 @@ def _list_kernel(  # type: ignore[no-untyped-def]
     wait_for_predecessor(DEPENDENT)
     if (temperature == 0) | ((top_p >= 1) & (counting == 0)):
         return
-    at = rows + row
     low, high, below, target, total, above_floor = _narrowed(
-        sums_ptr + at * parts * COLUMNS,
-        edges_ptr + at * COLUMNS,
-        state_ptr + at * STATE,
+        sums_ptr + row * parts * WIDTH,
+        edges_ptr + row * WIDTH,
+        state_ptr + (rows + row) * STATE,
         parts,
         counting,
         top_k,
         top_p,
         1,
+        WIDTH,
         PARTS,
     )
     low, below = tl.where(counting, 0.0, low), tl.where(counting, 0.0, below)
@@ -254,23 +268,25 @@ def launch_filters(
         "PARTS": triton.next_power_of_2(parts),
     }
     state = stats.new_empty(2, rows, STATE.value)
-    sums, edges = stats.new_empty(2, rows, parts, COLUMNS.value), stats.new_empty(2, rows, COLUMNS.value)
+    first, second = (
+        (stats.new_empty(rows, parts, width), stats.new_empty(rows, width)) for width in (COLUMNS.value, _SECOND)
+    )
     counts = stats.new_empty(rows, parts, dtype=torch.int32)
     listed = logits.new_empty(rows, parts, _PART // _LISTED)
     repeat = max(1, rows * parts // _PROGRAMS)  # what a program computes of a part does not depend on it
     grid = (rows, triton.cdiv(parts, repeat))
-    for level, also in ((0, copy), (1, None)):
+    for level, also, found, made in ((0, copy, (None, None), first), (1, None, first, second)):
         _sums_kernel[grid](
-            *inputs, also, sums, edges, state, repeat=repeat, **sizes, LEVEL=level, TILE=_SUMS_TILE,
-            copy_stride=0 if also is None else also.stride(0), num_warps=_SUMS_WARPS, **options,
+            *inputs, also, *found, *made, state, repeat=repeat, **sizes, LEVEL=level, WIDTH=made[1].shape[1],
+            TILE=_SUMS_TILE, copy_stride=0 if also is None else also.stride(0), num_warps=_SUMS_WARPS, **options,
         )  # fmt: skip
     _list_kernel[grid](
-        *inputs, sums, edges, state, counts, listed, repeat=repeat, **sizes, CAPACITY=listed.shape[2],
+        *inputs, *second, state, counts, listed, repeat=repeat, **sizes, WIDTH=_SECOND, CAPACITY=listed.shape[2],
         num_warps=_LIST_WARPS, maxnreg=_LIST_REGISTERS, **options,
     )  # fmt: skip
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](
-        *inputs, sums, state, counts, listed, stats, zeros, **sizes, stats_stride=stats.stride(0),
+        *inputs, first[0], state, counts, listed, stats, zeros, **sizes, stats_stride=stats.stride(0),
         SHIFT=_SHIFT[logits.dtype], CAPACITY=listed.shape[2], TILE=tile,
         num_warps=min(max(tile // 512, 4), 16), **options,
     )  # fmt: skip

@@ -19,7 +19,8 @@ from specdec.ops.logits_kernel import (
     weight,
 )
 
-COLUMNS = tl.constexpr(16)  # of a part's sums: up to each edge | above the floor of min-p | of all
+EDGES = tl.constexpr(14)
+COLUMNS = tl.constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
 FLOOR = tl.constexpr(14)
 ALL = tl.constexpr(15)
 STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
@@ -144,7 +145,7 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     top_k_ptr,  # [J] int32
     top_p_ptr,  # [J] float32
     min_p_ptr,  # [J] float32
-    sums_ptr,  # [2, R, parts, COLUMNS] float32
+    sums_ptr,  # [R, parts, COLUMNS] float32, the first ones
     state_ptr,  # [2, R, STATE] float32
     counts_ptr,  # [R, parts] int32
     listed_ptr,  # [R, parts, CAPACITY] as the logits

@@ -44,9 +44,12 @@ def loads_before_waiting(ptx):
 
 for parts, index in ((16, {"index_ptr": None}), (64, {})):
     D = {"DEPENDENT": True, "PART": 2048, "PARTS": parts, **index}
-    filters = [compiled(filters_kernel._sums_kernel, D | {"LEVEL": 0, "TILE": 128})]
-    filters.append(compiled(filters_kernel._sums_kernel, D | {"LEVEL": 1, "TILE": 128, "copy_ptr": None}))
-    filters.append(compiled(filters_kernel._list_kernel, D | {"CAPACITY": 512}, filters_kernel._LIST_WARPS))
+    first, second = {"LEVEL": 0, "WIDTH": 16, "TILE": 128}, {"LEVEL": 1, "WIDTH": filters_kernel._SECOND, "TILE": 128}
+    nothing_found = {"found_sums_ptr": None, "found_edges_ptr": None}
+    filters = [compiled(filters_kernel._sums_kernel, D | first | nothing_found)]
+    filters.append(compiled(filters_kernel._sums_kernel, D | second | {"copy_ptr": None}))
+    width = {"CAPACITY": 512, "WIDTH": filters_kernel._SECOND}
+    filters.append(compiled(filters_kernel._list_kernel, D | width, filters_kernel._LIST_WARPS))
     sizes = {"CAPACITY": 512, "TILE": min(256 * parts, 8192), "SHIFT": 16}
     filters.append(compiled(filters_search_kernel.settle_kernel, D | sizes, 8))
     print(*map(loads_before_waiting, filters))
