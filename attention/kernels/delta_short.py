@@ -202,16 +202,16 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     else:
         o = times_exactly(u, P, o * of_o, False)
     u *= of_u
-    stored = tl.where((num_new > 0) & (num_new <= tokens), DIM_K, 0)
-    for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
-        begin = piece * PIECE
-        in_k = begin + lane < DIM_K
-        before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
-        # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
-        update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
-        after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
-        tl.store(state_at + begin, after, mask=in_v & (begin + lane < stored))
+    if (num_new > 0) & (num_new <= tokens):
+        for piece in tl.range(0, PIECES, num_stages=CHANGE_STAGES):
+            begin = piece * PIECE
+            in_k = begin + lane < DIM_K
+            before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
+            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+            # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
+            update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
+            after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
+            tl.store(state_at + begin, after, mask=in_v & in_k)
     out_at = out_ptr + (first * HEADS + head) * DIM_V + ((t_j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
     asks_j = (~key_j if NARROW else j < 16) & own_j  # a query's column
     tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=asks_j & in_v)

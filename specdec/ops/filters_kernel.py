@@ -35,12 +35,12 @@ from specdec.ops.logits_kernel import LOG2E, distance_from, load_logits, load_ro
 _PART = 2048
 _SUMS_TILE = 128  # tokens of a part that are summed at once: one a thread, or Triton moves them between threads
 _SUMS_WARPS = 4
-_LIST_WARPS, _LIST_REGISTERS = 8, 64  # a thread; without a limit 74, and a quarter less programs at once
+_LIST_WARPS = 4
 _LISTED = 4  # a part's list has room for one in so many tokens
 _SHARE = 256  # tokens of one part in a tile of the last search
 _TILE = 8192  # at most
 _PROGRAMS = 2048  # from so many on, a program has several parts
-_SECOND = 8  # edges of the second sums: with 16 these took twice as long, and the last search no less
+_SECOND = 8  # edges of the second sums: with 16 all took a tenth longer, with 4 the last search twice as long
 _REACH = tl.constexpr(128.0)  # top-k's first edges lie within this distance
 _SHIFT = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
 
@@ -282,7 +282,7 @@ def launch_filters(
         )  # fmt: skip
     _list_kernel[grid](
         *inputs, *second, state, counts, listed, repeat=repeat, **sizes, WIDTH=_SECOND, CAPACITY=listed.shape[2],
-        num_warps=_LIST_WARPS, maxnreg=_LIST_REGISTERS, **options,
+        num_warps=_LIST_WARPS, **options,
     )  # fmt: skip
     tile = max(min(_SHARE * sizes["PARTS"], _TILE), sizes["PARTS"])
     settle_kernel[(rows,)](

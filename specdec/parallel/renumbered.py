@@ -35,6 +35,10 @@ class RenumberedStore(dist.Store):
         value: bytes = self._store.get(self._renumbered(key))
         return value
 
+    def wait(self, keys: list[str], *timeout: Any) -> None:
+        """As `torch.distributed.Store.wait`; without a timeout as long as the other store does."""
+        self._store.wait([self._renumbered(key) for key in keys], *timeout)
+
     def _renumbered(self, key: str) -> str:
         *prefix, number, rank = key.split("/")
         return "/".join((*prefix, str(int(number) - (self._first or 0)), rank))
