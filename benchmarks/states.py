@@ -7,8 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from attention.recurrence.index import state_ring_size
-from attention.recurrence.spec import ConvSpec, RecurrenceSpec
+from attention.recurrence.spec import ConvSpec, RecurrenceSpec, fold_rule
 
 
 def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: float, dtype: torch.dtype) -> float:
@@ -31,6 +30,7 @@ def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: flo
 def _bytes(spec: RecurrenceSpec, drafts: int, accepted: float, dtype: torch.dtype) -> float:
     if isinstance(spec, ConvSpec):
         return (spec.width - 1 + drafts + 1) * spec.channels * dtype.itemsize
-    sizes = {name: math.prod(dims) * kind.itemsize for name, (dims, kind) in spec.shapes(drafts, dtype).items()}
+    rule = fold_rule([spec], drafts)
+    sizes = {name: math.prod(dims) * kind.itemsize for name, (dims, kind) in spec.shapes(rule, dtype).items()}
     state = sizes.pop("state")
-    return 2 * state + (accepted + drafts) * sum(sizes.values()) / state_ring_size(drafts)
+    return 2 * state + (accepted + drafts) * sum(sizes.values()) / rule.ring_size

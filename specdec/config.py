@@ -10,6 +10,8 @@ from specdec.errors import InvalidInputError
 if TYPE_CHECKING:  # `specdec --help` imports this file, and nothing heavy
     import numpy as np
 
+    from attention.recurrence.index import FoldRule
+
 BACKENDS = ("auto", "torch", "flashinfer", "flex", "batch_invariant")
 """Names of attention backends, see `specdec.loading.backends`."""
 KV_CACHE_DTYPES = ("auto", "fp8")
@@ -96,7 +98,8 @@ class EngineConfig:
             decodes, `max_num_batched_tokens` alone holds.
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
-        recurrent: whether the target has recurrent layers, whose states are in slots, see `attention.cache.state`.
+        fold_rule: when states of a target's recurrent layers are stored, see `attention.recurrence.index`; None where
+            it has none.
         long_rope: of a target whose rotary embedding is of type longrope and that takes requests beyond its short
             factors, see `specdec.target.long_rope`.
     """
@@ -112,7 +115,7 @@ class EngineConfig:
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
-    recurrent: bool = False
+    fold_rule: FoldRule | None = None
     long_rope: LongRopeRule | None = None
 
     def __post_init__(self) -> None:

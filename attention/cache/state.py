@@ -10,7 +10,16 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.recurrence.spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec, bytes_per_row
+from attention.recurrence.index import FoldRule
+from attention.recurrence.spec import (
+    ConvSpec,
+    DeltaSpec,
+    RecurrenceSpec,
+    ScanSpec,
+    SsdSpec,
+    bytes_per_row,
+    fold_rule,
+)
 
 
 @dataclass(frozen=True)
@@ -20,12 +29,17 @@ class StateGroup:
     Attributes:
         specs: of each call, in the order of a forward.
         num_slots: rows, the null slot included.
-        num_drafts: K, the most drafts of a row: the rings hold those of a round, and those before it.
+        num_drafts: K, the most drafts of a row: the rings hold those of a round, and what it replays.
     """
 
     specs: tuple[RecurrenceSpec, ...]
     num_slots: int
     num_drafts: int
+
+    @property
+    def rule(self) -> FoldRule:
+        """When states are stored."""
+        return fold_rule(self.specs, self.num_drafts)
 
     def bytes_per_row(self, dtype: torch.dtype) -> int:
         """Bytes of one slot over all layers, for a model of this dtype."""
@@ -114,7 +128,7 @@ def allocate_states(group: StateGroup, dtype: torch.dtype, device: torch.device)
 def _allocated(group: StateGroup, spec: RecurrenceSpec, dtype: torch.dtype, device: torch.device) -> CallState:
     made = {
         name: torch.zeros((group.num_slots, *dims), dtype=kind, device=device)
-        for name, (dims, kind) in spec.shapes(group.num_drafts, dtype).items()
+        for name, (dims, kind) in spec.shapes(group.rule, dtype).items()
     }
     match spec:
         case ConvSpec():

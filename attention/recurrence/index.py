@@ -5,8 +5,8 @@ tokens of the row; what a verification accepted after them is in the ring and is
 rejected draft costs nothing: it is never folded in. Rolling back is a number on the host.
 
     folded    tokens in the stored state
-    replay    = start - folded: accepted drafts that the state does not hold yet
-    num_new   committed tokens of the launch: they go into the state, what comes after them are drafts
+    replay    = start - folded: tokens that the state does not hold yet
+    num_new   tokens of the launch that go into the state, after the replayed ones; what comes after them is kept
     folded'   = start + num_new
 
 Prefill, a chunk of a prompt, decoding without drafts and verification are one rule with (replay, num_new, drafts) =
@@ -14,13 +14,20 @@ Prefill, a chunk of a prompt, decoding without drafts and verification are one r
 
 Worked: K=3, 18 tokens folded, then 2 drafts are accepted: the next launch begins at 20.
 
->>> start, num_new = np.array([20]), np.array([1])
->>> replay_of(start, np.array([18])).tolist(), folded_after(start, num_new).tolist()
+>>> start, folded, num_new, rule = np.array([20]), np.array([18]), np.array([1]), FoldRule.every_launch(3)
+>>> replay_of(start, folded).tolist(), folded_after(start, num_new, folded).tolist()
 ([2], [21])
->>> ring_place(np.array([18, 19]), state_ring_size(3)).tolist()  # what it replays
+>>> ring_place(np.array([18, 19]), rule.ring_size).tolist()  # what it replays
 [4, 5]
->>> ring_place(np.array([21, 22, 23]), state_ring_size(3)).tolist()  # where it writes its drafts
+>>> ring_place(np.array([21, 22, 23]), rule.ring_size).tolist()  # where it writes its drafts
 [0, 1, 2]
+
+Storing a state takes as long as reading it, and a few more replayed inputs take nothing where all are read as one chunk
+(the gated delta rule). Such rows put it off: num_new = 0, the state stays as it is, and the ring keeps all of the
+launch's tokens, until the round after the next one's might have more inputs than a chunk (`FoldRule`).
+
+>>> FoldRule.deferred(3).num_new(np.array([2, 8, 9]), np.ones(3, int), np.ones(3, bool)).tolist()
+[0, 0, 1]
 
 Source: the state is checkpointed and inputs are replayed as in vllm-project/vllm#48018 (ReplaySSM).
 """
@@ -44,9 +51,10 @@ class StateIndex:
     Attributes:
         slots: where each row's states are; `NULL_SLOT` for padding rows.
         start: position of the row's first token in this launch.
-        replay: accepted drafts that are not in the stored state: positions start-replay … start-1. Where it equals
-            start nothing is stored yet, and the row begins with zeros.
-        num_new: how many of the row's tokens are committed.
+        replay: tokens that are not in the stored state: positions start-replay … start-1. Where it equals start nothing
+            is stored yet, and the row begins with zeros.
+        num_new: how many of the row's tokens go into the state, after the replayed ones: committed ones. 0: none of
+            either, the state stays as it is.
         most_replayed: a bound of `replay` where launches of other rows are to have the same shape, else None.
     """
 
@@ -67,8 +75,8 @@ class StateIndex:
         """Most replayed inputs of a row, or more."""
         return int(self.replay.max(initial=0)) if self.most_replayed is None else self.most_replayed
 
-    def validate(self, query_lens: np.ndarray, num_drafts: int | None = None) -> None:
-        """Check the arrays against the rows' tokens [B], and K where it is given.
+    def validate(self, query_lens: np.ndarray, rule: FoldRule | None = None) -> None:
+        """Check the arrays against the rows' tokens [B], and the rule where it is given.
 
         Raises:
             InvariantError: two rows share a state, or a row replays or commits what cannot be.
@@ -77,12 +85,63 @@ class StateIndex:
         require(len(np.unique(own)) == len(own), "two rows share a state")
         require(bool(((self.replay >= 0) & (self.replay <= self.start)).all()), "a row replays what it never read")
         real = self.slots != NULL_SLOT
-        committed = (self.num_new >= 1) & (self.num_new <= query_lens)
-        require(bool(committed[real].all()), "a row commits no token, or more than it reads")
-        if num_drafts is not None:
-            drafts = query_lens - self.num_new
-            require(bool((self.replay <= num_drafts).all()), "a row replays more than K drafts")
-            require(bool((drafts[real] <= num_drafts).all()), "a row reads more than K drafts")
+        committed = (self.num_new >= 0) & (self.num_new <= query_lens)
+        require(bool(committed[real].all()), "a row commits more tokens than it reads")
+        if rule is not None:
+            kept = query_lens - self.num_new
+            left = np.where(self.num_new == 0, self.replay + query_lens, 0)
+            require(bool((self.replay <= rule.most_replayed).all()), "a row replays more than there may be")
+            require(bool((kept - (self.num_new == 0) <= rule.num_drafts)[real].all()), "a row reads more than K drafts")
+            require(bool((left <= rule.most_replayed)[real].all()), "a row leaves more to replay than there may be")
+
+
+MOST_INPUTS = 16
+"""Of a row that decodes, replayed and own ones, that the gated delta rule reads as one chunk."""
+
+
+@dataclass(frozen=True)
+class FoldRule:
+    """When a row's state is stored.
+
+    Attributes:
+        num_drafts: K.
+        most_replayed: tokens that a launch may have to replay. K where every launch stores states; where there is room
+            for more, a row stores its state when the launch after this one could have to replay more.
+    """
+
+    num_drafts: int
+    most_replayed: int
+
+    @classmethod
+    def every_launch(cls, num_drafts: int) -> FoldRule:
+        """Every launch stores states: accepted drafts of one round are replayed."""
+        return cls(num_drafts, num_drafts)
+
+    @classmethod
+    def deferred(cls, num_drafts: int) -> FoldRule:
+        """As many as one chunk has room for beside K drafts. With K=0, and from K=8 on, every launch stores states.
+
+        >>> [FoldRule.deferred(k).most_replayed for k in (0, 1, 3, 7, 8)]
+        [0, 14, 12, 8, 8]
+        """
+        return cls(num_drafts, max(num_drafts, MOST_INPUTS - 1 - num_drafts) if num_drafts else 0)
+
+    @property
+    def ring_size(self) -> int:
+        """Inputs a row keeps beside a state: those replayed, and the root and K drafts of a launch never meet.
+
+        >>> [FoldRule.every_launch(k).ring_size for k in (0, 3)], FoldRule.deferred(3).ring_size
+        ([1, 7], 16)
+        """
+        return self.most_replayed + self.num_drafts + 1
+
+    def num_new(self, replay: np.ndarray, committed: np.ndarray, decodes: np.ndarray) -> np.ndarray:
+        """[B] `StateIndex.num_new` of rows that replay so many tokens and read so many committed ones.
+
+        decodes: [B] bool; what a row leaves that has just read its prompt is all in its state, so that it may move.
+        """
+        left = replay + committed + self.num_drafts  # at most, to the next launch
+        return np.where(decodes & (committed == 1) & (left <= self.most_replayed), 0, committed)
 
 
 def replay_of(start: np.ndarray, folded: np.ndarray) -> np.ndarray:
@@ -90,9 +149,9 @@ def replay_of(start: np.ndarray, folded: np.ndarray) -> np.ndarray:
     return start - folded
 
 
-def folded_after(start: np.ndarray, num_new: np.ndarray) -> np.ndarray:
-    """Tokens in the state after a launch from `start` with `num_new` committed tokens."""
-    return start + num_new
+def folded_after(start: np.ndarray, num_new: np.ndarray, folded: np.ndarray) -> np.ndarray:
+    """Tokens in the state after a launch from `start` that puts `num_new` into it; `folded` were before."""
+    return np.where(num_new > 0, start + num_new, folded)
 
 
 def slots_of_rows(rows: np.ndarray) -> np.ndarray:
@@ -102,15 +161,6 @@ def slots_of_rows(rows: np.ndarray) -> np.ndarray:
     [1, 3]
     """
     return rows + 1
-
-
-def state_ring_size(num_drafts: int) -> int:
-    """Inputs a row keeps beside a state: K replayed ones and the root and K drafts of the launch never meet.
-
-    >>> [state_ring_size(k) for k in (0, 3)]
-    [1, 7]
-    """
-    return 2 * num_drafts + 1
 
 
 def conv_ring_size(width: int, num_drafts: int) -> int:

@@ -1,9 +1,10 @@
 """The recurrences in torch: what runs on a CPU, and the oracle of the kernels' tests.
 
 All take the packed tokens of ragged rows. A launch does for every row what `StateRows` says: the stored state, or zeros
-for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored; then the drafts,
-whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change no state, and long
-ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their outputs are zeros.
+for a fresh row; then the replayed inputs and the committed tokens, after which the state is stored, unless that is put
+off; then the drafts, whose inputs are kept in the ring. Rows are computed side by side, padded with inputs that change
+no state, and long ones in chunks. x and the other inputs may have tokens after query_start_loc[-1] (padding); their
+outputs are zeros.
 
 States and sums are float32. Outputs have the dtype that transformers' functions give: that of x (v), and of Mamba's
 scans float32.
@@ -103,7 +104,7 @@ def gated_delta(
 
     out = _two_phases(scan, v, state, rows)
     for x, kept in ((k, ring.k), (v, ring.v), (g, ring.g), (beta, ring.beta)):
-        rows.drafts.keep(x, kept)
+        rows.kept.keep(x, kept)
     return out
 
 
@@ -138,7 +139,7 @@ def ssd_scan(
 
     out = _two_phases(scan, x.float(), state, rows)
     for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.drafts.keep(each, kept)
+        rows.kept.keep(each, kept)
     return out
 
 
@@ -176,12 +177,12 @@ def selective_scan(
 
     out = _two_phases(scan, x.float(), state, rows)
     for each, kept in ((x, ring.x), (B, ring.B), (dt, ring.dt)):
-        rows.drafts.keep(each, kept)
+        rows.kept.keep(each, kept)
     return out
 
 
 def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: StateRows) -> torch.Tensor:
-    """Scan what is committed, store the state, scan the drafts; outputs [T, …] as `like`."""
+    """Scan what is stored, store the state, scan the rest; outputs [T, …] as `like`."""
     slots = rows.slots.long()
     out = like.new_zeros(like.shape)
     before = state[slots]
@@ -189,10 +190,10 @@ def _two_phases(scan: Scan, like: torch.Tensor, state: torch.Tensor, rows: State
     for span in rows.committed:
         y, before[span.members] = scan(span, before[span.members])
         span.scatter(y, out)
-    state[slots] = before
-    if rows.drafts.length:
-        y, _ = scan(rows.drafts, before[rows.drafts.members])
-        rows.drafts.scatter(y, out)
+        state[slots[span.members]] = before[span.members]
+    if rows.kept.length:
+        y, _ = scan(rows.kept, before[rows.kept.members])
+        rows.kept.scatter(y, out)
     return out
 
 

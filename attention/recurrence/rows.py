@@ -35,15 +35,17 @@ class StateRows:
         """What goes into the stored states: replayed inputs, then committed tokens. Short rows apart from long ones, so
         that those that decode are not padded to a prompt's length."""
         long = self.replay + self.num_new > _SHORT
-        groups = (members.nonzero()[:, 0] for members in (~long, long))
+        stored = self.num_new > 0
+        groups = (members.nonzero()[:, 0] for members in (stored & ~long, stored & long))
         return tuple(padded(self, members, self.replay, self.num_new) for members in groups if len(members))
 
     @cached_property
-    def drafts(self) -> Padded:
-        """What comes after it, of the rows that have any."""
+    def kept(self) -> Padded:
+        """What comes after it, of the rows that have any: drafts; and replayed inputs, where these are not stored."""
         counts = self.query_start_loc[1:] - self.query_start_loc[:-1] - self.num_new
         members = (counts > 0).nonzero()[:, 0]
-        return padded(self, members, torch.zeros_like(counts), counts, self.num_new)
+        replay = torch.where(self.num_new > 0, 0, self.replay)
+        return padded(self, members, replay, counts, self.num_new)
 
     @cached_property
     def fresh(self) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.recurrence.index import conv_ring_size, state_ring_size
+from attention.recurrence.index import FoldRule, conv_ring_size
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 """Of one slot: dimensions and dtype."""
@@ -22,9 +22,9 @@ class ConvSpec:
     width: int
     kind = "short convolution"
 
-    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
         """The tensors of one slot by name."""
-        return {"ring": ((conv_ring_size(self.width, num_drafts), self.channels), dtype)}
+        return {"ring": ((conv_ring_size(self.width, rule.num_drafts), self.channels), dtype)}
 
     @property
     def moved_shape(self) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ class DeltaSpec:
         """In words."""
         return "gated delta rule, a gate per channel" if self.vector_gate else "gated delta rule"
 
-    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
         """The tensors of one slot by name."""
-        size, heads = state_ring_size(num_drafts), self.num_v_heads
+        size, heads = rule.ring_size, self.num_v_heads
         gate = (size, heads, self.k_dim) if self.vector_gate else (size, heads)
         return {
             "state": ((heads, self.v_dim, self.k_dim), torch.float32),
@@ -78,9 +78,9 @@ class SsdSpec:
     num_states: int
     kind = "Mamba2 scan"
 
-    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
         """The tensors of one slot by name."""
-        size = state_ring_size(num_drafts)
+        size = rule.ring_size
         return {
             "state": ((self.num_heads, self.head_dim, self.num_states), torch.float32),
             "x": ((size, self.num_heads, self.head_dim), dtype),
@@ -102,9 +102,9 @@ class ScanSpec:
     num_states: int
     kind = "Mamba1 scan"
 
-    def shapes(self, num_drafts: int, dtype: torch.dtype) -> dict[str, Shape]:
+    def shapes(self, rule: FoldRule, dtype: torch.dtype) -> dict[str, Shape]:
         """The tensors of one slot by name."""
-        size = state_ring_size(num_drafts)
+        size = rule.ring_size
         return {
             "state": ((self.channels, self.num_states), torch.float32),
             "x": ((size, self.channels), dtype),
@@ -121,6 +121,13 @@ class ScanSpec:
 RecurrenceSpec = ConvSpec | DeltaSpec | SsdSpec | ScanSpec
 
 
+def fold_rule(specs: Sequence[RecurrenceSpec], num_drafts: int) -> FoldRule:
+    """Of a model with these calls. Storing is put off where all states are those of a gated delta rule with one gate a
+    head, whose kernel reads up to `MOST_INPUTS` tokens at the cost of one; others replay token by token."""
+    chunked = [isinstance(spec, DeltaSpec) and not spec.vector_gate for spec in specs if not isinstance(spec, ConvSpec)]
+    return FoldRule.deferred(num_drafts) if chunked and all(chunked) else FoldRule.every_launch(num_drafts)
+
+
 def bytes_per_row(specs: Sequence[RecurrenceSpec], num_drafts: int, dtype: torch.dtype) -> int:
     """Bytes of one slot over all layers.
 
@@ -128,7 +135,8 @@ def bytes_per_row(specs: Sequence[RecurrenceSpec], num_drafts: int, dtype: torch
 
     >>> layer = [ConvSpec(8192, 4), DeltaSpec(16, 32, 128, 128, False)]
     >>> round(36 * bytes_per_row(layer, 3, torch.bfloat16) / 2**20, 1)
-    79.0
+    82.8
     """
-    shapes = (shape for spec in specs for shape in spec.shapes(num_drafts, dtype).values())
+    rule = fold_rule(specs, num_drafts)
+    shapes = (shape for spec in specs for shape in spec.shapes(rule, dtype).values())
     return sum(math.prod(dims) * kind.itemsize for dims, kind in shapes)

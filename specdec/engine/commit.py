@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from attention.recurrence.index import folded_after
 from drafters.loops.lengths import tokens_accepted
 from specdec.acceptance.packed import Outcome
 from specdec.requests.request import RowRound
@@ -90,7 +89,7 @@ def commit(
     if not head_has_read:
         drafted = schedule.rows[: schedule.num_drafting]
         table.head_computed[drafted] = table.computed[drafted]
-    table.folded[schedule.rows] = folded_after(table.computed[schedule.rows], schedule.num_new)
+    table.folded[schedule.rows] = target.folded_after(table.folded[schedule.rows])
     table.computed[schedule.rows] += tokens_accepted(schedule.num_new, accepted)
     if head_has_read:
         table.head_computed[schedule.rows] = table.computed[schedule.rows]

@@ -91,7 +91,7 @@ class Launcher:
         self._scheduler = scheduler
         self._table = table
         self._page_size = config.page_size
-        self._recurrent = config.recurrent
+        self._fold_rule = config.fold_rule
         self._long_rope = config.long_rope
         self._num_drafts = 0 if scheduler.head_pages is None else config.num_speculative_tokens
         self._counters = counters
@@ -213,7 +213,7 @@ class Launcher:
     def _verification(self, schedule: Schedule, tables: Tables, drafts_in_order_of_last: bool = False) -> TargetArrays:
         in_order = drafts_in_order_of_last
         pages = (tables.target, self._page_size, tables.head)
-        kinds = (self._recurrent, self._long_rope)
+        kinds = (self._fold_rule, self._long_rope)
         return target_arrays(schedule, self._table, *pages, in_order, tables.windowed, *kinds)
 
     def _draft_loop(self, committed: Committed, schedule: Schedule, tables: Tables) -> DraftInput | None:

@@ -19,6 +19,7 @@ from specdec.target.live import adapter_layers, adapter_states, in_words
 from specdec.values import short
 
 if TYPE_CHECKING:
+    from specdec.config import EngineConfig
     from specdec.execution.report import GraphReport
 
 
@@ -97,7 +98,7 @@ def facts_of(model: Loaded) -> dict[str, Any]:
         "taps": None if head is None else list(head.aux_layers),
         "draft_vocab_size": None if head is None else head.draft_vocab_size,
         "generation_config": _own_config(model),
-        "engine": dict(vars(model.config)),
+        "engine": _sizes(model.config),
         "tensor_parallel": None if model.ranks is None else _ranks(model.ranks),
         "graphs": {"state": model.graphs}
         | (_graphs(model.executor.report) if isinstance(model.executor, _Captured) else {}),
@@ -166,6 +167,11 @@ def _sparse(model: Loaded) -> str | None:
     )
 
 
+def _sizes(config: EngineConfig) -> dict[str, Any]:
+    rule = config.fold_rule
+    return vars(config) | {"fold_rule": None if rule is None else vars(rule)}
+
+
 def _recurrent(states: StateRunner) -> dict[str, Any]:
     """What a target's recurrent layers are, what computes them, and what a row's states take."""
     group = states.group
@@ -173,6 +179,7 @@ def _recurrent(states: StateRunner) -> dict[str, Any]:
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
+        "most_replayed": group.rule.most_replayed,
         "row_bytes": row_bytes,
         "GiB": round(group.num_slots * row_bytes / 2**30, 3),
     }

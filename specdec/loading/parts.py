@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat, KVLayout
+from attention.recurrence.index import FoldRule
 from drafters.base import Head
 from drafters.mtp.convention import MtpConvention
 from specdec.config import EngineConfig
@@ -28,7 +29,7 @@ from specdec.loading.prefixes import choose_cascade, choose_prefix_caching
 from specdec.loading.progress import log
 from specdec.loading.sizes import long_rope_rule, num_drafts
 from specdec.loading.sizes import max_model_len as max_model_len_of
-from specdec.loading.states import check_backend_fits, check_format_fits, state_bytes
+from specdec.loading.states import check_backend_fits, check_format_fits, rule_of, state_bytes
 from specdec.loading.targets import open_target
 from specdec.loading.tokenizers import open_tokenizer, warn_of_another_vocabulary
 from specdec.loading.warming import warm_compiler
@@ -165,11 +166,11 @@ def _sized(
     cache = divide_cache(options.kv_cache_tokens, device, sizes, rows, options.gpu_memory_utilization, states)
     cache = cache if ranks is None else least_of_all(cache, ranks)
     config = replace(
-        _config(rows, cache, sizes, len(probed.recurrent_calls) > 0, options),
+        _config(rows, cache, sizes, rule_of(probed, rows.num_speculative_tokens), options),
         long_rope=long_rope_rule(probed.model, longest),
     )
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, config.recurrent)
+    prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, config.fold_rule is not None)
     config = replace(config, enable_prefix_caching=prefix_caching == "on")
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
     windowed = sizes.of_pools(config.windowed, page_size)
@@ -200,7 +201,9 @@ def _rows(head: Head | None, longest: int, options: LoadOptions) -> Rows:
     )
 
 
-def _config(rows: Rows, cache: Division, sizes: TokenBytes, recurrent: bool, options: LoadOptions) -> EngineConfig:
+def _config(
+    rows: Rows, cache: Division, sizes: TokenBytes, rule: FoldRule | None, options: LoadOptions
+) -> EngineConfig:
     """Without prefix caching: whether that can be done depends on what the sizes make of the draft loop."""
     return EngineConfig(
         **vars(rows),
@@ -209,5 +212,5 @@ def _config(rows: Rows, cache: Division, sizes: TokenBytes, recurrent: bool, opt
         seed=options.seed,
         draft_sampling=options.draft_sampling,
         max_num_prefill_tokens=options.max_num_prefill_tokens,
-        recurrent=recurrent,
+        fold_rule=rule,
     )

@@ -6,8 +6,10 @@ from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import KVFormat
 from attention.cache.state import StateGroup
 from attention.hf.weights import runs_plainly
+from attention.recurrence.index import FoldRule
 from attention.recurrence.registry import recurrences_of
 from attention.recurrence.runner import StateRunner
+from attention.recurrence.spec import fold_rule
 from specdec.config import EngineConfig, state_slots
 from specdec.errors import InvalidInputError, UnsupportedModelError
 from specdec.loading.groups import Rows
@@ -73,6 +75,11 @@ def state_runner(probed: TargetProbe, config: EngineConfig) -> StateRunner | Non
         return None
     group = _group(probed, config.num_state_slots, config.num_speculative_tokens)
     return StateRunner(group, probed.model.dtype, probed.model.device)
+
+
+def rule_of(probed: TargetProbe, num_drafts: int) -> FoldRule | None:
+    """When states are stored with K drafts; None for a target without recurrent layers."""
+    return fold_rule(probed.recurrence_specs, num_drafts) if probed.recurrent_calls else None
 
 
 def _group(probed: TargetProbe, slots: int, num_drafts: int) -> StateGroup:

@@ -24,7 +24,7 @@ from attention.batch.metadata import BatchBuffers, group_fields, group_sizes, st
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
-from attention.recurrence.index import StateIndex, slots_of_rows
+from attention.recurrence.index import FoldRule, StateIndex, slots_of_rows
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -95,18 +95,18 @@ class _WindowedPages:
 class _States:
     """Which recurrent states the rows continue; rows that are added are on the null slot."""
 
-    def __init__(self, host: Mapping[str, np.ndarray], shape: StaticShape) -> None:
-        self.index = VerificationSection.states(host, shape.query_len - 1)
-        self.index.num_new[:] = 1
+    def __init__(self, host: Mapping[str, np.ndarray], rule: FoldRule) -> None:
+        self.index = VerificationSection.states(host, rule.most_replayed)
 
     def write(self, target: TargetArrays) -> None:
         """Those of verifications of bonus tokens."""
-        assert target.replay is not None
+        assert target.replay is not None and target.num_folded is not None
         count, index = len(target.start), self.index
         index.slots[:count] = slots_of_rows(target.request_rows)
         index.start[:count] = target.start
         index.replay[:count] = target.replay
-        for array in (index.slots, index.start, index.replay):
+        index.num_new[:count] = target.num_folded
+        for array in (index.slots, index.start, index.replay, index.num_new):
             array[count:] = 0
 
 
@@ -150,7 +150,7 @@ class _TargetPlace:
         passes: int,
         later: LaterPassesSection,
         windows: Sequence[int],
-        recurrent: bool,
+        fold_rule: FoldRule | None,
     ) -> None:
         rows, query_len = shape.rows, shape.query_len
         batch, own = VerificationSection.buffers(host)
@@ -160,7 +160,7 @@ class _TargetPlace:
         self.num_drafts, self.sources = own.num_drafts, own.sources
         self.batch = batch
         buffers = [batch, HeadPagesSection.buffers(host, batch)] if passes else [batch]
-        self.states = _States(host, shape) if recurrent else None
+        self.states = None if fold_rule is None else _States(host, fold_rule)
         index = None if self.states is None else self.states.index
         self.groups = [_Pages(each, self.start, shape, index if each is batch else None) for each in buffers]
         windowed = zip(batch.groups("target", len(windows), host), windows, strict=True)
@@ -188,12 +188,12 @@ class FixedTarget:
         device: torch.device,
         windows: Sequence[int] = (),
         entries: Sequence[int] = (),
-        recurrent: bool = False,
+        fold_rule: FoldRule | None = None,
     ) -> None:
         """passes: of the draft prefill, the M of M modules; 0 without a head.
 
-        windows, entries: of the target's further cache groups, and the most pages on the list of each. recurrent:
-            whether the target has recurrent states.
+        windows, entries: of the target's further cache groups, and the most pages on the list of each. fold_rule: of
+            a target with recurrent states.
         """
         self._shape = shape
         self.later = LaterPassesSection(passes)
@@ -202,14 +202,14 @@ class FixedTarget:
         self._lens = np.zeros(shape.rows, np.int64)
         head = HeadPagesSection.fields if passes else ()
         groups = group_fields("target", len(windows))
-        states = state_fields("target") if recurrent else ()
+        states = state_fields("target") if fold_rule is not None else ()
         fields = (*VerificationSection.static_fields, *groups, *head, *self.later.fields, *states)
         place = shape.rows, shape.query_len, shape.page_entries
         sizes = VerificationSection.static_dimensions(*place) | self.later.static_dimensions(*place)
         self._bucket = bucket_of(**sizes, **group_sizes("target", entries))
         self._arena = StagingArena(fields, self._bucket, device)
         hosts = self._arena.hosts(self._bucket)
-        self._places = [_TargetPlace(host, shape, passes, self.later, windows, recurrent) for host in hosts]
+        self._places = [_TargetPlace(host, shape, passes, self.later, windows, fold_rule) for host in hosts]
 
     def send(self, target: TargetArrays) -> tuple[HostBatch, tuple[HostBatch, ...], Staged]:
         """Lay out and send; the attention on the target's pages, and on the head's in each pass of the draft prefill.
@@ -292,7 +292,7 @@ class FixedTarget:
 def fixed_target(config: EngineConfig, rows: int, passes: int, device: torch.device) -> FixedTarget:
     """The verifications of so many rows of an engine; passes: see `FixedTarget`."""
     shape, windows = static_shape(config, rows), [pool.window for pool in config.windowed]
-    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), config.recurrent)
+    return FixedTarget(shape, passes, device, windows, static_entries(config, shape), config.fold_rule)
 
 
 class FixedSampling:

@@ -117,7 +117,7 @@ def _largest_verification(config: EngineConfig) -> tuple[list[Field], Bucket]:
 
 
 def _verification_fields(config: EngineConfig) -> list[Field]:
-    states = state_fields("target") if config.recurrent else []
+    states = state_fields("target") if config.fold_rule is not None else []
     rope = [] if config.long_rope is None else [VerificationSection.rope_field]
     return [*VerificationSection.fields, *group_fields("target", len(config.windowed)), *states, *rope]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
-from attention.recurrence.index import StateIndex, replay_of, slots_of_rows
+from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig, LongRopeRule
 from specdec.rounds.rows import RowTable
@@ -92,7 +92,8 @@ class TargetArrays:
         windowed: the rows' pages of the target's further cache groups.
         begins: [B] the first position that each row reads itself, see `RowTable.begin`; None where all begin at 0.
         num_arrived: see `Schedule.num_arrived`.
-        replay: [B] accepted drafts that are not in the rows' recurrent states; None where the target has none.
+        fold_rule: when recurrent states are stored; None where the target has none. replay: [B] tokens that are not in
+            the rows' states; num_folded: [B] tokens of the launch that go into them, see `StateIndex.num_new`.
         long_rope, long: the target's rule and [B] bool, the rows that read their first tokens with long factors; None
             where no row does, see `specdec.target.long_rope`.
     """
@@ -113,7 +114,9 @@ class TargetArrays:
     sources: np.ndarray | None = None
     windowed: tuple[WindowedTable, ...] = ()
     begins: np.ndarray | None = None
+    fold_rule: FoldRule | None = None
     replay: np.ndarray | None = None
+    num_folded: np.ndarray | None = None
     long_rope: LongRopeRule | None = None
     long: np.ndarray | None = None
     num_arrived: int = 0
@@ -121,9 +124,13 @@ class TargetArrays:
     @property
     def states(self) -> StateIndex | None:
         """Which recurrent states the rows continue; None where the target has none."""
-        if self.replay is None:
+        if self.replay is None or self.num_folded is None:
             return None
-        return StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_new)
+        return StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_folded)
+
+    def folded_after(self, folded: np.ndarray) -> np.ndarray:
+        """[B] tokens in the rows' states after this launch; `folded` before."""
+        return folded if self.num_folded is None else folded_after(self.start, self.num_folded, folded)
 
     @cached_property
     def lens(self) -> np.ndarray:
@@ -206,7 +213,7 @@ def target_arrays(
     head_table: np.ndarray | None = None,
     ahead: bool = False,
     windowed: tuple[WindowedTable, ...] = (),
-    recurrent: bool = False,
+    fold_rule: FoldRule | None = None,
     long_rope: LongRopeRule | None = None,
 ) -> TargetArrays:
     """The next verification.
@@ -215,9 +222,10 @@ def target_arrays(
         block_table, head_table: [R, P] of the target's and the head's pages, by RowTable row.
         windowed: of the schedule's rows.
         ahead: its drafts were made from `rows_after`, in the order of the last verification.
-        recurrent: whether the target has recurrent states. long_rope: of a longrope target.
+        fold_rule: of a target with recurrent states. long_rope: of a longrope target.
     """
     rows, start = schedule.rows, table.computed[schedule.rows]
+    replay = None if fold_rule is None else replay_of(start, table.folded[rows])
     bonus = start + schedule.num_new
     width = np.arange(int(schedule.num_new.max(initial=0)))
     places = np.minimum(start[:, None] + width, table.tokens.shape[1] - 1)
@@ -239,11 +247,19 @@ def target_arrays(
         sources=table.previous[rows[: schedule.num_drafting]] if ahead else None,
         windowed=windowed,
         begins=table.begin[rows],
-        replay=replay_of(start, table.folded[rows]) if recurrent else None,
+        fold_rule=fold_rule,
+        replay=replay,
+        num_folded=_num_folded(fold_rule, replay, schedule.num_new, start >= table.prefill[rows]),
         long_rope=long_rope,
         long=None if long_rope is None else _first_tokens_long(table.long[rows], start, long_rope),
         num_arrived=schedule.num_arrived,
     )
+
+
+def _num_folded(
+    rule: FoldRule | None, replay: np.ndarray | None, committed: np.ndarray, decodes: np.ndarray
+) -> np.ndarray | None:
+    return None if rule is None or replay is None else rule.num_new(replay, committed, decodes)
 
 
 def _first_tokens_long(long: np.ndarray, start: np.ndarray, rule: LongRopeRule) -> np.ndarray | None:
@@ -270,6 +286,9 @@ def target_after(
         windowed: of these rows.
     """
     read = tokens_accepted(target.num_new, num_accepted)
+    replay = None
+    if target.replay is not None:
+        replay = replay_of(target.start + read, target.folded_after(target.start - target.replay))
     return TargetArrays(
         start=target.start + read,
         num_new=target.num_new,
@@ -286,7 +305,9 @@ def target_after(
         request_rows=target.request_rows,
         windowed=windowed,
         begins=target.begins,
-        replay=None if target.replay is None else num_accepted,
+        fold_rule=target.fold_rule,
+        replay=replay,
+        num_folded=_num_folded(target.fold_rule, replay, target.num_new, np.ones(len(read), bool)),
     )
 
 
@@ -297,5 +318,7 @@ def empty_target(config: EngineConfig) -> TargetArrays:
     nobody = np.zeros((1, config.num_speculative_tokens + 1), np.int32)  # as wide as K+1 tokens need at most
     windowed = tuple(WindowedTable(pool.window, nobody, none) for pool in config.windowed)
     lens = (none, none, none, 0, tokens, none)
-    replay = none if config.recurrent else None
-    return TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed, replay=replay)
+    empty = TargetArrays(*lens, table, table, none, none, none, config.page_size, none, windowed=windowed)
+    if config.fold_rule is None:
+        return empty
+    return replace(empty, fold_rule=config.fold_rule, replay=none, num_folded=none)

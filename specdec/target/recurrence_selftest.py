@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from attention.cache.state import CallState, ConvState, StateGroup, allocate_states, tensors_of
+from attention.recurrence.index import FoldRule
 from attention.recurrence.registry import REFERENCE
 from attention.recurrence.rows import StateRows
 from attention.recurrence.runner import StateRunner
@@ -31,7 +32,7 @@ _PADDING = 2
 """Tokens of no row, whose outputs are zeros."""
 
 Row = tuple[int, int, int]
-"""Tokens of a row in a launch, how many are replayed before them, and how many of them are committed."""
+"""Tokens of a row in a launch, how many are replayed before them, and how many of them go into the state."""
 Tensors = Callable[..., torch.Tensor]
 
 
@@ -48,20 +49,31 @@ def recurrence_self_test(states: StateRunner) -> None:
         _test(spec, states)
 
 
-def launches(num_drafts: int) -> list[tuple[Row, Row, Row]]:
-    """Prompts; a prompt's second chunk beside verifications; verifications that replay all, some and none of the drafts
-    before them; again, with a row that has no drafts.
+def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
+    """Prompts; a prompt's second chunk beside verifications; verifications after which all, some and none of the drafts
+    before them were accepted, and once a row without drafts. Where storing may be put off, as many more as it takes for
+    every row to store its state and to continue from it.
 
-    >>> launches(3)[2]
-    ((4, 0, 1), (4, 3, 1), (4, 1, 1))
+    >>> launches(FoldRule.every_launch(3))[2:]
+    [((4, 0, 1), (4, 3, 1), (4, 1, 1)), ((1, 3, 1), (4, 1, 1), (4, 3, 1))]
+    >>> [[row[2] for row in rows] for rows in launches(FoldRule.deferred(3))[2:]]
+    [[0, 0, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1], [0, 0, 0]]
     """
-    some, verified = num_drafts // 2, 1 + num_drafts
-    return [
-        ((70, 0, 70), (5, 0, 5), (19, 0, 19)),
-        ((20, 0, 20), (verified, 0, 1), (verified, 0, 1)),
-        ((verified, 0, 1), (verified, num_drafts, 1), (verified, some, 1)),
-        ((1, num_drafts, 1), (verified, some, 1), (verified, num_drafts, 1)),
-    ]
+    drafts, one = rule.num_drafts, np.ones(3, np.int64)
+    some, verified, decodes = drafts // 2, 1 + drafts, one > 0
+    found: list[tuple[Row, ...]] = [((70, 0, 70), (5, 0, 5), (19, 0, 19))]
+    replay = np.zeros_like(one)
+    num_new = rule.num_new(replay, one, np.array([False, True, True]))
+    found.append(((20, 0, 20), *((verified, 0, int(new)) for new in num_new[1:])))
+    accepted = [(0, drafts, some), (drafts, some, drafts)]
+    if rule.most_replayed > drafts:
+        accepted += [(0, drafts, some), (drafts, 0, drafts), (some, drafts, 0)]
+    for number, each in enumerate(accepted):
+        replay = np.where(num_new > 0, 0, 1 + replay) + np.array(each)
+        num_new = rule.num_new(replay, one, decodes)
+        lens = (1 if number == 1 else verified, verified, verified)
+        found.append(tuple(zip(lens, replay.tolist(), num_new.tolist(), strict=True)))
+    return found
 
 
 def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
@@ -79,13 +91,14 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
         own.copy_(other.copy_(random(*own.shape)))  # as of requests before
     fixed = _weights(spec, dtype, random)
     start = np.zeros(len(_SLOTS), np.int64)
-    for number, rows in enumerate(launches(group.num_drafts)):
+    for number, rows in enumerate(launches(group.rule)):
         tokens, replay, num_new = np.array(rows).T
         start += replay
         arrays = tokens, start, replay, num_new
         inputs = _inputs(spec, int(tokens.sum()) + _PADDING, dtype, random)
-        expected = _call(REFERENCE, spec, (*inputs, *fixed), right, _rows(*arrays, _CPU))
-        out = _call(states.functions, spec, _sent((*inputs, *fixed), device), ours, _rows(*arrays, device)).cpu()
+        most = group.rule.most_replayed
+        expected = _call(REFERENCE, spec, (*inputs, *fixed), right, _rows(*arrays, most, _CPU))
+        out = _call(states.functions, spec, _sent((*inputs, *fixed), device), ours, _rows(*arrays, most, device)).cpu()
         pieces = zip(*(x.split([*tokens.tolist(), _PADDING]) for x in (out, expected)), strict=True)
         found = [("outputs", _error(*piece)) for piece in pieces]
         for own, other in zip(tensors_of(ours), tensors_of(right), strict=True):
@@ -98,11 +111,11 @@ def _test(spec: RecurrenceSpec, states: StateRunner) -> None:
                 f"{worst:.2g} (allowed for {dtype}: {limit:g}) of the {what} in launch {number + 1} of {spec} by "
                 f"{states.functions.name} functions; device='cpu' runs torch functions"
             )
-        start += num_new
+        start = np.where(num_new > 0, start + num_new, start - replay)
 
 
 def _rows(
-    tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, device: torch.device
+    tokens: np.ndarray, start: np.ndarray, replay: np.ndarray, num_new: np.ndarray, most: int, device: torch.device
 ) -> StateRows:
     def sent(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(x.astype(np.int32)).to(device)
@@ -114,7 +127,7 @@ def _rows(
         replay=sent(replay),
         num_new=sent(num_new),
         max_query_len=int(tokens.max()),
-        max_replay=int(replay.max()),
+        max_replay=most,
     )
 
 

@@ -78,4 +78,4 @@ def test_a_row_of_qwen3_next_keeps_one_state_per_layer() -> None:
     assert mib[3] == pytest.approx(79, rel=0.05)
     states = 12 * sum(4 * 32 * 128 * 128 for spec in specs if isinstance(spec, DeltaSpec)) / 2**20
     assert (states, 4 * states) == (72, 288)
-    assert states < mib[0] < mib[3] < 1.15 * states
+    assert states < mib[0] < mib[3] < 1.16 * states

@@ -9,14 +9,18 @@ import torch
 from attention.cache.state import DeltaRing, ScanRing, SsdRing
 from tests.attention.kernels.token_by_token import StateRows, copied
 
-ROUND = [(3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 5, 0, 1), (3, 2, 0, 0, 3), (3, 0, 0, 0, 1), (0, 5, 3, 1, 0)]
-"""(tokens, slot, start, replay, num_new): replay and drafts, a single token that only replays, no replay, a prompt, a
-padding row of a graph, a row of no tokens; tokens after them are of no row."""
+ROUND = [
+    *((3, 1, 7, 2, 1), (1, 4, 2, 2, 1), (2, 3, 5, 0, 1), (3, 2, 0, 0, 3)),
+    *((2, 6, 9, 3, 0), (2, 7, 2, 2, 0), (3, 0, 0, 0, 1), (0, 5, 3, 1, 0)),
+]
+"""(tokens, slot, start, replay, num_new): replay and drafts, a single token that only replays, no replay, a prompt; two
+that do not store, of the second nothing is stored yet; a padding row of a graph, a row of no tokens; tokens after them
+are of no row."""
 LONG = [(70, 1, 0, 0, 70), (5, 4, 9, 2, 1), (67, 2, 9, 2, 1), (20, 3, 5, 0, 18)]
 """A prompt of two chunks; a short row; replay, and more drafts than a chunk (more than rounds have, by the same rule);
 a chunk of a prompt and two drafts."""
 RING, LONG_RING = 5, 69
-TOKENS, SLOTS = 14, 6
+TOKENS, SLOTS = 18, 8
 
 
 def delta_case(

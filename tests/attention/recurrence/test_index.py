@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,14 +13,7 @@ from hypothesis import strategies as st
 import attention.recurrence.index
 import attention.recurrence.spec
 from attention.errors import InvariantError
-from attention.recurrence.index import (
-    StateIndex,
-    conv_ring_size,
-    folded_after,
-    replay_of,
-    ring_place,
-    state_ring_size,
-)
+from attention.recurrence.index import FoldRule, StateIndex, conv_ring_size, folded_after, replay_of, ring_place
 
 
 def test_the_examples_in_the_docstrings() -> None:
@@ -28,44 +22,59 @@ def test_the_examples_in_the_docstrings() -> None:
         assert outcome.failed == 0 and outcome.attempted > 1
 
 
+Launch = tuple[int, int, int, bool]
+"""Committed tokens, drafts, how many of them are accepted, whether the row decodes."""
+
+
 @st.composite
-def launches(draw: st.DrawFn) -> tuple[int, list[tuple[int, int, int]]]:
-    """K, and (committed tokens, drafts, accepted) of every launch of one row: chunks of a prompt, then rounds."""
-    most = draw(st.integers(0, 5))
-    chunks = [(n, 0, 0) for n in draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))]
+def launches(draw: st.DrawFn) -> tuple[int, list[Launch]]:
+    """K, and every launch of one row: chunks of a prompt, then rounds."""
+    most = draw(st.integers(0, 9))
+    chunks = [(n, 0, 0, False) for n in draw(st.lists(st.integers(1, 20), min_size=1, max_size=3))]
     rounds = []
     for _ in range(draw(st.integers(1, 12))):
         drafts = draw(st.integers(0, most))
-        rounds.append((1, drafts, draw(st.integers(0, drafts))))
+        rounds.append((1, drafts, draw(st.integers(0, drafts)), True))
     return most, chunks + rounds
 
 
-@given(launches(), st.integers(1, 5))
-def test_a_state_and_its_rings_hold_what_a_launch_needs(case: tuple[int, list[tuple[int, int, int]]], k: int) -> None:
+@given(launches(), st.integers(1, 5), st.sampled_from([FoldRule.every_launch, FoldRule.deferred]))
+def test_a_state_and_its_rings_hold_what_a_launch_needs(
+    case: tuple[int, list[Launch]], k: int, make: Callable[[int], FoldRule]
+) -> None:
+    """Every launch may write K drafts, as those from graphs do, whatever a row has."""
     most, row = case
+    rule = make(most)
     ring: dict[int, tuple[str, int]] = {}
     conv: dict[int, tuple[str, int]] = {}
-    size, conv_size = state_ring_size(most), conv_ring_size(k, most)
+    size, conv_size = rule.ring_size, conv_ring_size(k, most)
     state: list[int] = []
     folded = start = 0
-    for number, (num_new, drafts, accepted) in enumerate(row):
+    for number, (committed, drafts, accepted, decodes) in enumerate(row):
         replay = int(replay_of(np.array(start), np.array(folded)))
-        assert 0 <= replay <= most
+        assert 0 <= replay <= rule.most_replayed
+        arrays = (np.array([x]) for x in (replay, committed, decodes))
+        num_new = int(rule.num_new(*arrays)[0])
+        assert num_new in (0, committed) and (num_new or rule.most_replayed > most)
+        lens = np.array([committed + drafts])
+        StateIndex.of(*(np.array([x]) for x in (1, start, replay, num_new))).validate(lens, rule)
         before = np.arange(start - replay, start)
         kept = [ring.get(int(place)) for place in ring_place(before, size)]
         assert kept == [("true", p) for p in before]  # every accepted draft, and none that was rejected
-        state += before.tolist() + list(range(start, start + num_new))
-        assert state == list(range(start + num_new))  # each token once, in order
-        own = range(start + num_new, start + num_new + drafts)
-        assert not set(ring_place(before, size).tolist()) & {p % size for p in own}
+        if num_new:
+            state += before.tolist() + list(range(start, start + num_new))
+            assert state == list(range(start + num_new))  # each token once, in order
+        padded = most if decodes else drafts
+        own = range(start + num_new, start + committed + padded)
+        assert not set(ring_place(before, size).tolist()) & {p % size for p in own} and len(own) <= size
         for p in own:
-            ring[p % size] = ("true" if p < start + num_new + accepted else f"rejected in {number}", p)
+            ring[p % size] = ("true" if p < start + committed + accepted else f"rejected in {number}", p)
         taps = range(max(start - k + 1, 0), start)
         assert [conv.get(p % conv_size) for p in taps] == [("true", p) for p in taps]
-        for p in range(max(start, start + num_new + drafts - conv_size), start + num_new + drafts):
-            conv[p % conv_size] = ("true" if p < start + num_new + accepted else f"rejected in {number}", p)
-        folded = int(folded_after(np.array(start), np.array(num_new)))
-        start += num_new + accepted
+        for p in range(max(start, start + committed + drafts - conv_size), start + committed + drafts):
+            conv[p % conv_size] = ("true" if p < start + committed + accepted else f"rejected in {number}", p)
+        folded = int(folded_after(*(np.array(x) for x in (start, num_new, folded))))
+        start += committed + accepted
 
 
 def index(**changes: list[int]) -> StateIndex:
@@ -75,15 +84,17 @@ def index(**changes: list[int]) -> StateIndex:
 
 def test_contradictions_are_found() -> None:
     lens = np.array([4, 4])
-    index().validate(lens, 3)
-    index(slots=[0, 0]).validate(lens, 3)  # padding rows share the null slot
+    rule = FoldRule.every_launch(3)
+    index().validate(lens, rule)
+    index(slots=[0, 0]).validate(lens, rule)  # padding rows share the null slot
     for changes, message in (
         ({"slots": [2, 2]}, "two rows share a state"),
         ({"replay": [6, 0]}, "replays what it never read"),
-        ({"num_new": [5, 4]}, "commits no token, or more than it reads"),
-        ({"num_new": [0, 4]}, "commits no token"),
+        ({"num_new": [5, 4]}, "commits more tokens than it reads"),
+        ({"num_new": [0, 4]}, "leaves more to replay than there may be"),
     ):
         with pytest.raises(InvariantError, match=message):
-            index(**changes).validate(lens, 3)
-    with pytest.raises(InvariantError, match="replays more than K"):
-        index().validate(lens, 1)
+            index(**changes).validate(lens, rule)
+    index(num_new=[0, 4]).validate(lens, FoldRule.deferred(3))
+    with pytest.raises(InvariantError, match="replays more than there may be"):
+        index().validate(lens, FoldRule.every_launch(1))

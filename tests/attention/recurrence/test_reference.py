@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 from attention.cache.state import ConvState, StateGroup, allocate_states, tensors_of
 from attention.recurrence import reference
-from attention.recurrence.index import StateIndex
+from attention.recurrence.index import FoldRule, StateIndex
 from attention.recurrence.rows import StateRows
 from attention.recurrence.spec import ConvSpec, DeltaSpec, RecurrenceSpec, ScanSpec, SsdSpec
 
@@ -23,9 +23,11 @@ CHUNKS, LENGTHS = ([90, 5], [3], [1, 70]), 140
 """Tokens of each row's prompt, by launch, and of a whole row."""
 
 
-def rows_of(start: list[int], lens: list[int], num_new: list[int], replay: list[int], slots: list[int]) -> StateRows:
+def rows_of(
+    start: list[int], lens: list[int], num_new: list[int], replay: list[int], slots: list[int], rule: FoldRule
+) -> StateRows:
     index = StateIndex.of(*(np.array(values) for values in (slots, start, replay, num_new)))
-    index.validate(np.array(lens), K)
+    index.validate(np.array(lens), rule)
     bounds = torch.tensor([0, *np.cumsum(lens)], dtype=torch.int32)
     device = (torch.from_numpy(array) for array in (index.slots, index.start, index.replay, index.num_new))
     return StateRows(bounds, *device, max_query_len=max(lens), max_replay=index.max_replay)
@@ -143,15 +145,17 @@ CASES: dict[str, Callable[[], Case]] = {
 def test_ragged_rounds_with_rejected_drafts_are_right(name: str) -> None:
     torch.manual_seed(0)
     case, rng = CASES[name](), np.random.default_rng(0)
-    (state,) = allocate_states(StateGroup((case.spec,), 4, K), torch.float32, CPU)
+    group = StateGroup((case.spec,), 4, K)
+    (state,) = allocate_states(group, torch.float32, CPU)
     for tensor in tensors_of(state):
         tensor.fill_(7.0)  # what an earlier row left
     true = [case.inputs(LENGTHS) for _ in CHUNKS]
     right = [case.loop(*(x.double() for x in row)).float() for row in true]
     slots, start, folded = [2, 3, 1], [0, 0, 0], [0, 0, 0]
-    waiting = [list(chunks) for chunks in CHUNKS]
+    waiting, put_off = [list(chunks) for chunks in CHUNKS], 0
     for number in range(12):
         members = [row for row in range(3) if number % 3 or row != number % 2]  # not every row runs in every round
+        decodes = np.array([not waiting[row] for row in members])
         num_new = [waiting[row].pop(0) if waiting[row] else 1 for row in members]
         drafts = [
             0 if n > 1 or waiting[row] else int(rng.integers(0, K + 1)) for n, row in zip(num_new, members, strict=True)
@@ -167,11 +171,14 @@ def test_ragged_rounds_with_rejected_drafts_are_right(name: str) -> None:
             parts.append(own)
         packed = [torch.cat([*columns, pad]) for columns, pad in zip(zip(*parts, strict=True), padding, strict=True)]
         replay = [start[row] - folded[row] for row in members]
-        rows = rows_of(begin, lens, num_new, replay, [slots[row] for row in members])
+        stored = group.rule.num_new(np.array(replay), np.array(num_new), decodes).tolist()
+        rows = rows_of(begin, lens, stored, replay, [slots[row] for row in members], group.rule)
         found = case.call(packed, state, rows)
         assert found.shape[0] == sum(lens) + 2 and not found[sum(lens) :].any()
         pieces = found[: sum(lens)].split(lens)
-        for row, a, more, good, piece in zip(members, begin, num_new, accepted, pieces, strict=True):
+        for row, a, more, good, piece, new in zip(members, begin, num_new, accepted, pieces, stored, strict=True):
             torch.testing.assert_close(piece[: more + good], right[row][a : a + more + good], rtol=1e-4, atol=1e-5)
-            folded[row], start[row] = a + more, a + more + good
+            folded[row], start[row] = a + more if new else folded[row], a + more + good
+            put_off += not new
     assert not any(torch.isnan(tensor).any() for tensor in tensors_of(state))
+    assert (put_off > 5) == (name == "delta")

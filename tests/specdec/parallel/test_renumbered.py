@@ -49,5 +49,5 @@ def test_ranks_meet_whatever_their_processes_exchanged_before(tmp_path: Path, co
 
 def test_with_torchs_own_numbers_they_do_not(tmp_path: Path) -> None:
     """Negative control."""
-    with pytest.raises(RuntimeError, match="(?i)timeout"):
+    with pytest.raises(RuntimeError, match=r"(?i)timeout"):
         exchanged(tmp_path / "meeting", [2, 0], lambda store: store)
