@@ -5,12 +5,14 @@
     TRITON_INTERPRET=1 python -m benchmarks.bench_recurrence --small --out /tmp/smoke.jsonl    # its times say nothing
 
 Part `kernels`: at the shapes of Qwen3.5-9B (16 key and 32 value heads of 128, a convolution of 8,192 channels) and
-Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows with K + 1 tokens that replay K, and
+Nemotron-H-8B (128 heads of 64, 8 groups of 128 states), rounds of so many rows with K + 1 tokens that accept K, and
 prompts of 512 and 2,048 tokens. run_us is the device's median time of one layer, replayed from a CUDA graph over layers
-that the L2 cache does not hold. floor_us is the bytes of one layer over the copy rate of the same run: the states read
-and written, tokens read and outputs written, the ring's entries read and written; of prompts their operations over the
-matmul rate where that is longer. ratio is run over floor. copy_us is what a device copy of as many bytes takes in
-the same launches, with what it costs to start and end a kernel, which the copy rate of large tensors does not show.
+that the L2 cache does not hold; where states are stored in one round of several, over as many rounds, the rows apart by
+one. floor_us is the bytes of one layer over the copy rate of the same run: the states read and written by every launch,
+tokens read and outputs written, the ring's entries read and written; of prompts their operations over the matmul rate
+where that is longer. ratio is run over floor. moved_us is the same of the bytes that these launches move: it is less
+where states are not stored by every one. copy_us is what a device copy of as many bytes as the floor's takes in the
+same launches, with what it costs to start and end a kernel, which the copy rate of large tensors does not show.
 
 Part `tilings`: rounds of the gated delta rule and of Mamba2's scan by every tiling, to choose from.
 """
@@ -21,13 +23,16 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import click
+import numpy as np
 import torch
 
+from attention.recurrence.index import FoldRule, conv_ring_size
 from attention.recurrence.rows import StateRows
 from benchmarks.device_time import Place, Rates, device_us, measured_rates
 from benchmarks.document import provenance, usage
@@ -73,31 +78,52 @@ class Ring:
 
 @dataclass(frozen=True)
 class Work:
-    """What is launched: rows of `tokens`, of which `new` are committed, after `replay` accepted drafts."""
+    """What is launched: rows of `tokens`, of which `new` are committed; rule: when they store their states."""
 
     rows: int
     tokens: int
     new: int
-    replay: int
-    ring_size: int
+    rule: FoldRule
 
     @classmethod
-    def of_round(cls, rows: int, drafts: int) -> Work:
-        """A verification in which every draft of the last one was accepted."""
-        return cls(rows, drafts + 1, 1, drafts, 2 * drafts + 1)
+    def of_round(cls, rows: int, drafts: int, kernel: str) -> Work:
+        """Verifications in which every draft of the last one was accepted."""
+        rule = FoldRule.deferred if kernel == "delta" else FoldRule.every_launch
+        return cls(rows, drafts + 1, 1, rule(drafts))
 
     @classmethod
-    def of_prompts(cls, rows: int, tokens: int) -> Work:
+    def of_prompts(cls, rows: int, tokens: int, kernel: str) -> Work:
         """Prompts from their first token on, of an engine with K=3."""
-        return cls(rows, tokens, tokens, 0, 7)
+        return replace(cls.of_round(rows, 3, kernel), tokens=tokens, new=tokens)
 
-    def on(self, device: torch.device) -> StateRows:
-        """The rows on a device; a round's begin at position 100."""
-        start = 100 if self.replay or self.new < self.tokens or self.tokens == 1 else 0
-        full = [torch.full((self.rows,), x, dtype=torch.int32, device=device) for x in (start, self.replay, self.new)]
-        loc = torch.arange(0, (self.rows + 1) * self.tokens, self.tokens, dtype=torch.int32, device=device)
-        slots = torch.arange(1, self.rows + 1, dtype=torch.int32, device=device)
-        return StateRows(loc, slots, *full, self.tokens, self.replay)
+    @property
+    def is_round(self) -> bool:
+        """Whether rows verify."""
+        return self.new < self.tokens or self.tokens == 1
+
+    @cached_property
+    def cycle(self) -> list[tuple[int, int]]:
+        """Replayed tokens and those that go into the state, of the rounds of a row until it has stored its state."""
+        drafts = self.rule.num_drafts
+        found = [(drafts, 0)] if self.is_round else [(0, self.new)]
+        while not found[-1][1]:
+            replay = found[-1][0] + (1 + drafts if len(found) > 1 else 0)
+            stored = int(self.rule.num_new(np.array([replay]), np.array([1]), np.array([True]))[0])
+            found.append((replay, stored))
+        return found[1:] if self.is_round else found
+
+    def on(self, device: torch.device) -> list[StateRows]:
+        """The rows on a device in each round of their cycle; a round's begin at position 100."""
+        return [self._shifted(by, device) for by in range(len(self.cycle))]
+
+    def _shifted(self, by: int, device: torch.device) -> StateRows:
+        def sent(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int32, device=device)
+
+        replay, new = zip(*(self.cycle[(row + by) % len(self.cycle)] for row in range(self.rows)), strict=True)
+        start, loc = [100 if self.is_round else 0] * self.rows, range(0, (self.rows + 1) * self.tokens, self.tokens)
+        arrays = map(sent, (loc, range(1, self.rows + 1), start, replay, new))
+        return StateRows(*arrays, self.tokens, self.rule.most_replayed)
 
 
 @dataclass(frozen=True)
@@ -109,16 +135,22 @@ class Layer:
     ring: Ring
     extra: tuple[torch.Tensor, ...] = ()
 
-    def moved(self, work: Work) -> int:
-        """Bytes of one launch: tokens in and out (the last of `inputs` has the outputs' shape), the state, the ring."""
+    def moved(self, work: Work, every_launch: bool) -> float:
+        """Bytes of one launch: tokens in and out (the last of `inputs` has the outputs' shape), the state, the ring.
+
+        every_launch: as if each stored the states, else on average.
+        """
         tokens = [*self.inputs, self.inputs[-1]]
-        total = sum(x.numel() * x.element_size() for x in tokens)
-        if self.state is not None:
-            fresh = work.replay == 0 and work.new == work.tokens and work.tokens > 1
-            total += (1 if fresh else 2) * self.state[1:].numel() * 4
-            entries = work.replay + work.tokens - work.new
+        total = float(sum(x.numel() * x.element_size() for x in tokens))
+        drafts, cycle = work.rule.num_drafts, work.cycle
+        if self.state is None:
+            entries = float(min(self.ring.x.shape[1], work.tokens) + self.extra[0].shape[1] - 1)
+        elif every_launch or not work.is_round:
+            total += (2 if work.is_round else 1) * self.state[1:].numel() * 4
+            entries = 2.0 * drafts if work.is_round else 0.0
         else:
-            entries = min(self.ring.x.shape[1], work.tokens) + self.extra[0].shape[1] - 1
+            total += (1 + 1 / len(cycle)) * self.state[1:].numel() * 4
+            entries = sum(replay + work.tokens - new for replay, new in cycle) / len(cycle)
         return total + sum(x[1:, 0].numel() * x.element_size() * entries for x in self.ring.tensors)
 
 
@@ -131,10 +163,10 @@ def delta_layer(shape: Shape, work: Work, place: Place) -> Layer:
     q, k, v = new(tokens, sum(widths)).split(widths, 1)
     gates = -torch.rand(tokens, heads, device=place.device), new(tokens, heads).sigmoid()
     ring = Ring(
-        k=new(slots, work.ring_size, key_heads, dim_k),
-        v=new(slots, work.ring_size, heads, dim_v),
-        g=-torch.rand(slots, work.ring_size, heads, device=place.device),
-        beta=torch.rand(slots, work.ring_size, heads, device=place.device),
+        k=new(slots, work.rule.ring_size, key_heads, dim_k),
+        v=new(slots, work.rule.ring_size, heads, dim_v),
+        g=-torch.rand(slots, work.rule.ring_size, heads, device=place.device),
+        beta=torch.rand(slots, work.rule.ring_size, heads, device=place.device),
     )
     inputs = (q.unflatten(1, (-1, dim_k)), k.unflatten(1, (-1, dim_k)), *gates, v.unflatten(1, (-1, dim_v)))
     return Layer(inputs, torch.randn(slots, heads, dim_v, dim_k, device=place.device), ring)
@@ -149,19 +181,19 @@ def ssd_layer(shape: Shape, work: Work, place: Place) -> Layer:
     x, b, c = new(tokens, sum(widths)).split(widths, 1)
     dt, head = torch.rand(tokens, heads, device=place.device), torch.rand(heads, device=place.device)
     ring = Ring(
-        x=new(slots, work.ring_size, heads, dim),
-        B=new(slots, work.ring_size, groups, states),
-        dt=torch.rand(slots, work.ring_size, heads, device=place.device),
+        x=new(slots, work.rule.ring_size, heads, dim),
+        B=new(slots, work.rule.ring_size, groups, states),
+        dt=torch.rand(slots, work.rule.ring_size, heads, device=place.device),
     )
     inputs = (dt, b.unflatten(1, (-1, states)), c.unflatten(1, (-1, states)), x.unflatten(1, (-1, dim)))
     return Layer(inputs, torch.randn(slots, heads, dim, states, device=place.device), ring, (-head, head))
 
 
 def conv_layer(shape: Shape, work: Work, place: Place) -> Layer:
-    """Tensors of a short convolution; its ring has room for (R - 1) / 2 drafts."""
+    """Tensors of a short convolution."""
     channels, taps = shape.conv
     new = _maker(place)
-    ring = Ring(x=new(work.rows + 1, taps + work.ring_size // 2, channels))
+    ring = Ring(x=new(work.rows + 1, conv_ring_size(taps, work.rule.num_drafts), channels))
     return Layer((new(work.rows * work.tokens, channels),), None, ring, (new(channels, taps),))
 
 
@@ -212,24 +244,29 @@ LAYERS = {"delta": delta_layer, "conv": conv_layer, "ssd": ssd_layer}
 def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, tiling: Any = None) -> dict[str, Any]:
     """One line: a kernel on one launch's work."""
     first = LAYERS[kernel](shape, work, place)
-    moved, count = first.moved(work), 1
+    moved, count = int(first.moved(work, every_launch=True)), 1
     if place.on_gpu:
         count = max(1, min(_MOST_LAYERS, -(-_CACHES_BYTES // moved)))
     layers = [first, *(LAYERS[kernel](shape, work, place) for _ in range(count - 1))]
-    rows = work.on(place.device)
-    launches = [launch_of(kernel, layer, rows, tiling) for layer in layers]
-    turns = max(_LEAST_LAUNCHES, count) if place.on_gpu else 1
+    rounds = work.on(place.device)
+    turns = len(rounds) * max(1, -(-max(_LEAST_LAUNCHES, count) // len(rounds))) if place.on_gpu else len(rounds)
+    launches = [
+        launch_of(kernel, layer, rows, tiling)
+        for layer, rows in itertools.islice(zip(itertools.cycle(layers), itertools.cycle(rounds), strict=False), turns)
+    ]
 
     def launch() -> None:
-        for run in itertools.islice(itertools.cycle(launches), turns):
+        for run in launches:
             run()
 
     run_us = device_us(launch, place, graph=True) / turns
-    ops = operations(kernel, shape, work.rows * work.tokens) if work.tokens == work.new else 0.0
+    ops = operations(kernel, shape, work.rows * work.tokens) if not work.is_round else 0.0
     floor_us = max(moved / rates.copy, ops / rates.matmul) * 1e6
+    moved_us = max(first.moved(work, every_launch=False) / rates.copy, ops / rates.matmul) * 1e6
     copy_us = _copy_us(moved, count, turns, place)
-    sizes = {"rows": work.rows, "tokens": work.tokens, "replay": work.replay, "bytes": moved}
-    times = {"run_us": run_us, "floor_us": floor_us, "copy_us": copy_us, "ratio": run_us / floor_us}
+    sizes = {"rows": work.rows, "tokens": work.tokens, "most_replayed": work.rule.most_replayed, "bytes": moved}
+    times = {"run_us": run_us, "floor_us": floor_us, "moved_us": moved_us, "copy_us": copy_us}
+    times |= {"ratio": run_us / floor_us}
     return {"kernel": kernel, **sizes, **{name: round(value, 2) for name, value in times.items()}}
 
 
@@ -245,11 +282,14 @@ def _copy_us(moved: int, count: int, turns: int, place: Place) -> float:
 
 
 def kernel_lines(
-    shape: Shape, place: Place, rates: Rates, works: Sequence[tuple[str, Work]]
+    shape: Shape, place: Place, rates: Rates, rounds: Sequence[tuple[int, int]], prompts: Sequence[tuple[int, int]]
 ) -> Iterator[dict[str, Any]]:
     """One line for every kernel and launch."""
-    for kernel, (kind, work) in itertools.product(LAYERS, works):
-        yield {"kind": kind} | measure(kernel, shape, work, place, rates)
+    for kernel in LAYERS:
+        for rows, drafts in rounds:
+            yield {"kind": "round"} | measure(kernel, shape, Work.of_round(rows, drafts, kernel), place, rates)
+        for rows, tokens in prompts:
+            yield {"kind": "prompt"} | measure(kernel, shape, Work.of_prompts(rows, tokens, kernel), place, rates)
 
 
 def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -267,7 +307,8 @@ def tiling_lines(shape: Shape, place: Place, rates: Rates, all_rows: Sequence[in
     for (kernel, kind), rows, sizes in itertools.product(kinds, all_rows, tilings):
         if kernel == "ssd" and sizes[0] > shape.ssd[1]:
             continue
-        yield {"tiling": sizes} | measure(kernel, shape, Work.of_round(rows, 3), place, rates, kind(*sizes))
+        work = Work(rows, 4, 1, FoldRule.every_launch(3))
+        yield {"tiling": sizes} | measure(kernel, shape, work, place, rates, kind(*sizes))
 
 
 @click.command(help=usage(__doc__))
@@ -284,9 +325,9 @@ def main(part: str, small: bool, out: Path) -> None:
     place = Place(device, torch.float32 if small else torch.bfloat16)
     rates = measured_rates(place)
     rounds = [(n, k) for n in (ROWS if not small else (2,)) for k in (DRAFTS if not small else (1,))]
-    works = [("round", Work.of_round(*each)) for each in rounds]
-    works += [("prompt", Work.of_prompts(*each)) for each in (PROMPTS if not small else ((1, 20),))]
-    found = kernel_lines(shape, place, rates, works) if part == "kernels" else tiling_lines(shape, place, rates, ROWS)
+    prompts = PROMPTS if not small else ((1, 20),)
+    shared = shape, place, rates
+    found = kernel_lines(*shared, rounds, prompts) if part == "kernels" else tiling_lines(*shared, ROWS)
     common = {"benchmark": "recurrence" if part == "kernels" else "recurrence_tilings", "shape": shape.name}
     common |= {"dtype": str(place.dtype).removeprefix("torch."), "copy_tb_s": rates.copy / 1e12}
     common |= {"matmul_tflops": rates.matmul / 1e12, **provenance()}

@@ -18,9 +18,10 @@ import torch
 
 from attention.cache.state import DeltaRing
 from attention.kernels.delta_chunks import launch_delta_chunks
-from attention.kernels.delta_short import INPUTS_OF_ONE_CHUNK, launch_delta_short
+from attention.kernels.delta_short import launch_delta_short
 from attention.kernels.delta_tokens import launch_delta
 from attention.kernels.recurrent import TOKENS_OF_SHORT_ROWS
+from attention.recurrence.index import MOST_INPUTS
 from attention.recurrence.rows import StateRows
 
 ONE_CHUNK = True
@@ -56,8 +57,8 @@ def gated_delta(
     one_chunk = ONE_CHUNK and g.dim() == 2 and most > 1
     if one_chunk:
         launch_delta_short(*inputs)
-    if not one_chunk or most > INPUTS_OF_ONE_CHUNK:
-        least = INPUTS_OF_ONE_CHUNK + 1 if one_chunk else 0
+    if not one_chunk or most > MOST_INPUTS:
+        least = MOST_INPUTS + 1 if one_chunk else 0
         launch_delta(*inputs, most_tokens=TOKENS_OF_SHORT_ROWS, least_inputs=least)
     if rows.max_query_len > TOKENS_OF_SHORT_ROWS:
         launch_delta_chunks(*inputs, least_tokens=TOKENS_OF_SHORT_ROWS + 1)

@@ -18,9 +18,8 @@ it once a head. The second launch is there before the first one ends: it loads s
 multiplies them by keys and queries, and only then waits. The first waits for its own predecessor before it lets the
 second begin, so all that came before is complete.
 
-Narrow rows. Tiles of tensor cores have 16 tokens, but K = 3 replays and verifies at most 7. Up to 8, the keys are the
-first half of one tile and the queries the second: the state is multiplied by both at once, S [K Q], and columns that
-are not meant are multiplied by zeros afterwards. That is a third of the matmuls less, and half of the other operand.
+Rows whose states stay as they are (num_new = 0) skip the last step, half of the bytes: see
+`attention.recurrence.index.FoldRule`. A third of the rows or less store states in a round.
 
 Precision. All that goes into the state is as accurate as float32: the state comes back every round. Keys and queries in
 half precision are TF32 numbers as they are, before they are divided by their lengths. So the state times the keys is
@@ -50,9 +49,6 @@ from attention.kernels.pdl import dependent_launch, wait_for_predecessor
 from attention.kernels.recurrent import check_launch, inner_rows, row_state, row_tokens
 from attention.recurrence.rows import StateRows
 
-INPUTS_OF_ONE_CHUNK, INPUTS_OF_NARROW_ROWS = 16, 8
-"""Replayed and own tokens of a row that are read as one chunk, and as half of one."""
-
 
 @dataclass(frozen=True)
 class ShortTiling:
@@ -64,8 +60,8 @@ class ShortTiling:
     warps: int
 
 
-_MANY_UNITS = 2048
-"""Value heads of all rows, between those measured: 1,024, of 32 rows, and 4,096."""
+_MANY_UNITS = 512
+"""Value heads of all rows, between those measured: 256, of 8 rows, and 1,024."""
 
 
 def short_tiling(dim_v: int, units: int) -> ShortTiling:
@@ -137,7 +133,6 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     PIECE: tl.constexpr,
     READ_STAGES: tl.constexpr,
     CHANGE_STAGES: tl.constexpr,
-    NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     REPLAY: tl.constexpr,  # whether a row may replay
     PRECISION: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -154,7 +149,7 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
     count, committed = replay + tokens, replay + num_new
-    if (tokens == 0) | (count > (8 if NARROW else CHUNK)):
+    if (tokens == 0) | (count > CHUNK):
         wait_for_predecessor(DEPENDENT)
         return
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
@@ -162,32 +157,26 @@ def _short_kernel(  # type: ignore[no-untyped-def]
     in_v, known = dv < DIM_V, tl.where(start > replay, DIM_K, 0)
     state_at = state_ptr + slot * state_slot + ((head * DIM_V + dv) * DIM_K + lane)  # [B, L]
     key_head, ring_head = head // (HEADS // KEY_HEADS), head // (HEADS // RING_HEADS)
-    t_i, t_j = (i % 8, j % 8) if NARROW else (i, j)  # tokens; of a narrow tile first their keys, then their queries
-    key_i, key_j = (i < 8, j < 8) if NARROW else (i < 16, j < 16)
-    own_i, own_j = (t_i >= replay) & (t_i < count), (t_j >= replay) & (t_j < count)
-    place_i, place_j = (start - replay + t_i) % RING_SIZE, (start - replay + t_j) % RING_SIZE
-    q_at = q_ptr + (first * q_token + key_head * q_head) + ((t_i - replay) * q_token + lane)  # [C, L]
-    k_at = k_ptr + (first * k_token + key_head * k_head) + ((t_i - replay) * k_token + lane)  # [C, L]
-    k_at = tl.where(key_i, k_at, q_at) if NARROW else k_at
-    of_ring, there = key_i & (t_i < replay), (key_i & (t_i < count)) | own_i  # [C, 1]
+    of_ring, own_i, own_j = i < replay, (i >= replay) & (i < count), (j >= replay) & (j < count)
+    place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
+    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + lane)  # [C, L]
+    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + lane)  # [C, L]
     ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + lane)  # [C, L]
-    v_at = v_ptr + (first * v_token + head * v_head) + ((t_j - replay) * v_token + dv)  # [B, C]
+    v_at = v_ptr + (first * v_token + head * v_head) + ((j - replay) * v_token + dv)  # [B, C]
     ring_v_at = ring_v_ptr + slot * ring_v_slot + ((place_j * HEADS + head) * DIM_V + dv)  # [B, C]
-    raw_v = own_or_kept(v_at, ring_v_at, t_j < replay, key_j & (t_j < count) & in_v, REPLAY)  # [B, C]
+    raw_v = own_or_kept(v_at, ring_v_at, j < replay, (j < count) & in_v, REPLAY)  # [B, C]
     read, o = tl.zeros((BLOCK_DV, CHUNK), tl.float32), tl.zeros((BLOCK_DV, CHUNK), tl.float32)
     for piece in tl.range(0, PIECES, num_stages=READ_STAGES):
         begin = piece * PIECE
         in_k = begin + lane < DIM_K
         S = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+        k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
         read = times_exactly(S, tl.trans(k.to(tl.float32)), read, EXACT)
-        if not NARROW:
-            queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
-            if EXACT:
-                o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
-            else:
-                o = times_exactly(S, queries, o, False)
-    o = read if NARROW else o
+        queries = tl.trans(tl.load(q_at + begin, mask=own_i & in_k, other=0.0).to(tl.float32))  # [L, C]
+        if EXACT:
+            o = tl.dot(upper_bits(S), queries, o, input_precision="tf32")
+        else:
+            o = times_exactly(S, queries, o, False)
     wait_for_predecessor(DEPENDENT)
     facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
     solved = tl.load(facts + (i * CHUNK + j))  # [C, C]
@@ -207,15 +196,14 @@ def _short_kernel(  # type: ignore[no-untyped-def]
             begin = piece * PIECE
             in_k = begin + lane < DIM_K
             before = tl.load(state_at + begin, mask=in_v & (begin + lane < known), other=0.0)  # [B, L]
-            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, there & in_k, REPLAY)  # [C, L]
+            k = own_or_kept(k_at + begin, ring_k_at + begin, of_ring, (i < count) & in_k, REPLAY)  # [C, L]
             # by fma: as the sum of a matmul, the state would lose its last bits downward, tensor cores do not round
             update = times_exactly(u, k.to(tl.float32), tl.zeros((BLOCK_DV, PIECE), tl.float32), EXACT)
             after = tl.fma(before, tl.broadcast_to(kept, before.shape), update)
             tl.store(state_at + begin, after, mask=in_v & in_k)
-    out_at = out_ptr + (first * HEADS + head) * DIM_V + ((t_j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
-    asks_j = (~key_j if NARROW else j < 16) & own_j  # a query's column
-    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=asks_j & in_v)
-    tl.store(ring_v_at, raw_v, mask=key_j & (t_j >= committed) & (t_j < count) & in_v)
+    out_at = out_ptr + (first * HEADS + head) * DIM_V + ((j - replay) * (HEADS * DIM_V) + dv)  # [B, C]
+    tl.store(out_at, o.to(out_ptr.dtype.element_ty), mask=own_j & in_v)
+    tl.store(ring_v_at, raw_v, mask=(j >= committed) & (j < count) & in_v)
 
 
 def launch_delta_short(
@@ -232,7 +220,7 @@ def launch_delta_short(
     out: torch.Tensor,
     tiling: ShortTiling | None = None,
 ) -> None:
-    """Rows with up to INPUTS_OF_ONE_CHUNK replayed and own tokens, into out [T, H, Dv], and zeros for tokens of no row;
+    """Rows with up to MOST_INPUTS replayed and own tokens, into out [T, H, Dv], and zeros for tokens of no row;
     other rows are left as they are. g: [T, H]. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
@@ -241,8 +229,7 @@ def launch_delta_short(
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))
     width_k = max(16, triton.next_power_of_2(dim_k))
-    narrow = q.dtype == k.dtype and rows.max_replay + rows.max_query_len <= INPUTS_OF_NARROW_ROWS
-    facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows, narrow)
+    facts = launch_solve(q, k, g, beta, scale, l2_normalize, ring, rows)
     _short_kernel[(triton.cdiv(dim_v, tiles.block_dv), heads, len(rows.slots) + 1)](
         q,
         k,
@@ -275,7 +262,6 @@ def launch_delta_short(
         PIECE=min(tiles.piece, width_k),
         READ_STAGES=tiles.stages[0],
         CHANGE_STAGES=tiles.stages[1],
-        NARROW=narrow,
         REPLAY=ring.k.shape[1] > 1,
         PRECISION=precision_of(k.dtype),
         num_warps=tiles.warps,

@@ -4,9 +4,6 @@ The first of the two launches of `attention/kernels/delta_short.py`, which has t
 solves the systems of a row's value heads of one key head, one after the other: they share the products of their keys
 and queries. It also keeps the drafts' keys, gates and β in the ring.
 
-Narrow rows, of up to 8 tokens, have their keys and then their queries in one tile: the products of its rows with each
-other are both k · k and k · q, in columns 0 to 7 and 8 to 15.
-
 Precision. All that goes into the state is as accurate as float32. The products of keys and queries in half precision
 are float32 numbers; everything else is split into upper and lower bits, three products of TF32. Not by "tf32x3", which
 looks for infinities in every operand: five instructions a number, and these kernels are limited by instructions.
@@ -137,7 +134,6 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     RING_HEADS: tl.constexpr,
     DIM_K: tl.constexpr,
     WIDTH_K: tl.constexpr,
-    NARROW: tl.constexpr,  # up to 8 tokens a row: their keys and queries are one tile
     GROUP: tl.constexpr,  # value heads of a program, of one key head
     AS_GIVEN: tl.constexpr,  # keys and queries are multiplied in their own dtype
     REPLAY: tl.constexpr,
@@ -151,82 +147,61 @@ def _solve_kernel(  # type: ignore[no-untyped-def]
     first, tokens = row_tokens(query_start_loc_ptr, row)
     slot, start, replay, num_new = row_state(slots_ptr, start_ptr, replay_ptr, num_new_ptr, row)
     count, committed = replay + tokens, replay + num_new
-    if (tokens == 0) | (count > (8 if NARROW else CHUNK)):
+    if (tokens == 0) | (count > CHUNK):
         return
     i, j = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]  # [C, 1], [1, C]
     column = tl.arange(0, WIDTH_K)[None, :]  # [1, K]
     in_k = column < DIM_K
     key_head, ring_head = first_head // (HEADS // KEY_HEADS), first_head // (HEADS // RING_HEADS)
-    t_i, t_j = (i % 8, j % 8) if NARROW else (i, j)  # tokens; of a narrow tile first their keys, then their queries
-    key_i, key_j = (i < 8, j < 8) if NARROW else (i < 16, j < 16)
-    own_i, own_j = (t_i >= replay) & (t_i < count), (t_j >= replay) & (t_j < count)
-    place_i, place_j = (start - replay + t_i) % RING_SIZE, (start - replay + t_j) % RING_SIZE
-    k_at = k_ptr + (first * k_token + key_head * k_head) + ((t_i - replay) * k_token + column)  # [C, K]
-    q_at = q_ptr + (first * q_token + key_head * q_head) + ((t_i - replay) * q_token + column)  # [C, K]
+    own_i, own_j = (i >= replay) & (i < count), (j >= replay) & (j < count)
+    place_i, place_j = (start - replay + i) % RING_SIZE, (start - replay + j) % RING_SIZE
+    k_at = k_ptr + (first * k_token + key_head * k_head) + ((i - replay) * k_token + column)  # [C, K]
+    q_at = q_ptr + (first * q_token + key_head * q_head) + ((i - replay) * q_token + column)  # [C, K]
     ring_k_at = ring_k_ptr + slot * ring_k_slot + ((place_i * RING_HEADS + ring_head) * DIM_K + column)  # [C, K]
-    if NARROW:
-        at = tl.where(key_i, k_at, q_at)
-        there = (key_i & (t_i < count)) | own_i
-        raw_k = own_or_kept(at, ring_k_at, key_i & (t_i < replay), there & in_k, REPLAY)  # [C, K]
-        k = raw_k.to(tl.float32)
-        of_k = _inverse_length(tl.sum(k * k, 1), NORMALIZE)  # [C]
-        of_q = of_k * scale  # [C] of a query's row
-        if AS_GIVEN:  # their products are float32 numbers
-            scores = tl.dot(raw_k, tl.trans(raw_k))  # [C, C]
-        else:
-            scores = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-        queries = scores
+    raw_k = own_or_kept(k_at, ring_k_at, i < replay, (i < count) & in_k, REPLAY)  # [C, K]
+    raw_q = tl.load(q_at, mask=own_i & in_k, other=0.0)  # [C, K]
+    k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
+    of_k = _inverse_length(tl.sum(k * k, 1), NORMALIZE)  # [C]
+    of_q = _inverse_length(tl.sum(q * q, 1), NORMALIZE) * scale  # [C]
+    if AS_GIVEN:  # their products are float32 numbers
+        scores = tl.dot(raw_k, tl.trans(raw_k))  # [C, C]
+        queries = tl.dot(raw_k, tl.trans(raw_q))
     else:
-        raw_k = own_or_kept(k_at, ring_k_at, i < replay, (i < count) & in_k, REPLAY)  # [C, K]
-        raw_q = tl.load(q_at, mask=own_i & in_k, other=0.0)  # [C, K]
-        k, q = raw_k.to(tl.float32), raw_q.to(tl.float32)
-        of_k = _inverse_length(tl.sum(k * k, 1), NORMALIZE)  # [C]
-        of_q = _inverse_length(tl.sum(q * q, 1), NORMALIZE) * scale  # [C]
-        if AS_GIVEN:
-            scores = tl.dot(raw_k, tl.trans(raw_k))  # [C, C]
-            queries = tl.dot(raw_k, tl.trans(raw_q))
-        else:
-            scores = tl.dot(k, tl.trans(k), input_precision=PRECISION)
-            queries = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    draft_i, draft_j = key_i & (t_i >= committed) & (t_i < count), key_j & (t_j >= committed) & (t_j < count)
-    asks_j = ~key_j if NARROW else j < 16  # a query's column
+        scores = tl.dot(k, tl.trans(k), input_precision=PRECISION)
+        queries = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    draft_i, draft_j = (i >= committed) & (i < count), (j >= committed) & (j < count)
     owned = tl.where(first_head % (HEADS // RING_HEADS) == 0, DIM_K, 0)  # by one program of a key head
     tl.store(ring_k_at, raw_k, mask=draft_i & (column < owned))
     for head in range(first_head, first_head + GROUP):
-        g_at = g_ptr + (first * g_token + head * g_head) + (t_i - replay) * g_token  # [C, 1]
+        g_at = g_ptr + (first * g_token + head * g_head) + (i - replay) * g_token  # [C, 1]
         ring_g_at = ring_g_ptr + slot * ring_g_slot + (place_i * HEADS + head)  # [C, 1]
-        g = own_or_kept(g_at, ring_g_at, t_i < replay, key_i & (t_i < count), REPLAY)  # [C, 1]
-        beta_at = beta_ptr + (first * beta_token + head * beta_head) + (t_j - replay) * beta_token  # [1, C]
+        g = own_or_kept(g_at, ring_g_at, i < replay, i < count, REPLAY)  # [C, 1]
+        beta_at = beta_ptr + (first * beta_token + head * beta_head) + (j - replay) * beta_token  # [1, C]
         ring_beta_at = ring_beta_ptr + slot * ring_beta_slot + (place_j * HEADS + head)  # [1, C]
-        beta = tl.load(beta_at, mask=key_j & own_j, other=0.0).to(tl.float32)  # [1, C]
+        beta = tl.load(beta_at, mask=own_j, other=0.0).to(tl.float32)  # [1, C]
         if REPLAY:
-            beta += tl.load(ring_beta_at, mask=key_j & (t_j < replay), other=0.0)
+            beta += tl.load(ring_beta_at, mask=j < replay, other=0.0)
 
-        through = tl.where(key_i & (i <= t_j), g, 0.0)  # [C, C]
+        through = tl.where(i <= j, g, 0.0)  # [C, C]
         upper, after = upper_bits(through), (j > i).to(tl.float32)  # [C, C]
         between = tl.dot(after, through - upper, input_precision="tf32")
         between = tl.dot(after, upper, between, input_precision="tf32")  # [C, C] of tokens i to j
         decay = tl.exp(tl.minimum(between, 0.0)) * of_k[:, None]  # [C, C]
-        solved = unit_upper_inverse(
-            tl.where((i < j) & key_j, scores * decay * (of_k[None, :] * beta), 0.0), count
-        )  # [C, C]
-        P = tl.where(key_i & (i <= t_j) & asks_j, queries * decay * of_q[None, :], 0.0)
+        A = tl.where(i < j, scores * decay * (of_k[None, :] * beta), 0.0)
+        solved = unit_upper_inverse(A, count)  # [C, C]
+        P = tl.where(i <= j, queries * decay * of_q[None, :], 0.0)
         since = tl.exp(tl.sum(through, 0))[None, :]  # [1, C] of the stored state, at each token
-        left = tl.exp(tl.sum(tl.where((i > t_j) & (i < committed), g, 0.0), 0))[
-            None, :
-        ]  # [1, C] at the last committed token
-        kept = tl.exp(tl.sum(tl.where(i < committed, tl.broadcast_to(g, (CHUNK, CHUNK)), 0.0), 0))[
-            None, :
-        ]  # [1, C] equal
+        left = tl.sum(tl.where((i > j) & (i < committed), g, 0.0), 0)[None, :]  # [1, C] to the last committed token
+        kept = tl.sum(tl.where(i < committed, tl.broadcast_to(g, (CHUNK, CHUNK)), 0.0), 0)[None, :]  # [1, C] equal
         beta_i = tl.sum(tl.where(i == j, beta, 0.0), 1)[:, None]  # [C, 1]
 
         facts = facts_ptr + (row * HEADS + head).to(tl.int64) * FACTS
         tl.store(facts + (i * CHUNK + j), beta_i * solved)
         tl.store(facts + (256 + i * CHUNK + j), P)
-        tl.store(facts + (512 + j), tl.where(key_j, since * of_k[None, :], 0.0))
-        tl.store(facts + (528 + j), tl.where(asks_j, since * of_q[None, :], 0.0))
-        tl.store(facts + (544 + j), tl.where(key_j & (t_j < committed), left * of_k[None, :], 0.0))
-        tl.store(facts + (560 + j), kept)
+        tl.store(facts + (512 + j), since * of_k[None, :])
+        tl.store(facts + (528 + j), since * of_q[None, :])
+        tl.store(facts + (544 + j), tl.where(j < committed, tl.exp(left) * of_k[None, :], 0.0))
+        tl.store(facts + (560 + j), tl.exp(kept))
         tl.store(ring_g_at, g, mask=draft_i)
         tl.store(ring_beta_at, beta, mask=draft_j)
 
@@ -240,7 +215,6 @@ def launch_solve(
     l2_normalize: bool,
     ring: DeltaRing,
     rows: StateRows,
-    narrow: bool,
 ) -> torch.Tensor:
     """-> [rows · H, FACTS] float32, for rows with up to 16 replayed and own tokens; of others it is undefined."""
     heads, count = beta.shape[1], len(rows.slots)
@@ -277,7 +251,6 @@ def launch_solve(
         RING_HEADS=ring.k.shape[2],
         DIM_K=dim_k,
         WIDTH_K=max(16, triton.next_power_of_2(dim_k)),
-        NARROW=narrow,
         GROUP=group,
         AS_GIVEN=as_given,
         REPLAY=ring.k.shape[1] > 1,  # a ring of 2K + 1 places: one kernel for all rounds of an engine
