@@ -60,32 +60,29 @@ class ShortTiling:
     warps: int
 
 
-_MANY_UNITS = 512
-"""Value heads of all rows, between those measured: 256, of 8 rows, and 1,024."""
+def short_tiling(dim_v: int) -> ShortTiling:
+    """The tiling for so many rows of a head's state.
 
-
-def short_tiling(dim_v: int, units: int) -> ShortTiling:
-    """The tiling for so many rows of a head's state, and so many value heads of all rows.
-
-    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads. In one launch 20.3, 74.4 and 258
-    at 8, 32 and 128. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
+    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads, a third of the rows storing their
+    states. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
 
     =============================== ==== ==== ===== =====
     rows                            1    8    32    128
     =============================== ==== ==== ===== =====
-    32 x 32, 2 and 2 pieces         8.2  16.4 53.8  209.8
-    32 x 32, 5 and 4                8.4  20.6 53.3  199.4
-    32 x 32, 4 and 4                8.3  18.0 54.1  205.7
-    4 and 4, up to 80 registers     8.5  21.4 55.2  202.4
-    4 and 1                         9.4  18.6 58.2  220.4
-    64 x 32, 5 and 5                10.1 19.9 56.6  205.8
-    32 x 16, 5 and 5                10.3 20.2 60.1  215.5
-    16 x 32, 5 and 5, 1 warp        10.3 22.3 62.9  225.7
-    all pieces held in registers    8.3  21.1 78.0  313.0
+    32 x 32, 3 and 3 pieces         7.6  15.4 39.6  138.7
+    32 x 32, 2 and 2                7.9  16.4 43.3  155.0
+    32 x 32, 4 and 2                7.8  18.9 41.3  140.7
+    32 x 32, 5 and 4                7.8  19.5 41.3  138.6
+    32 x 32, 4 and 4, 4 warps       7.9  19.9 55.4  206.1
+    64 x 32, 3 and 3, 4 warps       7.8  18.7 46.5  158.2
+    32 x 64, 2 and 2                7.8  17.2 44.2  152.8
+    16 x 32, 4 and 4, 1 warp        7.8  20.2 49.4  169.6
     =============================== ==== ==== ===== =====
+
+    Where all store them, by the tiling that was best then: 8.2, 16.4, 53.8, 199.4; all pieces held in registers 8.3,
+    21.1, 78.0, 313.0; in one launch 20.3, 74.4, 258 at 8, 32 and 128.
     """
-    stages = (2, 2) if units < _MANY_UNITS else (5, 4)
-    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, stages, 2)
+    return ShortTiling(min(32, max(16, triton.next_power_of_2(dim_v))), 32, (3, 3), 2)
 
 
 @triton.jit
@@ -224,7 +221,7 @@ def launch_delta_short(
     other rows are left as they are. g: [T, H]. See `attention.kernels.delta.gated_delta`."""
     _, heads, dim_v = v.shape
     key_heads, dim_k = k.shape[1:]
-    tiles = short_tiling(dim_v, heads * len(rows.slots)) if tiling is None else tiling
+    tiles = short_tiling(dim_v) if tiling is None else tiling
     parts = {"state": state, "ring.k": ring.k, "ring.v": ring.v, "ring.g": ring.g, "ring.beta": ring.beta}
     check_launch(rows, len(state), parts, {"k": (k, ring.k), "v": (v, ring.v), "g": (g, ring.g)})
     q, k, v = (inner_rows(x) for x in (q, k, v))

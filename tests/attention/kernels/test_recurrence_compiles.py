@@ -70,8 +70,8 @@ found["prepare"] = compiled(delta_chunks._prepare_kernel, own | {"BLOCK_V": 64, 
 found["pass"] = compiled(delta_chunks._pass_kernel, own | {"BLOCK_DV": 32}, stages=2)
 found = told["delta short"]
 own = delta | {"AS_GIVEN": True, "PRECISION": "tf32"}
-for replay, group, units in ((False, 1, 64), (True, 2, 4096)):
-    tiles = delta_short.short_tiling(128, units)
+for replay, group in ((False, 1), (True, 2)):
+    tiles = delta_short.short_tiling(128)
     sizes = own | {"REPLAY": replay, "GROUP": group, "BLOCK_DV": tiles.block_dv, "PIECE": tiles.piece}
     sizes |= {"READ_STAGES": tiles.stages[0], "CHANGE_STAGES": tiles.stages[1]}
     found[f"short {replay}"] = compiled(delta_short._short_kernel, sizes, tiles.warps)
