@@ -193,7 +193,8 @@ def one_token_less(logits: Any, peaks: Any, sampling: Any, out: Filtered, *, ind
     peak, threshold, first, total = (column[:, None] for column in out.stats.unbind(1))
     of_row = sampling.temperature.repeat_interleave(len(x) // len(sampling.temperature))[:, None]
     column = torch.arange(x.shape[1], device=x.device)
-    tied = (x == threshold) & (column > first)  # kept as well, and dropped after it
+    lowest = (x == threshold) & (column >= first)  # kept; the kernel's first is 0 where no token is left out of them
+    tied = lowest & (column > lowest.int().argmax(1, keepdim=True))  # dropped after the first
     above = x.masked_fill(x <= threshold, torch.inf).amin(1, keepdim=True)
     has_more, has_tied = above < torch.inf, tied.any(1, keepdim=True)
     weight = ((threshold - peak) / torch.where(of_row > 0, of_row, 1.0)).exp()

@@ -63,8 +63,8 @@ class ShortTiling:
 def short_tiling(dim_v: int) -> ShortTiling:
     """The tiling for so many rows of a head's state.
 
-    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads, a third of the rows storing their
-    states. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
+    µs of both launches on an H200 at 1, 8, 32 and 128 rows, K = 3, Qwen3.5-9B's heads, a third of the rows storing
+    their states. Registers (96 a thread) are for 10 programs a multiprocessor, which is what counts:
 
     =============================== ==== ==== ===== =====
     rows                            1    8    32    128

@@ -30,7 +30,7 @@ from specdec.acceptance.packed import PackedResult
 from specdec.ops.draws import DraftPlaces, Proposal, accept_drafts, draw_drafts, inverse_map
 from specdec.ops.filters import Filtered, filter_rows
 from specdec.requests.sampling import SamplingTensors, draw, target_probs
-from tests.sampled_rounds import kernels_by_reference
+from tests.sampled_rounds import kernels_by_reference, one_token_less
 
 CPU = torch.device("cpu")
 FOUR = [(0.8, 0, 0.95, 0.0), (1.0, 40, 0.9, 0.0), (2.0, 0, 1.0, 0.02), (5.0, 7, 0.8, 0.3)]
@@ -269,6 +269,19 @@ def test_what_stands_for_the_kernels_in_rounds_from_graphs_is_what_they_do() -> 
         theirs = decided(case)
     for one, other in zip(ours, theirs, strict=True):
         assert torch.allclose(one, other, atol=1e-6) if one.is_floating_point() else torch.equal(one, other)
+
+
+def test_the_filter_that_distribution_tests_plant_keeps_one_token_less() -> None:
+    """On a GPU they plant it over the kernels, which say otherwise than the reference where ties begin."""
+    sampling = parameters([(6.0, 6, 0.9, 0.0), (1.0, 5, 1.0, 0.0), (2.0, 0, 0.8, 0.0)])
+    for kind in ("plain", "few values"):
+        logits, right = make(kind, 3, 600, torch.float16), Filtered.empty(3, device=CPU)
+        less = Filtered.empty(3, device=CPU)
+        filter_rows(logits, logits.float().argmax(-1), sampling, right)
+        one_token_less(logits, logits.float().argmax(-1), sampling, less)
+        p, q = (each.probs(logits, sampling.temperature, sampling.min_p) for each in (right, less))
+        assert torch.equal((q > 0).sum(1), (p > 0).sum(1) - 1) and not (q > 0)[p == 0].any()
+        assert torch.allclose(q.sum(1), torch.ones(3), atol=1e-4)
 
 
 @pytest.mark.slow
