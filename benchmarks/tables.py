@@ -147,7 +147,8 @@ def recurrences(lines: list[Line]) -> list[list[str]]:
     table = [["kernel", "", "rows", "tokens a row", "replayed", "µs a layer", "floor µs", "ratio"]]
     for line in lines:
         what = line.get("kind") or f"tiling {line['tiling']}"
-        sizes = [str(line[name]) for name in ("rows", "tokens", "replay")]
+        replayed = line["replay"] if "replay" in line else f"up to {line['most_replayed']}"
+        sizes = [str(line["rows"]), str(line["tokens"]), str(replayed)]
         times = [f"{line[name]:.1f}" for name in ("run_us", "floor_us")]
         table.append([line["kernel"], what, *sizes, *times, f"{line['ratio']:.2f}"])
     return table
