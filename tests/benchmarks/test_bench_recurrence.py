@@ -28,7 +28,8 @@ def test_every_kernel_has_a_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [(line["kernel"], line["kind"]) for line in lines] == [(k, w) for k in LAYERS for w in ("round", "prompt")]
     for line in lines:
         assert line["torch"] == torch.__version__ and line["run_us"] > 0 and line["floor_us"] > 0 and line["commit"]
-    assert "| delta | round | 2 | 2 | 1 |" in tables.page(tmp_path)
+    page = tables.page(tmp_path)
+    assert "| delta | round | 2 | 2 | up to 14 |" in page and "| ssd | round | 2 | 2 | up to 1 |" in page
 
 
 def test_without_a_gpu_real_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -39,17 +40,34 @@ def test_without_a_gpu_real_sizes_are_refused(monkeypatch: pytest.MonkeyPatch, t
 
 
 def test_the_bytes_of_a_round_by_hand() -> None:
-    """One row of Qwen3.5-9B with three drafts that replays three: 2 MiB of state twice; four tokens of q and k
-    (16 x 128), v and o (32 x 128) and beta in 2 bytes, g in 4; three entries read and three written."""
-    work = Work.of_round(1, 3)
+    """One row of Qwen3.5-9B with three drafts, all accepted. Every launch: 2 MiB of state twice; four tokens of q and k
+    (16 x 128), v and o (32 x 128) and beta in 2 bytes, g in 4; three entries read and three written. In fact one round
+    of three stores a state; 3, 7 and 11 entries are read, 4, 4 and 3 written."""
+    work = Work.of_round(1, 3, "delta")
     token, entry = 2 * (2 * 2048 + 2 * 4096) + 32 * 6, 2 * (2048 + 4096) + 32 * 8
-    assert delta_layer(FULL, work, PLACE).moved(work) == 2 * (2 << 20) + 4 * token + 6 * entry
-    rows = work.on(PLACE.device)
-    assert rows.query_start_loc.tolist() == [0, 4] and rows.num_new.tolist() == [1] and rows.replay.tolist() == [3]
+    layer = delta_layer(FULL, work, PLACE)
+    assert layer.moved(work, every_launch=True) == 2 * (2 << 20) + 4 * token + 6 * entry
+    assert layer.moved(work, every_launch=False) == pytest.approx(4 / 3 * (2 << 20) + 4 * token + 32 / 3 * entry)
+    rounds = work.on(PLACE.device)
+    assert [rows.replay.tolist() for rows in rounds] == [[3], [7], [11]] and rounds[0].max_replay == 12
+    assert [rows.num_new.tolist() for rows in rounds] == [[0], [0], [1]]
+    assert [rows.query_start_loc.tolist() for rows in rounds] == [[0, 4]] * 3
+
+
+def test_rows_are_one_round_apart_and_other_kernels_store_always() -> None:
+    assert [rows.num_new.tolist() for rows in Work.of_round(4, 3, "delta").on(PLACE.device)] == [
+        [0, 0, 1, 0],
+        [0, 1, 0, 0],
+        [1, 0, 0, 1],
+    ]
+    (rows,) = Work.of_round(2, 3, "ssd").on(PLACE.device)
+    assert rows.replay.tolist() == [3, 3] and rows.num_new.tolist() == [1, 1]
 
 
 def test_a_prompt_reads_no_state() -> None:
-    work = Work.of_prompts(1, 2)
+    work = Work.of_prompts(1, 2, "delta")
     token = 2 * (2 * 2048 + 2 * 4096) + 32 * 6
-    assert delta_layer(FULL, work, PLACE).moved(work) == (2 << 20) + 2 * token
-    assert work.on(PLACE.device).start.tolist() == [0]
+    for every in (True, False):
+        assert delta_layer(FULL, work, PLACE).moved(work, every) == (2 << 20) + 2 * token
+    (rows,) = work.on(PLACE.device)
+    assert rows.start.tolist() == [0] and rows.num_new.tolist() == [2]
