@@ -13,9 +13,10 @@ from attention.recurrence.spec import ConvSpec, RecurrenceSpec, fold_rule
 def bytes_per_launch(specs: Sequence[RecurrenceSpec], drafts: int, accepted: float, dtype: torch.dtype) -> float:
     """Bytes a row over all recurrent calls of a launch that verifies `drafts` drafts.
 
-    A state is read and written once. Of the ring beside it, the inputs of the drafts that the round before accepted
-    are read, and those of this launch's drafts written. Of a convolution's ring, the width-1 inputs before the launch
-    are read, and those of its drafts and of its first token written.
+    A state is read and written once. Launches that put storing off (`FoldRule`) write it less often: these are the
+    bytes of a rule without that, which all results compare with. Of the ring beside it, the inputs of the drafts that
+    the round before accepted are read, and those of this launch's drafts written. Of a convolution's ring, the width-1
+    inputs before the launch are read, and those of its drafts and of its first token written.
 
     Qwen3-Next-80B (36 layers), K=3, two drafts accepted, bfloat16: the states alone are 2·72 MiB.
 

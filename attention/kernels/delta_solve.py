@@ -253,7 +253,7 @@ def launch_solve(
         WIDTH_K=max(16, triton.next_power_of_2(dim_k)),
         GROUP=group,
         AS_GIVEN=as_given,
-        REPLAY=ring.k.shape[1] > 1,  # a ring of 2K + 1 places: one kernel for all rounds of an engine
+        REPLAY=ring.k.shape[1] > 1,  # of an engine with drafts: one kernel for all its rounds
         NORMALIZE=l2_normalize,
         PRECISION=precision_of(k.dtype),
         num_warps=2 if count * heads <= _FEW_UNITS else 1,

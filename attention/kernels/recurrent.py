@@ -1,9 +1,9 @@
 """What the kernels of recurrences share: the rows they are launched over, and how a row's tokens are found.
 
-A launch is a set of rows with one state each. Per row: the state of its slot (zeros where start == replay), the
-accepted drafts that are not in it yet ("replay", from the ring of inputs), then the row's tokens one after the other;
-the state after the first num_new of them is stored, and the inputs of the rest, the drafts, go into the ring. Position
-p of a row lies at p mod R of its ring.
+A launch is a set of rows with one state each. Per row: the state of its slot (zeros where start == replay), the tokens
+that are not in it yet ("replay", from the ring of inputs), then the row's tokens one after the other; the state after
+the first num_new of them is stored (none where that is 0), and the inputs of the rest go into the ring. Position p of a
+row lies at p mod R of its ring.
 
 Programs of one row read the ring while others write it, so what is written must not lie where another still reads:
 replayed positions and drafts are within R of each other (`ring_places`).
@@ -30,7 +30,8 @@ TOKENS_OF_SHORT_ROWS = 16
 def ring_places(start: int, replay: int, num_new: int, drafts: int, size: int) -> tuple[set[int], set[int]]:
     """The places of a row's ring that a launch reads and those it writes.
 
-    They never meet where replay <= K, num_new is 1 or replay is 0, drafts <= K and size is at least 2K + 1:
+    They never meet where the tokens replayed and those of the launch are at most `size` (`FoldRule.ring_size`), or
+    replay is 0:
 
     >>> ring_places(start=20, replay=2, num_new=1, drafts=3, size=7)
     ({4, 5}, {0, 1, 2})

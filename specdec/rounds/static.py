@@ -20,11 +20,11 @@ import torch
 
 from attention.batch.host import HostBatch, page_counts_of, slots_at
 from attention.batch.live import LiveBatch
-from attention.batch.metadata import BatchBuffers, group_fields, group_sizes, state_fields
+from attention.batch.metadata import STATE_FIELDS, BatchBuffers, group_fields, group_sizes, state_fields
 from attention.batch.staging import Staged, StagingArena, bucket_of
 from attention.batch.static import covering, write_pages
 from attention.batch.transforms.windowed import WindowedBatch, first_listed, listed_pages
-from attention.recurrence.index import FoldRule, StateIndex, slots_of_rows
+from attention.recurrence.index import FoldRule, StateIndex
 from drafters.loops.base import StaticShape
 from drafters.loops.modules.index import rows_before
 from specdec.config import EngineConfig
@@ -100,14 +100,10 @@ class _States:
 
     def write(self, target: TargetArrays) -> None:
         """Those of verifications of bonus tokens."""
-        assert target.replay is not None and target.num_folded is not None
-        count, index = len(target.start), self.index
-        index.slots[:count] = slots_of_rows(target.request_rows)
-        index.start[:count] = target.start
-        index.replay[:count] = target.replay
-        index.num_new[:count] = target.num_folded
-        for array in (index.slots, index.start, index.replay, index.num_new):
-            array[count:] = 0
+        count, states = len(target.start), target.states
+        for name in STATE_FIELDS:
+            place = getattr(self.index, name)
+            place[:count], place[count:] = getattr(states, name), 0
 
 
 class _LaterPass:

@@ -12,6 +12,7 @@ import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
+from attention.checking import checking
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted
 from specdec.config import EngineConfig, LongRopeRule
@@ -126,7 +127,10 @@ class TargetArrays:
         """Which recurrent states the rows continue; None where the target has none."""
         if self.replay is None or self.num_folded is None:
             return None
-        return StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_folded)
+        found = StateIndex.of(slots_of_rows(self.request_rows), self.start, self.replay, self.num_folded)
+        if checking():
+            found.validate(self.lens, self.fold_rule)
+        return found
 
     def folded_after(self, folded: np.ndarray) -> np.ndarray:
         """[B] tokens in the rows' states after this launch; `folded` before."""

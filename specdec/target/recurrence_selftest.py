@@ -7,6 +7,7 @@ torch functions.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -52,12 +53,14 @@ def recurrence_self_test(states: StateRunner) -> None:
 def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
     """Prompts; a prompt's second chunk beside verifications; verifications after which all, some and none of the drafts
     before them were accepted, and once a row without drafts. Where storing may be put off, as many more as it takes for
-    every row to store its state and to continue from it.
+    every row to store its state after a replay and to continue from it.
 
     >>> launches(FoldRule.every_launch(3))[2:]
     [((4, 0, 1), (4, 3, 1), (4, 1, 1)), ((1, 3, 1), (4, 1, 1), (4, 3, 1))]
     >>> [[row[2] for row in rows] for rows in launches(FoldRule.deferred(3))[2:]]
     [[0, 0, 0], [0, 0, 0], [0, 1, 0], [1, 0, 1], [0, 0, 0]]
+    >>> [max(row[1] for rows in launches(FoldRule.deferred(k)) for row in rows) for k in (1, 2, 3, 7)]
+    [14, 12, 12, 8]
     """
     drafts, one = rule.num_drafts, np.ones(3, np.int64)
     some, verified, decodes = drafts // 2, 1 + drafts, one > 0
@@ -65,12 +68,15 @@ def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
     replay = np.zeros_like(one)
     num_new = rule.num_new(replay, one, np.array([False, True, True]))
     found.append(((20, 0, 20), *((verified, 0, int(new)) for new in num_new[1:])))
-    accepted = [(0, drafts, some), (drafts, some, drafts)]
-    if rule.most_replayed > drafts:
-        accepted += [(0, drafts, some), (drafts, 0, drafts), (some, drafts, 0)]
-    for number, each in enumerate(accepted):
-        replay = np.where(num_new > 0, 0, 1 + replay) + np.array(each)
+    accepted = [(0, drafts, some), (drafts, some, drafts), (0, drafts, some), (drafts, 0, drafts), (some, drafts, 0)]
+    stored = continued = ~decodes
+    for number in itertools.count():
+        if number >= 2 and (rule.most_replayed == drafts or continued.all()):
+            return found
+        continued = stored
+        replay = np.where(num_new > 0, 0, 1 + replay) + np.array(accepted[min(number, len(accepted) - 1)])
         num_new = rule.num_new(replay, one, decodes)
+        stored = stored | ((replay > 0) & (num_new > 0))
         lens = (1 if number == 1 else verified, verified, verified)
         found.append(tuple(zip(lens, replay.tolist(), num_new.tolist(), strict=True)))
     return found

@@ -41,8 +41,8 @@ class Rollback:
 
 
 def rollback_of(target: Target) -> Rollback:
-    """As many drafts as K allows, three at most, two in three verifications, which so read no more tokens; one is
-    rejected where there are two or more."""
+    """As many drafts as K allows, three at most, two in three verifications, which so read seven tokens as well (at K=1
+    six in place of four); one is rejected where there are two or more."""
     assert target.states is not None
     rule = target.states.group.rule
     num_new = (0, 1, 1) if rule.most_replayed > rule.num_drafts else (1, 1)

@@ -116,7 +116,8 @@ def self_test(target: Target, longest: int = 0) -> float:
     that what is compared is the attention; `fp8_self_test` has ours.
 
     Args:
-        longest: tokens of the longest row; more where nothing else tests long rows. At least 23.
+        longest: tokens of the longest row; more where nothing else tests long rows. At least 23, and 26 of a recurrent
+            target.
 
     Returns:
         The largest error of the pieces, a piece being one row's prompt or its verification, as `_error` says:

@@ -210,7 +210,12 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     if target.states is None:
         pieces += [([0, 1, 2], prompt, lens, None), ([1], prompt, prompt + 1, None), ([0], prompt, lens, None)]
     else:
-        pieces += [([0, 1, 2], prompt, lens, none), ([1], lens - 1, lens, none + 2), ([0, 2], lens - 2, lens, none + 1)]
+        later = 2 - _first_stores(target.states)
+        pieces += [
+            ([0, 1, 2], prompt, lens, none),
+            ([1], lens - 1, lens, none + 1 + later),
+            ([0, 2], lens - 2, lens, none + later),
+        ]
     for rows, start, stop, replay in pieces:
         rows = [row for row in rows if stop[row] > start[row]]
         if not rows:
@@ -240,7 +245,16 @@ def _states(
     """Of tokens that are all committed, or with `replay` of a verification."""
     if target.states is None:
         return None
-    return all_committed(rows, start, stop) if replay is None else verifying(rows, start, replay[rows])
+    if replay is None:
+        return all_committed(rows, start, stop)
+    stores = bool(replay.any()) or _first_stores(target.states)
+    return verifying(rows, start, replay[rows], int(stores))
+
+
+def _first_stores(states: StateRunner) -> bool:
+    """Whether a verification right after a prompt stores states: where it may leave that to a later one, it does."""
+    rule = states.group.rule
+    return rule.most_replayed == rule.num_drafts
 
 
 def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:

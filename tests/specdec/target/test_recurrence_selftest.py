@@ -51,6 +51,27 @@ def test_right_functions_pass_and_wrong_ones_do_not(spec: Any, dtype: torch.dtyp
                 pytest.fail(f"not seen: {name} with K={drafts}")
 
 
+def not_stored_after_a_replay(*inputs: Any) -> torch.Tensor:
+    state, rows = inputs[-3], inputs[-1]
+    before, out = state.clone(), reference.gated_delta(*inputs)
+    slots = rows.slots[(rows.replay > 0) & (rows.num_new > 0)].long()
+    state[slots] = before[slots]
+    return out
+
+
+def stored_though_put_off(*inputs: Any) -> torch.Tensor:
+    rows = inputs[-1]
+    return reference.gated_delta(*inputs[:-1], replace(rows, num_new=rows.num_new.clamp_min(1)))
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 3, 5, 7])
+@pytest.mark.parametrize("defect", [not_stored_after_a_replay, stored_though_put_off])
+def test_states_that_are_stored_in_some_launches_only(drafts: int, defect: Any) -> None:
+    functions = Recurrences("planted", gated_delta=defect)
+    with pytest.raises(UnsupportedModelError, match="comes out wrong"):
+        recurrence_self_test(runner_of(SCANS["gated delta"], functions, torch.bfloat16, drafts))
+
+
 def test_nan_and_outputs_of_no_row_are_noticed() -> None:
     def spoilt(value: float) -> Recurrences:
         def conv(*inputs: Any) -> torch.Tensor:
