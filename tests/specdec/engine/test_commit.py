@@ -31,7 +31,9 @@ def committed(
     count = len(table.limit)
     rows, ones, drafts = np.arange(count), np.ones(count, np.int64), np.full(count, 2)
     index = rows if decided is None else np.array(decided)
-    target: Any = SimpleNamespace(decided=index, num_drafts=drafts[index], query_start_loc=np.arange(count + 1) * 3)
+    places = np.arange(count + 1) * 3
+    target: Any = SimpleNamespace(decided=index, num_drafts=drafts[index], query_start_loc=places)
+    target.folded_after = lambda folded: folded + 4
     outcome = Outcome(np.array(accepted), np.array(tokens), np.array(tokens)[:, :2])
     return commit(Schedule(rows, ones, drafts), target, outcome, table)
 
@@ -41,7 +43,7 @@ def test_a_row_keeps_its_accepted_drafts_and_the_bonus_token() -> None:
     done = committed(table, [1, 0], [[5, 6, 0], [7, 0, 0]])
     assert done.count.tolist() == [2, 1] and not (done.at_eos | done.at_limit).any()
     assert table.committed(0).tolist() == [0, 1, 2, 3, 5, 6] and table.committed(1).tolist() == [0, 1, 2, 3, 7]
-    assert table.computed.tolist() == [5, 4]
+    assert table.computed.tolist() == [5, 4] and table.folded.tolist() == [4, 4]
     assert done.verified.num_accepted.tolist() == [1, 0]
 
 
