@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A visit to two GPUs of one host: CARRY=folder OUT=results benchmarks/offline/two_gpus.sh tests [EXPRESSION]|llama-70b|others
+# A visit to two GPUs of one host: CARRY=folder OUT=results benchmarks/offline/two_gpus.sh tests [EXPRESSION]|llama-70b|llama-8b|deepseek
 #
 # Each stage below four minutes, most memory on one GPU 115 of 140 GiB: nothing else may run there. NVLink multicast is off.
 . "$(dirname "$0")/setup.sh"
@@ -27,7 +27,7 @@ llama-70b)
   ready k5t1 k5t2
   go 45 k5t1 k5t2
   ;;
-others)
+llama-8b)
   ranks l0t1 1 0 --shape llama-3.1-8b
   ranks l0t2 2 0 --shape llama-3.1-8b
   ready l0t1 l0t2
@@ -36,11 +36,13 @@ others)
   ranks l5t2 2 5 --shape llama-3.1-8b
   ready n0t2 l5t1 l5t2
   go 30 l0t1 l0t2 n0t2 l5t1 l5t2
+  timeout 60 python3 -m benchmarks.bench_half_batches --rows 32,128 --tokens 6 --out "$OUT/half.jsonl"
+  ;;
+deepseek) # each loads its second model after the first one's rounds
   ranks d1 1 0,1 --shape deepseek-v3
   ranks d2 2 0,1 --shape deepseek-v3
   ready d1 d2
-  go 90 d1 d2
-  timeout 60 python3 -m benchmarks.bench_half_batches --rows 32,128 --tokens 6 --out "$OUT/half.jsonl"
+  go 120 d2 d1
   ;;
 esac
 [ ! -f "$OUT/parallel.jsonl" ] || python3 -m benchmarks.bench_parallel --report "$OUT/parallel.jsonl" | tail -n 30
