@@ -104,13 +104,14 @@ class Work:
     @cached_property
     def cycle(self) -> list[tuple[int, int]]:
         """Replayed tokens and those that go into the state, of the rounds of a row until it has stored its state."""
-        drafts = self.rule.num_drafts
-        found = [(drafts, 0)] if self.is_round else [(0, self.new)]
-        while not found[-1][1]:
-            replay = found[-1][0] + (1 + drafts if len(found) > 1 else 0)
+        if not self.is_round:
+            return [(0, self.new)]
+        found, replay = list[tuple[int, int]](), self.rule.num_drafts
+        while not found or not found[-1][1]:
             stored = int(self.rule.num_new(np.array([replay]), np.array([1]), np.array([True]))[0])
             found.append((replay, stored))
-        return found[1:] if self.is_round else found
+            replay += 1 + self.rule.num_drafts
+        return found
 
     def on(self, device: torch.device) -> list[StateRows]:
         """The rows on a device in each round of their cycle; a round's begin at position 100."""
@@ -265,8 +266,13 @@ def measure(kernel: str, shape: Shape, work: Work, place: Place, rates: Rates, t
     moved_us = max(first.moved(work, every_launch=False) / rates.copy, ops / rates.matmul) * 1e6
     copy_us = _copy_us(moved, count, turns, place)
     sizes = {"rows": work.rows, "tokens": work.tokens, "most_replayed": work.rule.most_replayed, "bytes": moved}
-    times = {"run_us": run_us, "floor_us": floor_us, "moved_us": moved_us, "copy_us": copy_us}
-    times |= {"ratio": run_us / floor_us}
+    times = {
+        "run_us": run_us,
+        "floor_us": floor_us,
+        "moved_us": moved_us,
+        "copy_us": copy_us,
+        "ratio": run_us / floor_us,
+    }
     return {"kernel": kernel, **sizes, **{name: round(value, 2) for name, value in times.items()}}
 
 

@@ -24,7 +24,7 @@ Worked: K=3, 18 tokens folded, then 2 drafts are accepted: the next launch begin
 
 Storing a state takes as long as reading it, and a few more replayed inputs take nothing where all are read as one chunk
 (the gated delta rule). Such rows put it off: num_new = 0, the state stays as it is, and the ring keeps all of the
-launch's tokens, until the round after the next one's might have more inputs than a chunk (`FoldRule`).
+launch's tokens, until the launch after it could have more inputs than a chunk (`FoldRule`).
 
 >>> FoldRule.deferred(3).num_new(np.array([2, 8, 9]), np.ones(3, int), np.ones(3, bool)).tolist()
 [0, 0, 1]
@@ -88,11 +88,11 @@ class StateIndex:
         committed = (self.num_new >= 0) & (self.num_new <= query_lens)
         require(bool(committed[real].all()), "a row commits more tokens than it reads")
         if rule is not None:
-            kept = query_lens - self.num_new
-            left = np.where(self.num_new == 0, self.replay + query_lens, 0)
+            drafts = query_lens - np.maximum(self.num_new, 1)
+            put_off = rule.num_new(self.replay, np.ones_like(self.replay), real) == 0
             require(bool((self.replay <= rule.most_replayed).all()), "a row replays more than there may be")
-            require(bool((kept - (self.num_new == 0) <= rule.num_drafts)[real].all()), "a row reads more than K drafts")
-            require(bool((left <= rule.most_replayed)[real].all()), "a row leaves more to replay than there may be")
+            require(bool((drafts[real] <= rule.num_drafts).all()), "a row reads more than K drafts")
+            require(bool((put_off | (self.num_new > 0))[real].all()), "a row leaves more to replay than there may be")
 
 
 MOST_INPUTS = 16
@@ -125,6 +125,11 @@ class FoldRule:
         [0, 14, 12, 8, 8]
         """
         return cls(num_drafts, max(num_drafts, MOST_INPUTS - 1 - num_drafts) if num_drafts else 0)
+
+    @property
+    def defers(self) -> bool:
+        """Whether there are launches that store no state."""
+        return self.most_replayed > self.num_drafts
 
     @property
     def ring_size(self) -> int:

@@ -179,7 +179,6 @@ def _recurrent(states: StateRunner) -> dict[str, Any]:
     return {
         "calls": dict(Counter(spec.kind for spec in group.specs)),
         "kernel": states.functions.name,
-        "most_replayed": group.rule.most_replayed,
         "row_bytes": row_bytes,
         "GiB": round(group.num_slots * row_bytes / 2**30, 3),
     }

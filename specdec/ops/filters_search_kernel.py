@@ -21,8 +21,7 @@ from specdec.ops.logits_kernel import (
 
 EDGES = tl.constexpr(14)
 COLUMNS = tl.constexpr(16)  # of a part's first sums: up to each edge | above the floor of min-p | of all
-FLOOR = tl.constexpr(14)
-ALL = tl.constexpr(15)
+FLOOR, ALL = EDGES, tl.constexpr(15)
 STATE = tl.constexpr(8)  # of a row's search: low | high | below | target | total | total above min-p's floor
 
 

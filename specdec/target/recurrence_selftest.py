@@ -7,7 +7,6 @@ torch functions.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -70,10 +69,8 @@ def launches(rule: FoldRule) -> list[tuple[Row, ...]]:
     found.append(((20, 0, 20), *((verified, 0, int(new)) for new in num_new[1:])))
     accepted = [(0, drafts, some), (drafts, some, drafts), (0, drafts, some), (drafts, 0, drafts), (some, drafts, 0)]
     stored = continued = ~decodes
-    for number in itertools.count():
-        if number >= 2 and (rule.most_replayed == drafts or continued.all()):
-            return found
-        continued = stored
+    while len(found) < 4 or (rule.defers and not continued.all()):
+        number, continued = len(found) - 2, stored
         replay = np.where(num_new > 0, 0, 1 + replay) + np.array(accepted[min(number, len(accepted) - 1)])
         num_new = rule.num_new(replay, one, decodes)
         stored = stored | ((replay > 0) & (num_new > 0))

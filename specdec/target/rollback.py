@@ -45,7 +45,7 @@ def rollback_of(target: Target) -> Rollback:
     six in place of four); one is rejected where there are two or more."""
     assert target.states is not None
     rule = target.states.group.rule
-    num_new = (0, 1, 1) if rule.most_replayed > rule.num_drafts else (1, 1)
+    num_new = (0, 1, 1) if rule.defers else (1, 1)
     drafts = min(rule.num_drafts, _MOST_DRAFTS if len(num_new) == 2 else _MOST_OF_THREE)
     return Rollback(drafts, min(drafts, max(drafts - 1, 1)), num_new)
 

@@ -210,7 +210,7 @@ def _wrong(small: TargetProbe, max_model_len: int) -> str | None:
     if target.states is None:
         pieces += [([0, 1, 2], prompt, lens, None), ([1], prompt, prompt + 1, None), ([0], prompt, lens, None)]
     else:
-        later = 2 - _first_stores(target.states)
+        later = 1 + target.states.group.rule.defers
         pieces += [
             ([0, 1, 2], prompt, lens, none),
             ([1], lens - 1, lens, none + 1 + later),
@@ -247,14 +247,8 @@ def _states(
         return None
     if replay is None:
         return all_committed(rows, start, stop)
-    stores = bool(replay.any()) or _first_stores(target.states)
+    stores = bool(replay.any()) or not target.states.group.rule.defers  # the first leaves it to the one after it
     return verifying(rows, start, replay[rows], int(stores))
-
-
-def _first_stores(states: StateRunner) -> bool:
-    """Whether a verification right after a prompt stores states: where it may leave that to a later one, it does."""
-    rule = states.group.rule
-    return rule.most_replayed == rule.num_drafts
 
 
 def _selections(lens: np.ndarray, with_none: bool) -> tuple[torch.Tensor, ...]:

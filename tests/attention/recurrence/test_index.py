@@ -96,5 +96,7 @@ def test_contradictions_are_found() -> None:
         with pytest.raises(InvariantError, match=message):
             index(**changes).validate(lens, rule)
     index(num_new=[0, 4]).validate(lens, FoldRule.deferred(3))
+    with pytest.raises(InvariantError, match="leaves more to replay than there may be"):  # though few enough are left
+        index(replay=[0, 0], num_new=[0, 4]).validate(np.array([2, 4]), rule)
     with pytest.raises(InvariantError, match="replays more than there may be"):
         index().validate(lens, FoldRule.every_launch(1))

@@ -92,7 +92,7 @@ def test_loading_runs_it_where_logits_in_half_precision_show_nothing() -> None:
     head = RecallHead([[1, 2]], 0.6).bfloat16()
     target = wrap(model, head, num_speculative_tokens=3, max_model_len=128).target
     target.states.functions = DEFECTS["drafts folded in"]
-    assert self_test(target) < 0.2
+    assert self_test(target) < 0.15  # of 0.2 that are allowed
     with pytest.raises(UnsupportedModelError, match="gated delta rule of the model's recurrent layers comes out wrong"):
         check_target(target, probe_target(model), 128, TwinReport(()))
 
