@@ -25,6 +25,7 @@ from specdec.engine.faults import Isolated, request_failed, round_failed
 from specdec.engine.handoff import Departures, Moving
 from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
+from specdec.engine.order import admission_order
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.recovery import Change, rewound
 from specdec.engine.scheduler import Scheduler, Usage, windowed_tables
@@ -222,6 +223,14 @@ class Engine(Visited):
             self._requests[request.id] = request
             self.scheduler.waiting.append(request)
         return request.id
+
+    def arrange(self, request_ids: Sequence[int]) -> None:
+        """Bring requests that were just queued, one after the other, into the order of `admission_order`."""
+        queued = [self._requests[request_id] for request_id in request_ids]
+        lengths = [1 if r.hand_off is not None else r.limit - len(r.committed) for r in queued]
+        order = admission_order(lengths, self.config.max_num_seqs)
+        with self._change:
+            self.scheduler.arrange([queued[i] for i in order])
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""

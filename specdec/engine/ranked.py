@@ -32,6 +32,7 @@ from specdec.parallel.inbox import Ear
 from specdec.parallel.interrupts import HeldInterrupt
 from specdec.parallel.messages import (
     Abort,
+    Arrange,
     Drop,
     Forget,
     Launching,
@@ -109,6 +110,12 @@ class LeadingEngine(Engine):
         with self._all_ranks():
             self._link.send(Submit(list(token_ids), params, sample_index, eos_token_ids))
             return super().submit(token_ids, params, sample_index, eos_token_ids)
+
+    def arrange(self, request_ids: Sequence[int]) -> None:
+        """See `Engine.arrange`. Raises RanksLostError when a rank is lost."""
+        with self._all_ranks():
+            self._link.send(Arrange(list(request_ids)))
+            super().arrange(request_ids)
 
     def abort(self, request_ids: Sequence[int]) -> None:
         """See `Engine.abort`. With a lost rank the requests are forgotten here."""
@@ -329,6 +336,8 @@ class FollowingEngine(Engine):
         elif isinstance(message, Submit):
             params = replace(message.params, stop=())
             self.submit(message.token_ids, params, message.sample_index, message.eos_token_ids)
+        elif isinstance(message, Arrange):
+            self.arrange(message.request_ids)
         elif isinstance(message, Abort):
             self.abort(message.request_ids)
         elif isinstance(message, Forget):

@@ -59,7 +59,7 @@ class Scheduler(Crossing):
     """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
 
     Attributes:
-        waiting, running: requests in order of arrival.
+        waiting, running: requests in order of arrival; those of one call as `arrange` left them.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
         arrived: requests from other engines that the last schedule let in; see `take_arrived`.
         prefixes: what requests share through the prefix cache; None without one.
@@ -116,6 +116,11 @@ class Scheduler(Crossing):
     def pools(self) -> tuple[BlockTables, ...]:
         """The block tables of all groups."""
         return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
+
+    def arrange(self, last: Sequence[Request]) -> None:
+        """Bring the requests that wait behind all others into this order."""
+        before = list(self.waiting)[: len(self.waiting) - len(last)]
+        self.waiting = deque([*before, *last])
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.

@@ -236,6 +236,8 @@ class SharedEngine:
                     request_id = self._engine.submit(*own)
                 call.places[request_id] = index
                 self._calls[request_id] = call
+            if len(call.places) > 1:
+                self._engine.arrange(list(call.places))
         except BaseException:
             self._abandoned.extend(range(first, self._engine.next_id))
             raise

@@ -46,6 +46,13 @@ class Submit:
 
 
 @dataclass(frozen=True)
+class Arrange:
+    """`Engine.arrange` of these ids."""
+
+    request_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
 class Abort:
     """`Engine.abort` with these ids."""
 

@@ -37,8 +37,11 @@ def told(model: Any, prompts: Any, params: SamplingParams) -> list[tuple[list[in
 
 
 def session(model: Any, prompts: Any) -> list[Any]:
-    """Greedy, sampled, without drafts, a stop string, what `mixed` asks; then everything goes on."""
+    """Greedy, sampled, without drafts, more than the rows hold, what `mixed` asks, a stop string; then on."""
     found = [told(model, prompts, GREEDY), told(model, prompts, SAMPLED)]
+    lengths = [3] * (len(prompts) - 1) + [16]  # the last request goes first, on every rank
+    uneven = model.generate(prompts, [replace(SAMPLED, seed=None, n=2, max_new_tokens=most) for most in lengths])
+    found.append([answer.token_ids for answer in uneven])
     found.append(told(model, prompts, replace(SAMPLED, num_speculative_tokens=0, n=2)))
     early = mixed(model, prompts)
     text = model.generate(prompts[:1], GREEDY)[0].text

@@ -1,0 +1,98 @@
+"""The order in which the requests of one call get rows: as they came, but for those that would end last."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+import numpy as np
+from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.order import admission_order
+from specdec.requests.sampling import SamplingParams
+
+LENGTHS = st.lists(st.integers(1, 40), max_size=40)
+
+
+def ends(lengths: Sequence[int], order: Sequence[int], rows: int) -> list[int]:
+    """When each request ends if whichever row is free first takes the next one."""
+    free, found = [0] * rows, [0] * len(lengths)
+    for i in order:
+        found[i] = heapq.heapreplace(free, free[0] + lengths[i]) + lengths[i]
+    return found
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_every_request_has_one_place(lengths: list[int], rows: int) -> None:
+    assert sorted(admission_order(lengths, rows)) == list(range(len(lengths)))
+
+
+@given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 8))
+def test_requests_of_equal_lengths_stay_as_they_came(length: int, count: int, rows: int) -> None:
+    assert admission_order([length] * count, rows) == list(range(count))
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_equal_lengths_among_others_are_never_swapped(lengths: list[int], rows: int) -> None:
+    place = np.argsort(admission_order(lengths, rows), kind="stable")
+    for length in set(lengths):
+        assert (np.diff(place[np.array(lengths) == length]) > 0).all()
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 8))
+def test_the_last_end_is_at_most_one_request_after_the_earliest_possible(lengths: list[int], rows: int) -> None:
+    """A request goes first in time; so what ends late is only who waited for a row behind one that just began."""
+    last = max(ends(lengths, admission_order(lengths, rows), rows))
+    assert last <= sum(lengths) / rows + max(lengths)
+
+
+def test_a_full_queue_ends_earlier_and_hardly_anybody_waits_longer() -> None:
+    came, ordered = [], []
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(32, 385, 128).tolist()
+        bound = max(sum(lengths) / 32, max(lengths))
+        for order, found in ((list(range(128)), came), (admission_order(lengths, 32), ordered)):
+            each = ends(lengths, order, 32)
+            found.append((max(each) / bound, np.mean(each) / bound))
+    (last_before, mean_before), (last, mean) = np.mean(came, 0), np.mean(ordered, 0)
+    assert last_before > 1.2 and last < 1.06
+    assert mean < 1.02 * mean_before
+
+
+def test_a_call_of_other_lengths_gets_its_rows_in_that_order_and_its_answers_in_its_own() -> None:
+    prompts, lengths = random_prompts((5, 6, 7, 5, 9)), [3, 3, 3, 3, 12]
+    wrapped = wrap(tiny_llama(), max_num_seqs=2)
+    first: dict[int, None] = {}
+    found: list[list[int]] = [[] for _ in prompts]
+    for update in wrapped.stream(prompts, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in lengths]):
+        first.setdefault(update.index)
+        found[update.index] += update.token_ids
+    assert list(first) == [4, 0, 1, 2, 3] == admission_order(lengths, 2)
+    assert found == [hf_greedy(prompt, n) for prompt, n in zip(prompts, lengths, strict=True)]
+    assert free_everywhere(wrapped)
+
+
+def test_a_call_waits_behind_those_that_came_before_it() -> None:
+    wrapped = wrap(tiny_llama(), max_num_seqs=2)
+    before, after = random_prompts((5, 6, 5, 6)), random_prompts((7, 8, 9, 7, 8))
+    first = wrapped.stream(before, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (2, 3, 2, 3)])
+    next(first)
+    second = wrapped.stream(after, [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in (2, 2, 2, 2, 9)])
+    assert next(second).index == 4
+    assert [request.id for request in engine_of(wrapped).scheduler.waiting] == [5, 6, 7]
+    for stream in (second, first):
+        stream.close()
+    assert free_everywhere(wrapped)
+
+
+def test_the_order_does_not_change_what_unseeded_requests_draw() -> None:
+    """Their uniforms depend on their place in the call."""
+    prompts = random_prompts((5, 6, 7, 5, 9))
+    drawn = []
+    for longest in (3, 12):
+        params = [SamplingParams(max_new_tokens=n, temperature=1.0, ignore_eos=True) for n in (3, 3, 3, 3, longest)]
+        answers = wrap(tiny_llama(), max_num_seqs=2).generate(prompts, params)
+        drawn.append([answer.token_ids[:3] for answer in answers])
+    assert drawn[0] == drawn[1]
