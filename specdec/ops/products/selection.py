@@ -100,21 +100,23 @@ class Selection:
         self._clock, self._most_seconds = clock, most_seconds
 
     def choose(self, wanted: Sequence[Wanted]) -> None:
-        """Choose for every shape; what most time goes to comes first."""
+        """Choose for every shape. Few tokens come first: most rounds have few, and timing those takes least time; of
+        as many tokens the weights that take longest to read."""
         started, kept, new = self._clock(), self._store.read(), {}
-        for each in sorted(wanted, key=_bytes_read, reverse=True):
-            for shape in each.shapes():
-                self.tally.shapes += 1
-                offer: Offer = self._library.matmul(shape)
-                choice = kept.get(str(shape))
-                if choice is not None and (choice.algorithm is None or offer.supports(choice.algorithm)):
-                    self.tally.read += 1
-                elif self._clock() - started < self._most_seconds and (choice := self._timed(each, shape, offer)):
-                    new[shape] = choice
-                    self.tally.timed += 1
-                else:
-                    continue
-                self._take(each.weights[0].device, shape, offer, choice)
+        largest_first = sorted(wanted, key=_bytes_read, reverse=True)
+        pairs = [(shape, each) for each in largest_first for shape in each.shapes()]
+        for shape, each in sorted(pairs, key=lambda pair: pair[0].tokens):
+            self.tally.shapes += 1
+            offer: Offer = self._library.matmul(shape)
+            choice = kept.get(str(shape))
+            if choice is not None and (choice.algorithm is None or offer.supports(choice.algorithm)):
+                self.tally.read += 1
+            elif self._clock() - started < self._most_seconds and (choice := self._timed(each, shape, offer)):
+                new[shape] = choice
+                self.tally.timed += 1
+            else:
+                continue
+            self._take(each.weights[0].device, shape, offer, choice)
         self.tally.seconds = self._clock() - started
         if new:
             self._store.add(new)

@@ -92,10 +92,10 @@ def test_few_tokens_and_odd_rows_are_left_alone(tmp_path: Path) -> None:
     assert start.timed == ["64 17"]
 
 
-def test_what_most_time_goes_to_is_timed_first_and_the_rest_at_the_next_start(tmp_path: Path) -> None:
-    both = wanted(64, 24, 48, count=5), wanted(128, 24, 48)
+def test_few_tokens_and_then_large_weights_are_timed_first_and_the_rest_at_the_next_start(tmp_path: Path) -> None:
+    both = wanted(128, 24, 48), wanted(64, 24, 48, count=5)
     first = Start(tmp_path, most_seconds=3).choose(*both)
-    assert first.timed == ["64 24", "64 48", "128 24"] and set(first.used) == set(first.timed)
+    assert first.timed == ["64 24", "128 24", "64 48"] and set(first.used) == set(first.timed)
     assert "1 left to the next start" in str(first.selection.tally)
     assert Start(tmp_path, most_seconds=3).choose(*both).timed == ["128 48"]
 
