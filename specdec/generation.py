@@ -55,6 +55,9 @@ class Generation:
     def generate(self, prompts: Prompts, params: Params = None) -> list[Completion]:
         """Generate for one prompt or many, batched continuously.
 
+        Where they are more than `max_num_seqs`, they begin in their order, but for those with so large a
+        `max_new_tokens` that they would end after all others: these begin earlier (`specdec.engine.order`).
+
         Args:
             prompts: str, token ids, chat messages, or a list of any of these; a tensor or array of ids (1-D: one
                 prompt, 2-D: one a row); a BatchEncoding, or a dict of input_ids and attention_mask, padded on either

@@ -221,16 +221,22 @@ class Engine(Visited):
             if request.hand_off is not None:
                 self._departures.expect(request.id)
             self._requests[request.id] = request
+            request.turn = request.id
             self.scheduler.waiting.append(request)
         return request.id
 
     def arrange(self, request_ids: Sequence[int]) -> None:
-        """Bring requests that were just queued, one after the other, into the order of `admission_order`."""
+        """Bring requests that were just queued, one after the other, into the order of `admission_order`.
+
+        Lengths are new tokens: a request without drafts beside others with them takes longer than is counted here.
+        """
         queued = [self._requests[request_id] for request_id in request_ids]
         lengths = [1 if r.hand_off is not None else r.limit - len(r.committed) for r in queued]
-        order = admission_order(lengths, self.config.max_num_seqs)
         with self._change:
-            self.scheduler.arrange([queued[i] for i in order])
+            ordered = [queued[i] for i in admission_order(lengths, self.config.max_num_seqs)]
+            for request, turn in zip(ordered, sorted(request_ids), strict=True):
+                request.turn = turn
+            self.scheduler.arrange(ordered)
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""

@@ -36,9 +36,9 @@ def rewound(requests: Iterable[Request]) -> tuple[list[Request], int]:
     Their rows are not closed: the row table they stand in is thrown away.
 
     Returns:
-        The requests in order of arrival, and how many of them had a row.
+        The requests in order of their turns, which those with a row have had, and how many of them had one.
     """
-    waiting = sorted(requests, key=lambda request: request.id)
+    waiting = sorted(requests, key=lambda request: request.turn)
     ran = [request for request in waiting if request.row >= 0]
     for request in waiting:
         request.rewind()

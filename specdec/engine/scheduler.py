@@ -56,10 +56,10 @@ def windowed_tables(config: EngineConfig, pool: WindowedPool, allocator: PageAll
 
 
 class Scheduler(Crossing):
-    """First come, first served, with continuous batching, chunked prompts, and preemption of the youngest.
+    """First come, first served, with continuous batching, chunked prompts, and preemption of who was let in last.
 
     Attributes:
-        waiting, running: requests in order of arrival; those of one call as `arrange` left them.
+        waiting, running: requests in order of their turns: as they came, but those of one call as `arrange` left them.
         refused: requests whose row could not be opened, and why; whoever reports them takes them out.
         arrived: requests from other engines that the last schedule let in; see `take_arrived`.
         prefixes: what requests share through the prefix cache; None without one.
@@ -118,9 +118,9 @@ class Scheduler(Crossing):
         return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
     def arrange(self, last: Sequence[Request]) -> None:
-        """Bring the requests that wait behind all others into this order."""
-        before = list(self.waiting)[: len(self.waiting) - len(last)]
-        self.waiting = deque([*before, *last])
+        """Requests that wait wait behind all others now, in this order."""
+        ids = {request.id for request in last}
+        self.waiting = deque([*(r for r in self.waiting if r.id not in ids), *last])
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.

@@ -34,9 +34,9 @@ def test_all_drafts_or_none_are_accepted_where_the_probability_says_so() -> None
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_the_default_keeps_both_promises_of_the_simulation() -> None:
-    """A p99 of at most three times the median, and within 4 % of the throughput of larger chunks."""
+    """A p99 of at most three times the median, and within 5 % of the throughput of larger chunks."""
     unlimited, default = (full_queue(RoundTime(), most, repeats=4) for most in (2048, MAX_NUM_PREFILL_TOKENS))
-    assert default["output_tokens_per_s"] == pytest.approx(unlimited["output_tokens_per_s"], rel=0.04)
+    assert default["output_tokens_per_s"] == pytest.approx(unlimited["output_tokens_per_s"], rel=0.05)
     assert default["update_ms_p99"] < unlimited["update_ms_p99"] / 2
     assert interference(RoundTime(), MAX_NUM_PREFILL_TOKENS, updates=100)["update_p99_over_alone"] <= 3
     assert interference(RoundTime(), 640, updates=100)["update_p99_over_alone"] > 3
@@ -45,9 +45,9 @@ def test_the_default_keeps_both_promises_of_the_simulation() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("unchecked")
 def test_the_full_queue_gives_what_was_measured() -> None:
-    """6,511 tokens a second on an H200 (2026-11-22); only the times of single rounds went in."""
-    assert full_queue(RoundTime(), 512, repeats=2)["output_tokens_per_s"] == pytest.approx(6511, rel=0.03)
-    assert full_queue(RoundTime(scale=1.1), 512, repeats=1)["output_tokens_per_s"] != pytest.approx(6511, rel=0.03)
+    """7,127 tokens a second on an H200 (2026-11-23); only the times of single rounds went in."""
+    assert full_queue(RoundTime(), 512, repeats=2)["output_tokens_per_s"] == pytest.approx(7127, rel=0.03)
+    assert full_queue(RoundTime(scale=1.1), 512, repeats=1)["output_tokens_per_s"] != pytest.approx(7127, rel=0.03)
 
 
 @pytest.mark.slow

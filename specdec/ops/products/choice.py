@@ -13,11 +13,10 @@ Launch = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 FINALISTS = 4
 NEAR = 1.08
-"""A first look tells a time to 8 % (192 shapes on an H200): what is slower than the best by more is not the fastest.
-
-There, more finalists or slower ones changed no choice.
-"""
+"""What a first look finds slower than the best by more is no finalist. More finalists, or slower ones, changed none of
+192 choices on an H200 (docs/log.md)."""
 _SPAN_US, _MOST_CALLS = 400, 4
+"""At length is so many microseconds of calls, and not more calls: of long matmuls one tells as much as four."""
 LEAST_GAIN = 0.02
 """A choice that gains less than this share of the time is noise: the library's own stays."""
 
@@ -50,15 +49,12 @@ class Timer(Protocol):
 def fastest(
     algorithms: Sequence[Algorithm], launcher: Callable[[Algorithm], Launch], usual: Launch, timer: Timer
 ) -> Choice:
-    """All algorithms are timed briefly, the best of them at length and in turn with the usual call.
-
-    At length is as many calls as last `_SPAN_US`: of long matmuls one tells as much as four of short ones.
-    """
+    """All algorithms are timed briefly, the best of them at length and in turn with the usual call."""
     launches = [launcher(each) for each in algorithms]
     brief = timer(launches, 2, 2)
     least = min(brief, default=float("inf"))
     best = sorted((us, i) for i, us in enumerate(brief) if us <= NEAR * least and us < float("inf"))[:FINALISTS]
-    calls = min(max(round(_SPAN_US / least), 1), _MOST_CALLS)
+    calls = min(max(round(_SPAN_US / max(least, 1)), 1), _MOST_CALLS)
     usual_us, *final = timer([usual, *(launches[i] for _, i in best)], calls, 6)
     us, winner = min(((us, i) for us, (_, i) in zip(final, best, strict=True)), default=(float("inf"), -1))
     if usual_us == float("inf") or us > (1 - LEAST_GAIN) * usual_us:

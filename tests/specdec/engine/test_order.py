@@ -6,14 +6,18 @@ import heapq
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from fakes import engine_of, free_everywhere, hf_greedy, random_prompts, tiny_llama, wrap
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.engine.engine import Engine
 from specdec.engine.order import admission_order
 from specdec.requests.sampling import SamplingParams
+from specdec.requests.submission import Submission
 
 LENGTHS = st.lists(st.integers(1, 40), max_size=40)
+UNEVEN = [3, 3, 3, 3, 12]
 
 
 def ends(lengths: Sequence[int], order: Sequence[int], rows: int) -> list[int]:
@@ -41,14 +45,7 @@ def test_equal_lengths_among_others_are_never_swapped(lengths: list[int], rows: 
         assert (np.diff(place[np.array(lengths) == length]) > 0).all()
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=40), st.integers(1, 8))
-def test_the_last_end_is_at_most_one_request_after_the_earliest_possible(lengths: list[int], rows: int) -> None:
-    """A request goes first in time; so what ends late is only who waited for a row behind one that just began."""
-    last = max(ends(lengths, admission_order(lengths, rows), rows))
-    assert last <= sum(lengths) / rows + max(lengths)
-
-
-def test_a_full_queue_ends_earlier_and_hardly_anybody_waits_longer() -> None:
+def test_a_full_queue_ends_earlier_and_the_mean_end_hardly_moves() -> None:
     came, ordered = [], []
     for seed in range(20):
         lengths = np.random.default_rng(seed).integers(32, 385, 128).tolist()
@@ -62,7 +59,7 @@ def test_a_full_queue_ends_earlier_and_hardly_anybody_waits_longer() -> None:
 
 
 def test_a_call_of_other_lengths_gets_its_rows_in_that_order_and_its_answers_in_its_own() -> None:
-    prompts, lengths = random_prompts((5, 6, 7, 5, 9)), [3, 3, 3, 3, 12]
+    prompts, lengths = random_prompts((5, 6, 7, 5, 9)), UNEVEN
     wrapped = wrap(tiny_llama(), max_num_seqs=2)
     first: dict[int, None] = {}
     found: list[list[int]] = [[] for _ in prompts]
@@ -87,8 +84,44 @@ def test_a_call_waits_behind_those_that_came_before_it() -> None:
     assert free_everywhere(wrapped)
 
 
+@pytest.fixture
+def queued() -> Engine:
+    """Two rows, and a queue of five requests, the last of them the longest."""
+    engine = engine_of(wrap(tiny_llama(), max_num_seqs=2))
+    prompts = random_prompts((5, 6, 7, 5, 9))
+    params = [SamplingParams(max_new_tokens=n, ignore_eos=True) for n in UNEVEN]
+    engine.arrange([engine.submit(*each) for each in zip(prompts, params, strict=True)])
+    return engine
+
+
+def test_an_interrupt_leaves_everybody_their_turn(queued: Engine) -> None:
+    """Who was let in early is not sent behind those that have not begun."""
+
+    def interrupt() -> None:
+        queued.meanwhile.clear()
+        raise KeyboardInterrupt
+
+    queued.step()
+    before = [request.id for request in queued.scheduler.running]
+    queued.meanwhile.append(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        queued.step()
+    queued.step()
+    assert [request.id for request in queued.scheduler.running] == before == [4, 0]
+    assert [request.id for request in queued.scheduler.waiting] == [1, 2, 3]
+
+
+def test_requests_that_leave_with_their_first_token_stay_as_they_came() -> None:
+    engine = engine_of(wrap(tiny_llama(), max_num_seqs=2))
+    params = [SamplingParams(max_new_tokens=n) for n in UNEVEN]
+    ids = [engine.submit_leaving(Submission([1, 2, 3], own, 0, (), 5.0)) for own in params]
+    engine.arrange(ids)
+    assert [request.id for request in engine.scheduler.waiting] == ids
+    engine.abort(ids)
+
+
 def test_the_order_does_not_change_what_unseeded_requests_draw() -> None:
-    """Their uniforms depend on their place in the call."""
+    """Their uniforms depend on their ids, which are given in the order of the call."""
     prompts = random_prompts((5, 6, 7, 5, 9))
     drawn = []
     for longest in (3, 12):
