@@ -11,6 +11,7 @@ import numpy as np
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING
 from attention.cache.windowed import WindowedTables
+from attention.checking import checking, require
 from specdec.config import EngineConfig
 from specdec.engine.aside import release_aside
 from specdec.engine.faults import Isolated
@@ -87,6 +88,9 @@ class Crossing(ABC):
     def leave(self, request: Request) -> Pages:
         """A running request goes out of the batch; its pages stay owned, by no row. Its row is free at once."""
         row, computed = request.row, self.computed(request)
+        if checking() and self._config.fold_rule is not None:
+            folded = int(self._table.folded[row])
+            require(folded == computed, f"a row leaves with {folded} of its {computed} tokens in its states")
         self._free_behind_windows(np.array([row]))
         for pool in self.pools():
             if pool.pages_of(row):  # else the head's, which it has none of

@@ -28,8 +28,15 @@ from fakes import (
 import attention.transport.local
 from attention.cache.handoff import VERSION
 from attention.errors import HandoffMismatchError, TransferError, TransferTimeoutError
+from attention.recurrence.index import FoldRule
 from specdec import Handoff, SamplingParams
-from specdec.errors import CacheTooSmallError, InvalidInputError, OutOfPagesError, RequestFailedError
+from specdec.errors import (
+    CacheTooSmallError,
+    InvalidInputError,
+    OutOfPagesError,
+    RequestFailedError,
+    RoundFailedError,
+)
 from tests.hybrids import RecallHead, greedy_text, tiny_hybrid
 from tests.quantised import Int8Pair
 from tests.specdec.target.test_long_rope import OPTIONS, answers_of, model_of, scripted
@@ -175,6 +182,16 @@ def test_states_move_between_engines_of_another_k(name: str) -> None:
     (handoff,) = p.prefill(PROMPTS[1], SamplingParams(20))
     shapes = [list(handoff.tensors[f"state.{i}"].shape) for i in range(len(p.target.states.states))]
     assert shapes == [list(shape) for shape in d.target.states.moved_shapes]
+
+
+def test_a_row_whose_states_lack_tokens_may_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What moves is a state, without the inputs that would still have to go into it."""
+    p, d = (wrap(model, eagle3_head(model), **SIZES) for model in (tiny_hybrid("qwen3_next") for _ in range(2)))
+    with monkeypatch.context() as patched:  # the last token of a prompt waits in the ring as accepted drafts do
+        patched.setattr(FoldRule, "num_new", lambda rule, replay, num_new, decodes: num_new - 1)
+        with pytest.raises(RoundFailedError, match="leaves with 4 of its 5 tokens in its states"):
+            p.prefill(PROMPTS[0], GREEDY)
+    d.resume(sent(p.prefill(PROMPTS[0], GREEDY)))
 
 
 @pytest.mark.slow
