@@ -14,6 +14,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream
+from specdec.errors import InvalidInputError
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -93,6 +94,12 @@ class Generation:
         self._shared.check_open()
         check = self._live.begin_check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+        prompt = -1
         for request in requests:
-            self.engine.check(request.token_ids, request.params)
+            prompt += request.sample_index == 0
+            try:
+                self.engine.check(request.token_ids, request.params)
+            except InvalidInputError as error:
+                several = requests[-1].token_ids is not requests[0].token_ids
+                raise type(error)(f"prompt {prompt}: {error}") if several else error from None
         return Stream(self._shared, requests, check=check)

@@ -238,6 +238,12 @@ class Engine(Visited):
                 request.turn = turn
             self.scheduler.arrange(ordered)
 
+    def date(self, request_ids: Sequence[int], submitted: float) -> None:
+        """Requests that were just queued waited for the engine before, since this moment of time.perf_counter."""
+        for request_id in request_ids:
+            times = self._requests[request_id].times
+            times.submitted = min(times.submitted, submitted)
+
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
         return self._admission.check(token_ids, params)

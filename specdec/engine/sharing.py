@@ -7,6 +7,9 @@ its updates lie in its own inbox.
 
 Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So what must not be lost is a lock of
 CPython's own in a with-statement, or one assignment, or it can be done twice.
+
+A lock of CPython's goes to whoever asks first, and the thread that has just ended a round would ask for the next one
+before those that wait are awake. So it runs none while anybody wants the engine: it sleeps, and is woken in turn.
 """
 
 from __future__ import annotations
@@ -47,7 +50,8 @@ _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 class SharedEngine:
-    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread."""
+    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread does
+    so, and `_wanting` which ones ask for it."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
@@ -57,6 +61,7 @@ class SharedEngine:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._holder: int | None = None
+        self._wanting: dict[int, object] = {}
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
@@ -88,6 +93,7 @@ class SharedEngine:
         """
         me = self._outside()
         try:
+            self._wanting[me] = object()
             with self._lock:
                 self._holder = me
                 try:
@@ -99,6 +105,7 @@ class SharedEngine:
                 finally:
                     self._holder = None
         finally:
+            self._wanting.pop(me, None)
             for call in list(self._sleeping):
                 call.inbox.put(None)
             self._pass_on()
@@ -122,18 +129,21 @@ class SharedEngine:
             InvalidInputError: a request is refused, see `Engine.submit`; none of the call is queued then.
             SpecdecError: called from inside a round.
         """
-        call, me = Call(), self._outside()
+        call, me, asked = Call(), self._outside(), time.perf_counter()
         try:
+            self._wanting[me] = object()
             with self._lock:
                 self._holder = me
                 try:
                     self._forget_abandoned()
                     self._queue(call, requests)
+                    self._engine.date(list(call.places), asked)
                     if check is not None:
                         self._engine.meanwhile.append(partial(self._examine, call, check))
                 finally:
                     self._holder = None
         finally:
+            self._wanting.pop(me, None)
             self._pass_on()
         return call
 
@@ -156,7 +166,7 @@ class SharedEngine:
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()
                     raise ClosedModelError(_CLOSED_MEANWHILE)
-                if update is None and self._holder is not None:
+                if update is None and self._is_wanted:
                     update = self._sleep(call)
                 place = None if update is None else call.places.get(update.request_id)
                 if update is not None and place is not None:
@@ -164,7 +174,7 @@ class SharedEngine:
                         call.places.pop(update.request_id, None)
                         self._calls.pop(update.request_id, None)
                     return place, update
-                if self._holder is None:
+                if not self._is_wanted:
                     self._lead(call, me)
             return None
         finally:
@@ -178,10 +188,10 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            if self._holder is None:
-                self._lead(None, me)
-            else:
+            if self._is_wanted:
                 time.sleep(_SHORT_SLEEP)
+            else:
+                self._lead(None, me)
         finally:
             self._pass_on()
 
@@ -205,6 +215,7 @@ class SharedEngine:
         """
         me = self._outside()
         try:
+            self._wanting[me] = object()
             with self._lock:
                 self._holder = me
                 try:
@@ -213,7 +224,13 @@ class SharedEngine:
                 finally:
                     self._holder = None
         finally:
+            self._wanting.pop(me, None)
             self._pass_on()
+
+    @property
+    def _is_wanted(self) -> bool:
+        """Whether a thread has the engine, or waits for it."""
+        return self._holder is not None or bool(self._wanting)
 
     def _outside(self) -> int:
         """This thread. Raises SpecdecError when it is inside a round."""
@@ -248,33 +265,51 @@ class SharedEngine:
         self._refused = self._refused or call.refusal is not None
 
     def _sleep(self, call: Call) -> Update | None:
-        """Wait while another thread is in a round."""
+        """Wait while another thread is in a round, or about to have the engine."""
         self._sleeping[call] = None
         try:
-            return None if self._holder is None else call.take(_LONGEST_SLEEP)
+            if not self._is_wanted:
+                return None
+            asked, until = dict(self._wanting), time.monotonic() + _LONGEST_SLEEP
+            update = call.take(_LONGEST_SLEEP)
+            if self._holder is None and time.monotonic() >= until:
+                self._forget_askers(asked)
+            return update
         finally:
             self._sleeping.pop(call, None)
 
+    def _forget_askers(self, asked: dict[int, object]) -> None:
+        """Nobody waits so long for a free lock: these were interrupted before they could take their names back."""
+        for thread, name in asked.items():
+            if self._wanting.get(thread) is name:
+                self._wanting.pop(thread, None)
+
     def _lead(self, call: Call | None, me: int) -> None:
         """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
-        with self._lock:
-            self._holder, self._leading = me, call
-            try:
-                if self._open_engine is None:
-                    return
-                self._forget_abandoned()
-                self._deliver()
-                if call is None or (call.places and call.inbox.empty()):
-                    with self._at_home():
-                        self._engine.step()
-                        if self._refused:
-                            self._engine.forget_prefixes()  # its round may have called what has changed
-                            self._refused = False
-                    self._deliver()
-                    if call is not None:
-                        self._check_alive(call)
-            finally:
-                self._holder = self._leading = None
+        try:
+            self._wanting[me] = object()
+            with self._lock:
+                self._holder, self._leading = me, call
+                try:
+                    if self._open_engine is not None:
+                        self._round(call)
+                finally:
+                    self._holder = self._leading = None
+        finally:
+            self._wanting.pop(me, None)
+
+    def _round(self, call: Call | None) -> None:
+        self._forget_abandoned()
+        self._deliver()
+        if call is None or (call.places and call.inbox.empty()):
+            with self._at_home():
+                self._engine.step()
+                if self._refused:
+                    self._engine.forget_prefixes()  # its round may have called what has changed
+                    self._refused = False
+            self._deliver()
+            if call is not None:
+                self._check_alive(call)
 
     def _deliver(self) -> None:
         """Hand out what the last round reported. After an interrupt it is handed out again; a `Call` sees to that."""
@@ -334,6 +369,7 @@ class SharedEngine:
         """In a child process: only the thread that forked is left, and nobody else's round goes on."""
         gone = [*self._sleeping, *([self._leading] if self._leading else [])]
         self._lock, self._holder, self._leading, self._sleeping = threading.Lock(), None, None, {}
+        self._wanting = {}
         for call in gone:
             self.abandon(call)
 

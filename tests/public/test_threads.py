@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ import torch
 from fakes import LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
 from specdec import SamplingParams, SpecdecError
+from specdec.engine import sharing
 
 PROMPTS = random_prompts((5, 33, 1, 17, 60, 9, 12, 25))
 NEW = 24
 GREEDY = SamplingParams(max_new_tokens=NEW)
+LONG = SamplingParams(max_new_tokens=120, ignore_eos=True, num_speculative_tokens=0)
 PATIENCE = 120.0
 
 
@@ -508,3 +511,107 @@ def test_rounds_are_the_same_whoever_runs_them() -> None:
         return [tokens_of(model, j) for j in range(8)]
 
     assert in_threads(under_autocast, plain) == [[right(j) for j in range(8)]] * 2
+
+
+class SlowToWake:
+    """A lock that this thread gets a third of a second after it is free: others ask for it again meanwhile."""
+
+    def __init__(self) -> None:
+        self._lock, self._slow = threading.Lock(), threading.get_ident()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+
+    def __enter__(self) -> None:
+        if threading.get_ident() == self._slow:
+            time.sleep(0.3)
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
+
+
+class Beside:
+    """Threads that generate, in rounds of 20 ms, which are counted while somebody asks the model for something."""
+
+    def __init__(self, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(sharing, "threading", SimpleNamespace(Lock=SlowToWake))
+            self.model = model_with(max_num_seqs=8, max_num_batched_tokens=64)
+        step, self._asking, self._begun = self.model.engine.step, False, 0
+        self.ended: list[str] = []
+
+        def paced() -> Any:
+            self._begun += self._asking
+            time.sleep(0.02)
+            return step()
+
+        monkeypatch.setattr(self.model.engine, "step", paced)
+        self._callers = [threading.Thread(target=self._generate) for _ in range(threads)]
+        for caller in self._callers:
+            caller.start()
+        while self.model.usage().running < threads:
+            time.sleep(0.01)
+
+    def _generate(self) -> None:
+        try:
+            self.model.generate(PROMPTS[2], LONG)
+        except SpecdecError as error:
+            self.ended.append(type(error).__name__)
+
+    def rounds_until(self, job: Callable[[], object]) -> int:
+        """How many rounds begin before `job` is done."""
+        self._begun, self._asking = 0, True
+        job()
+        self._asking = False
+        return self._begun
+
+    def join(self) -> list[str]:
+        """Wait for all callers; how each has ended."""
+        for caller in self._callers:
+            caller.join(PATIENCE)
+        return self.ended
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 3])
+def test_who_wants_the_engine_waits_for_a_round_and_not_for_the_requests_of_others(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lock alone goes to whoever has just let go of it: these calls took as long as the requests of the others."""
+    beside = Beside(threads, monkeypatch)
+    assert max(beside.rounds_until(beside.model.usage) for _ in range(3)) <= 2
+    one = SamplingParams(max_new_tokens=1)
+    assert beside.rounds_until(lambda: beside.model.generate(PROMPTS[2], one)) <= 6
+    assert beside.model.usage().running == threads  # the others go on all the while
+    beside.model.close()
+    assert beside.join() == ["ClosedModelError"] * threads
+
+
+@pytest.mark.slow
+def test_closing_waits_for_one_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = Beside(3, monkeypatch)
+    assert beside.rounds_until(beside.model.close) <= 2
+    assert beside.join() == ["ClosedModelError"] * 3
+
+
+@pytest.mark.slow
+def test_the_wait_for_others_counts_as_time_in_the_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = Beside(1, monkeypatch)
+    (answer,) = beside.model.generate(PROMPTS[2], SamplingParams(max_new_tokens=1))
+    assert 0.3 <= answer.stats.queue_s < 1
+    beside.model.close()
+    assert beside.join() == ["ClosedModelError"]
+
+
+@pytest.mark.slow
+def test_an_asker_that_was_interrupted_stops_nobody() -> None:
+    """It could not take its name back; after half a second nobody waits for it any more."""
+    model = model_with()
+    stream = model.stream(PROMPTS[0], GREEDY)
+    next(stream)
+    wanting = vars(vars(model)["_shared"])["_wanting"]
+    wanting[-1] = object()
+    began = time.perf_counter()
+    next(stream)
+    assert 0.4 < time.perf_counter() - began < PATIENCE and wanting == {}
+    stream.close()
+    assert model.generate(PROMPTS[0], GREEDY)[0].token_ids == right(0)
