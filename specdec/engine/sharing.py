@@ -50,8 +50,10 @@ _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
 
 class SharedEngine:
-    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread does
-    so, and `_wanting` which ones ask for it."""
+    """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread.
+
+    `_wanting` says which threads ask for it, or have it.
+    """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         """Rounds run on `device`, on the stream that is current there now, whichever thread runs them."""
