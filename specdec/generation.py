@@ -94,12 +94,12 @@ class Generation:
         self._shared.check_open()
         check = self._live.begin_check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        prompt = -1
-        for request in requests:
-            prompt += request.sample_index == 0
+        one_each = [request for request in requests if not request.sample_index]
+        for i, request in enumerate(one_each):
             try:
                 self.engine.check(request.token_ids, request.params)
             except InvalidInputError as error:
-                several = requests[-1].token_ids is not requests[0].token_ids
-                raise type(error)(f"prompt {prompt}: {error}") if several else error from None
+                if len(one_each) == 1:
+                    raise
+                raise type(error)(f"prompt {i}: {error}") from None
         return Stream(self._shared, requests, check=check)

@@ -238,11 +238,10 @@ class Engine(Visited):
                 request.turn = turn
             self.scheduler.arrange(ordered)
 
-    def date(self, request_ids: Sequence[int], submitted: float) -> None:
-        """Requests that were just queued waited for the engine before, since this moment of time.perf_counter."""
+    def add_wait(self, request_ids: Sequence[int], seconds: float) -> None:
+        """Requests that were just queued had waited so long for the engine before."""
         for request_id in request_ids:
-            times = self._requests[request_id].times
-            times.submitted = min(times.submitted, submitted)
+            self._requests[request_id].times.submitted -= seconds
 
     def check(self, token_ids: Sequence[int], params: SamplingParams) -> int:
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""

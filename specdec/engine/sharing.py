@@ -9,7 +9,7 @@ Interrupts (KeyboardInterrupt) strike the main thread between any two calls. So 
 CPython's own in a with-statement, or one assignment, or it can be done twice.
 
 A lock of CPython's goes to whoever asks first, and the thread that has just ended a round would ask for the next one
-before those that wait are awake. So it runs none while anybody wants the engine: it sleeps, and is woken in turn.
+before those that wait are awake. So who wants the engine stands in a line, in which each is woken by the one before.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from queue import Empty, SimpleQueue
 from threading import get_ident
 
 import torch
@@ -40,6 +41,9 @@ _LONGEST_SLEEP = 0.5
 
 _SHORT_SLEEP = 1e-3
 
+_LONGEST_TURN = 0.2
+"""Seconds after which the first in the line is left out, if nobody has the engine: it was interrupted."""
+
 _CLOSED = (
     "this SpeculativeModel is closed; wrap its hf_model again with SpeculativeModel.from_pretrained(hf_model, …), or "
     "load one that was divided among ranks by its name"
@@ -52,7 +56,7 @@ _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 class SharedEngine:
     """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread.
 
-    `_wanting` says which threads ask for it, or have it.
+    `_line` has the threads that want it or have it, in the order in which they came, and what each is woken by.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -63,7 +67,7 @@ class SharedEngine:
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._lock = threading.Lock()
         self._holder: int | None = None
-        self._wanting: dict[int, object] = {}
+        self._line: dict[int, SimpleQueue[None]] = {}
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
@@ -95,7 +99,7 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            self._wanting[me] = object()
+            self._line_up(me)
             with self._lock:
                 self._holder = me
                 try:
@@ -107,7 +111,7 @@ class SharedEngine:
                 finally:
                     self._holder = None
         finally:
-            self._wanting.pop(me, None)
+            self._step_out(me)
             for call in list(self._sleeping):
                 call.inbox.put(None)
             self._pass_on()
@@ -133,19 +137,18 @@ class SharedEngine:
         """
         call, me, asked = Call(), self._outside(), time.perf_counter()
         try:
-            self._wanting[me] = object()
+            self._line_up(me)
             with self._lock:
                 self._holder = me
                 try:
                     self._forget_abandoned()
-                    self._queue(call, requests)
-                    self._engine.date(list(call.places), asked)
+                    self._queue(call, requests, time.perf_counter() - asked)
                     if check is not None:
                         self._engine.meanwhile.append(partial(self._examine, call, check))
                 finally:
                     self._holder = None
         finally:
-            self._wanting.pop(me, None)
+            self._step_out(me)
             self._pass_on()
         return call
 
@@ -168,7 +171,7 @@ class SharedEngine:
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()
                     raise ClosedModelError(_CLOSED_MEANWHILE)
-                if update is None and self._is_wanted:
+                if update is None and self._holder is not None:
                     update = self._sleep(call)
                 place = None if update is None else call.places.get(update.request_id)
                 if update is not None and place is not None:
@@ -176,7 +179,7 @@ class SharedEngine:
                         call.places.pop(update.request_id, None)
                         self._calls.pop(update.request_id, None)
                     return place, update
-                if not self._is_wanted:
+                if self._holder is None:
                     self._lead(call, me)
             return None
         finally:
@@ -190,10 +193,10 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            if self._is_wanted:
-                time.sleep(_SHORT_SLEEP)
-            else:
+            if self._holder is None:
                 self._lead(None, me)
+            else:
+                time.sleep(_SHORT_SLEEP)
         finally:
             self._pass_on()
 
@@ -217,7 +220,7 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            self._wanting[me] = object()
+            self._line_up(me)
             with self._lock:
                 self._holder = me
                 try:
@@ -226,13 +229,27 @@ class SharedEngine:
                 finally:
                     self._holder = None
         finally:
-            self._wanting.pop(me, None)
+            self._step_out(me)
             self._pass_on()
 
-    @property
-    def _is_wanted(self) -> bool:
-        """Whether a thread has the engine, or waits for it."""
-        return self._holder is not None or bool(self._wanting)
+    def _line_up(self, me: int) -> None:
+        """Wait until all who came before have had the engine. `_step_out` must follow, whatever happens."""
+        own: SimpleQueue[None] = SimpleQueue()
+        self._line[me] = own
+        while self._line.get(me) is own:  # else a signal handler on this thread has had it in its place
+            first = next(iter(list(self._line.items())), (me, own))
+            if first[0] == me:
+                return
+            with contextlib.suppress(Empty):
+                own.get(timeout=_LONGEST_TURN)
+                continue
+            if self._holder is None and self._line.get(first[0]) is first[1]:
+                self._line.pop(first[0], None)
+
+    def _step_out(self, me: int) -> None:
+        self._line.pop(me, None)
+        for following in list(self._line.values())[:1]:
+            following.put(None)
 
     def _outside(self) -> int:
         """This thread. Raises SpecdecError when it is inside a round."""
@@ -241,7 +258,7 @@ class SharedEngine:
             raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
         return me
 
-    def _queue(self, call: Call, requests: Sequence[Submission | Resumption]) -> None:
+    def _queue(self, call: Call, requests: Sequence[Submission | Resumption], waited: float) -> None:
         first = self._engine.next_id
         self._engine.check_weights()
         try:
@@ -257,6 +274,7 @@ class SharedEngine:
                 self._calls[request_id] = call
             if len(call.places) > 1:
                 self._engine.arrange(list(call.places))
+            self._engine.add_wait(list(call.places), waited)
         except BaseException:
             self._abandoned.extend(range(first, self._engine.next_id))
             raise
@@ -267,29 +285,17 @@ class SharedEngine:
         self._refused = self._refused or call.refusal is not None
 
     def _sleep(self, call: Call) -> Update | None:
-        """Wait while another thread is in a round, or about to have the engine."""
+        """Wait while another thread is in a round."""
         self._sleeping[call] = None
         try:
-            if not self._is_wanted:
-                return None
-            asked, until = dict(self._wanting), time.monotonic() + _LONGEST_SLEEP
-            update = call.take(_LONGEST_SLEEP)
-            if self._holder is None and time.monotonic() >= until:
-                self._forget_askers(asked)
-            return update
+            return None if self._holder is None else call.take(_LONGEST_SLEEP)
         finally:
             self._sleeping.pop(call, None)
-
-    def _forget_askers(self, asked: dict[int, object]) -> None:
-        """Nobody waits so long for a free lock: these were interrupted before they could take their names back."""
-        for thread, name in asked.items():
-            if self._wanting.get(thread) is name:
-                self._wanting.pop(thread, None)
 
     def _lead(self, call: Call | None, me: int) -> None:
         """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
         try:
-            self._wanting[me] = object()
+            self._line_up(me)
             with self._lock:
                 self._holder, self._leading = me, call
                 try:
@@ -298,7 +304,7 @@ class SharedEngine:
                 finally:
                     self._holder = self._leading = None
         finally:
-            self._wanting.pop(me, None)
+            self._step_out(me)
 
     def _round(self, call: Call | None) -> None:
         self._forget_abandoned()
@@ -371,7 +377,7 @@ class SharedEngine:
         """In a child process: only the thread that forked is left, and nobody else's round goes on."""
         gone = [*self._sleeping, *([self._leading] if self._leading else [])]
         self._lock, self._holder, self._leading, self._sleeping = threading.Lock(), None, None, {}
-        self._wanting = {}
+        self._line = {}
         for call in gone:
             self.abandon(call)
 

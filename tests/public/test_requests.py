@@ -15,7 +15,7 @@ from fakes import LetterTokenizer, hf_greedy, random_prompts, table_head, tiny_l
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, GenerationConfig
 
 from specdec import SamplingParams, SpeculativeModel
-from specdec.errors import InvalidInputError
+from specdec.errors import CacheTooSmallError, InvalidInputError
 
 PAD = 61
 NEW = 8
@@ -304,3 +304,19 @@ def test_the_tokenizers_batch_of_a_built_in_model() -> None:
 def test_prompts_of_other_lengths_are_still_served(model: Any) -> None:
     prompts = random_prompts([1, 17, 40], seed=5, vocab_size=60)
     assert answers(model, prompts) == [hf_greedy(p, NEW) for p in prompts]
+
+
+def test_an_error_about_one_of_several_prompts_says_which() -> None:
+    wrapped = wrap(tiny_llama(), max_model_len=64)
+    params = [SamplingParams(max_new_tokens=2, n=n, temperature=1.0) for n in (3, 1, 2)]
+    for prompts, words in (
+        ([[1, 2], [3] * 64, [4]], "^prompt 1: the prompt has 64 tokens"),
+        ([[1, 2], [3], [4, 10**6]], "^prompt 2: token id 1000000 is outside"),
+    ):
+        with pytest.raises(InvalidInputError, match=words):
+            wrapped.generate(prompts, params)
+    with pytest.raises(InvalidInputError, match=r"^the prompt has 64 tokens"):
+        wrapped.generate([3] * 64, params[0])
+    small = wrap(tiny_llama(), kv_cache_tokens=80)
+    with pytest.raises(CacheTooSmallError, match=r"^prompt 0: 40 prompt tokens and 60 new ones need 100"):
+        small.generate([[1] * 40, [2]], [SamplingParams(max_new_tokens=60), SamplingParams(max_new_tokens=2)])
