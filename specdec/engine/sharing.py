@@ -56,7 +56,8 @@ _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 class SharedEngine:
     """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread.
 
-    `_line` has the threads that want it or have it, in the order in which they came, and what each is woken by.
+    `_line` has the threads that want it or have it, in the order in which they came, and what each is woken by;
+    `_in_round`: one has it for a round.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -68,6 +69,7 @@ class SharedEngine:
         self._lock = threading.Lock()
         self._holder: int | None = None
         self._line: dict[int, SimpleQueue[None]] = {}
+        self._in_round = False
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
@@ -147,6 +149,9 @@ class SharedEngine:
                         self._engine.meanwhile.append(partial(self._examine, call, check))
                 finally:
                     self._holder = None
+        except BaseException:
+            self.abandon(call)
+            raise
         finally:
             self._step_out(me)
             self._pass_on()
@@ -171,7 +176,7 @@ class SharedEngine:
                 if update is None and self._open_engine is None and call.inbox.empty():
                     call.places.clear()
                     raise ClosedModelError(_CLOSED_MEANWHILE)
-                if update is None and self._holder is not None:
+                if update is None and self._in_round:
                     update = self._sleep(call)
                 place = None if update is None else call.places.get(update.request_id)
                 if update is not None and place is not None:
@@ -179,7 +184,7 @@ class SharedEngine:
                         call.places.pop(update.request_id, None)
                         self._calls.pop(update.request_id, None)
                     return place, update
-                if self._holder is None:
+                if not self._in_round:
                     self._lead(call, me)
             return None
         finally:
@@ -193,10 +198,10 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            if self._holder is None:
-                self._lead(None, me)
-            else:
+            if self._in_round:
                 time.sleep(_SHORT_SLEEP)
+            else:
+                self._lead(None, me)
         finally:
             self._pass_on()
 
@@ -232,19 +237,23 @@ class SharedEngine:
             self._step_out(me)
             self._pass_on()
 
-    def _line_up(self, me: int) -> None:
-        """Wait until all who came before have had the engine. `_step_out` must follow, whatever happens."""
+    def _line_up(self, me: int, call: Call | None = None) -> None:
+        """Wait until all who came before have had the engine, or there is something for `call`.
+
+        `_step_out` must follow, whatever happens.
+        """
         own: SimpleQueue[None] = SimpleQueue()
         self._line[me] = own
         while self._line.get(me) is own:  # else a signal handler on this thread has had it in its place
-            first = next(iter(list(self._line.items())), (me, own))
-            if first[0] == me:
+            first = next(iter(list(self._line)), me)
+            if first == me or (call is not None and _has_something(call)):
                 return
+            key = self._line.get(first)
             with contextlib.suppress(Empty):
                 own.get(timeout=_LONGEST_TURN)
                 continue
-            if self._holder is None and self._line.get(first[0]) is first[1]:
-                self._line.pop(first[0], None)
+            if self._holder is None and self._line.get(first) is key:
+                self._line.pop(first, None)
 
     def _step_out(self, me: int) -> None:
         self._line.pop(me, None)
@@ -288,28 +297,30 @@ class SharedEngine:
         """Wait while another thread is in a round."""
         self._sleeping[call] = None
         try:
-            return None if self._holder is None else call.take(_LONGEST_SLEEP)
+            return call.take(_LONGEST_SLEEP) if self._in_round else None
         finally:
             self._sleeping.pop(call, None)
 
     def _lead(self, call: Call | None, me: int) -> None:
         """Run one round for everybody, unless another thread's has brought this call something meanwhile."""
         try:
-            self._line_up(me)
+            self._line_up(me, call)
+            if call is not None and _has_something(call):
+                return
             with self._lock:
-                self._holder, self._leading = me, call
+                self._holder, self._leading, self._in_round = me, call, True
                 try:
                     if self._open_engine is not None:
                         self._round(call)
                 finally:
-                    self._holder = self._leading = None
+                    self._holder, self._leading, self._in_round = None, None, False
         finally:
             self._step_out(me)
 
     def _round(self, call: Call | None) -> None:
         self._forget_abandoned()
         self._deliver()
-        if call is None or (call.places and call.inbox.empty()):
+        if call is None or not _has_something(call):
             with self._at_home():
                 self._engine.step()
                 if self._refused:
@@ -329,6 +340,8 @@ class SharedEngine:
             if call is not None:
                 call.inbox.put(update)
         self._delivered = updates
+        for waiting in list(self._line.values()):
+            waiting.put(None)  # whoever has got something need not wait for its turn
 
     def _check_alive(self, call: Call) -> None:
         if call.places and call.inbox.empty() and not self._engine.has_work:
@@ -377,9 +390,14 @@ class SharedEngine:
         """In a child process: only the thread that forked is left, and nobody else's round goes on."""
         gone = [*self._sleeping, *([self._leading] if self._leading else [])]
         self._lock, self._holder, self._leading, self._sleeping = threading.Lock(), None, None, {}
-        self._line = {}
+        self._line, self._in_round = {}, False
         for call in gone:
             self.abandon(call)
+
+
+def _has_something(call: Call) -> bool:
+    """Whether its caller has something to read, or nothing to wait for."""
+    return not call.places or not call.inbox.empty()
 
 
 def _renew_after_fork() -> None:
