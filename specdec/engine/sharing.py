@@ -248,11 +248,11 @@ class SharedEngine:
             first = next(iter(list(self._line)), me)
             if first == me or (call is not None and _has_something(call)):
                 return
-            key = self._line.get(first)
+            wakes_first = self._line.get(first)
             with contextlib.suppress(Empty):
                 own.get(timeout=_LONGEST_TURN)
                 continue
-            if self._holder is None and self._line.get(first) is key:
+            if self._holder is None and self._line.get(first) is wakes_first:
                 self._line.pop(first, None)
 
     def _step_out(self, me: int) -> None:
