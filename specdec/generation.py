@@ -14,11 +14,10 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream
-from specdec.errors import InvalidInputError
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
-from specdec.requests.submission import Params, submissions
+from specdec.requests.submission import Params, check_each, submissions
 from specdec.target.live import LiveModel
 
 
@@ -90,16 +89,12 @@ class Generation:
         """As `generate`, but yield every round's new tokens and text as they are accepted.
 
         Closing the iterator early, on any thread, aborts what is left.
+
+        Raises:
+            InvalidInputError, ClosedModelError, ModelChangedError: as `generate`; the others come from the iterator.
         """
         self._shared.check_open()
         check = self._live.begin_check()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        one_each = [request for request in requests if not request.sample_index]
-        for i, request in enumerate(one_each):
-            try:
-                self.engine.check(request.token_ids, request.params)
-            except InvalidInputError as error:
-                if len(one_each) == 1:
-                    raise
-                raise type(error)(f"prompt {i}: {error}") from None
+        check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)

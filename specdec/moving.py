@@ -28,7 +28,7 @@ from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
-from specdec.requests.submission import Params, Resumption, submissions
+from specdec.requests.submission import Params, Resumption, check_each, submissions
 from specdec.transfer.end import TRANSPORTS, made
 from specdec.transfer.link import Link
 from specdec.values import real, short
@@ -104,8 +104,7 @@ class Moving(Generation):
         link = self._opened()
         requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
         requests = [replace(request, hand_off=float(lease_seconds)) for request in requests]
-        for request in requests:
-            self.engine.check_leaving(request)
+        check_each(requests, self.engine.check_leaving)
         self._check_held_at_once([len(request.token_ids) for request in requests])
         call, found = self._shared.submit(requests), {}
         try:

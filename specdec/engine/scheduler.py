@@ -118,7 +118,7 @@ class Scheduler(Crossing):
         return (self.target_pages, *self.windowed_pages, *(() if self.head_pages is None else (self.head_pages,)))
 
     def arrange(self, last: Sequence[Request]) -> None:
-        """Requests that wait wait behind all others now, in this order."""
+        """These waiting requests come behind all others, in this order."""
         ids = {request.id for request in last}
         self.waiting = deque([*(r for r in self.waiting if r.id not in ids), *last])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from inspect import signature
 from typing import Any
@@ -59,6 +59,22 @@ def submissions(prompts: Prompts, params: Params, model: PreTrainedModel, tokeni
         eos = eos_ids(model.generation_config)
         found += [Submission(prompt, own, i, eos) for i in range(own.n)]
     return found
+
+
+def check_each(requests: Sequence[Submission], check: Callable[[Submission], object]) -> None:
+    """Check the requests of one call, each prompt's once: its samples are alike.
+
+    Raises:
+        InvalidInputError: what `check` raises; of several prompts it says which.
+    """
+    one_each = [request for request in requests if not request.sample_index]
+    for i, request in enumerate(one_each):
+        try:
+            check(request)
+        except InvalidInputError as error:
+            if len(one_each) == 1:
+                raise
+            raise type(error)(f"prompt {i}: {error}") from None
 
 
 def _check_token_types(prompts: Prompts, model: PreTrainedModel) -> None:

@@ -184,6 +184,13 @@ def test_states_move_between_engines_of_another_k(name: str) -> None:
     assert shapes == [list(shape) for shape in d.target.states.moved_shapes]
 
 
+def test_of_several_prompts_the_one_that_is_too_long_is_named() -> None:
+    model = wrap(tiny_llama(), max_model_len=64)
+    with pytest.raises(InvalidInputError, match=r"^prompt 1: the prompt has 64 tokens"):
+        model.prefill([[1, 2], [3] * 64], GREEDY)
+    assert free_everywhere(model)
+
+
 def test_a_row_whose_states_lack_tokens_may_not_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """What moves is a state, without the inputs that would still have to go into it."""
     p, d = (wrap(model, eagle3_head(model), **SIZES) for model in (tiny_hybrid("qwen3_next") for _ in range(2)))
