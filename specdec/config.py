@@ -98,6 +98,8 @@ class EngineConfig:
             decodes, `max_num_batched_tokens` alone holds.
         windowed: the target's further cache groups, see `attention.groups`.
         enable_prefix_caching: whether requests begin with pages that earlier ones left, see `attention.cache.prefix`.
+        keep_prefixes: whether those of earlier calls stay where a hook or parametrization of the target has state that
+            nobody can see, see `specdec.target.unseen`.
         fold_rule: when states of a target's recurrent layers are stored, see `attention.recurrence.index`; None where
             it has none.
         long_rope: of a target whose rotary embedding is of type longrope and that takes requests beyond its short
@@ -115,6 +117,7 @@ class EngineConfig:
     max_num_prefill_tokens: int = MAX_NUM_PREFILL_TOKENS
     windowed: tuple[WindowedPool, ...] = ()
     enable_prefix_caching: bool = False
+    keep_prefixes: bool = False
     fold_rule: FoldRule | None = None
     long_rope: LongRopeRule | None = None
 

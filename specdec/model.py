@@ -32,7 +32,7 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
-from specdec.target.live import LiveModel
+from specdec.target.live import LiveModel, WeightVersions
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
 
@@ -64,7 +64,7 @@ class SpeculativeModel(Closing):
         twin: what a small float32 copy of the model showed at loading, see specdec/target/twin.py.
         runners: attention of the target, by cache group, and, with a head, of the head.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
-        prefix_caching: "on", or "off: " and the reason. cascade_attention: likewise.
+        cascade_attention: "on", or "off: " and the reason.
         ranks: among which the target is divided; None with tensor_parallel_size=1. Then `hf_model` is this rank's
             share, whose forward alone is refused.
         checkpoint: where the target was read from; None for a loaded model without a name.
@@ -115,7 +115,7 @@ class SpeculativeModel(Closing):
         self.generation_config_use = generation_config
         self.backend_name = backend.name
         self.cascade_attention = cascade
-        self.prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
+        self._prefix_caching = prefix_caching or ("on" if config.enable_prefix_caching else "off")
         with startup_progress() as self._steps:
             made = assemble(probed, head, backend, config, cuda_graphs, format, layout, ranks)
             self.target, self.runners = made.target, made.runners
@@ -123,9 +123,11 @@ class SpeculativeModel(Closing):
             self._alterations = made.target.alterations
             with self._alterations.undone_on_error():
                 eos = eos_ids(probed.model.generation_config)
-                self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor)
+                captured = not isinstance(made.executor, EagerExecutor)
+                versions = WeightVersions(self.hf_model, head, captured=captured, settings=made.settings)
+                self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor, versions)
                 self._shared = SharedEngine(self.engine, self.device)
-                self._live = LiveModel.of(self.hf_model, captured=not isinstance(made.executor, EagerExecutor))
+                self._live = LiveModel.of(self.hf_model, captured, made.settings)
                 if isinstance(made.executor, CapturesLate):
                     made.executor.before_capture = self._live.check
                 for build in self.builds:
@@ -277,6 +279,12 @@ class SpeculativeModel(Closing):
     def num_speculative_tokens(self) -> int:
         """K, drafts a round."""
         return self.config.num_speculative_tokens
+
+    @property
+    def prefix_caching(self) -> str:
+        """ "on"; "within each call: " or "off: " and the reason."""
+        reason = self.engine.forgets_prefixes
+        return f"within each call: {reason}" if reason else self._prefix_caching
 
     @property
     def executor(self) -> Executor:

@@ -33,6 +33,7 @@ class AttentionPort:
         self._modules = [call.module for call in calls]
         self._dense = dense_stand_ins(root)
         self._tuned = [call.module for call in calls if call.attention_spec.temperature is not None]
+        self._bind()
 
     @contextmanager
     def using(self, attend: LayerAttend) -> Iterator[None]:

@@ -16,6 +16,7 @@ import torch
 
 from attention.cache.pages import BlockTables, PageAllocator
 from attention.cache.prefix import PrefixCache
+from attention.hf.gate import gate_of
 from drafters.loops.base import SharesPages
 from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
@@ -41,6 +42,7 @@ from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
 from specdec.target.live import WeightVersions
 from specdec.target.target import Target
+from specdec.user_warnings import warn_user
 
 
 class Engine(Visited):
@@ -73,11 +75,14 @@ class Engine(Visited):
         config: EngineConfig,
         eos_token_ids: Sequence[int],
         executor: Executor | None = None,
+        versions: WeightVersions | None = None,
         announce: Announce | None = None,
     ) -> None:
         """Make an engine with no requests.
 
-        executor: default operator by operator. announce: called with every round before it is launched.
+        Args:
+            executor: default operator by operator. versions: of target and head; default from now on.
+            announce: called with every round before it is launched.
         """
         self.config = config
         self._announce = announce
@@ -95,7 +100,8 @@ class Engine(Visited):
         if config.enable_prefix_caching:
             head = None if drafter is None else drafter.head
             captured = not isinstance(self.executor, EagerExecutor)
-            self._weights = WeightVersions(target.hf_model, head, captured=captured)
+            self._weights = versions or WeightVersions(target.hf_model, head, captured=captured)
+        self._told = False
         self._change = Change(self._mend)
         self.moving = Moving()
         self._departures = Departures(self.moving)
@@ -247,10 +253,28 @@ class Engine(Visited):
         """Whether such a request can be served; nothing is queued. See `Admission.check`."""
         return self._admission.check(token_ids, params)
 
+    @property
+    def forgets_prefixes(self) -> str:
+        """Why each call begins with an empty prefix cache, in words; "" where pages of earlier calls are kept."""
+        if self._weights is None or not self._weights.unseen or self.config.keep_prefixes:
+            return ""
+        return f"{self._weights.unseen} may depend on what nobody can see"
+
     def check_weights(self) -> None:
-        """Empty the prefix cache when weights have changed since the last call, see `WeightVersions`."""
-        if self._weights is not None and self._weights.changed():
+        """Empty the prefix cache when weights, settings or hooks have changed since the last call, and at every call
+        where that cannot be seen; a SpecdecWarning says so once. See `WeightVersions`."""
+        if self._weights is None:
+            return
+        with gate_of(self.target.hf_model.config).held():  # forwards of ours change some settings while they run
+            changed = self._weights.changed()
+        if changed or self.forgets_prefixes:
             self.forget_prefixes()
+        if self.forgets_prefixes and not self._told:
+            self._told = True
+            warn_user(
+                f"pages of the prefix cache are kept within one call alone: {self.forgets_prefixes}. "
+                "enable_prefix_caching=True keeps them if the hook always computes the same, False is silent"
+            )
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache, because weights have changed; what runs now leaves nothing in it."""

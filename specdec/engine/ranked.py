@@ -53,9 +53,10 @@ from specdec.requests.sampling import SamplingParams
 from specdec.requests.submission import Submission
 from specdec.requests.text import Tokenizer
 from specdec.rounds.verification import TargetArrays
+from specdec.target.live import WeightVersions
 from specdec.target.target import Target
 
-Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor]
+Parts = tuple[Target, Drafter | None, Tokenizer, EngineConfig, Sequence[int], Executor, WeightVersions]
 """What an engine is made of."""
 NOBODY = EngineTable("", "", {}, ())
 """The source of a handoff that only brings a request and its tensors to another rank."""
@@ -68,9 +69,10 @@ def make_engine(
     config: EngineConfig,
     eos_token_ids: Sequence[int],
     executor: Executor,
+    versions: WeightVersions,
 ) -> Engine:
     """The engine of a target, by the ranks that it is divided among."""
-    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor)
+    parts: Parts = (target, drafter, tokenizer, config, eos_token_ids, executor, versions)
     if target.ranks is None:
         return Engine(*parts)
     ranks, channel = target.ranks, target.ranks.channel
@@ -91,7 +93,7 @@ class LeadingEngine(Engine):
     def __init__(self, parts: Parts, ranks: Ranks, link: Link) -> None:
         self.ranks = ranks
         self._link = link
-        super().__init__(*parts, self._tell)
+        super().__init__(*parts, announce=self._tell)
         self.moving.confirm = partial(confirm, ranks)
 
     def submit(
@@ -322,7 +324,7 @@ class FollowingEngine(Engine):
     def __init__(self, parts: Parts, ranks: Ranks, ear: Ear) -> None:
         self.ranks = ranks
         self._ear = ear
-        super().__init__(*parts, self._compare)
+        super().__init__(*parts, announce=self._compare)
         self.moving.confirm = partial(confirm, ranks)
 
     def follow(self, message: Any) -> None:

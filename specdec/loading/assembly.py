@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from torch.nn import Module
+
 from attention.backends.base import AttentionBackend
 from attention.cache.kv_cache import CacheGroup, KVFormat, KVLayout
 from attention.groups import runner_of
@@ -12,7 +14,7 @@ from attention.runner import GroupRunner
 from drafters.base import Head
 from specdec.config import EngineConfig
 from specdec.execution.base import Drafter, Executor
-from specdec.loading.backends import GraphChoice, choose_graphs, made_in_inference_mode
+from specdec.loading.backends import GraphChoice, choose_graphs, made_in_inference_mode, uncaptured_state
 from specdec.loading.graphs import Graphs
 from specdec.loading.progress import log
 from specdec.loading.states import state_runner, uncapturable
@@ -20,6 +22,7 @@ from specdec.parallel.ranks import Ranks
 from specdec.rounds.buckets import loop_limits
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import check_target
+from specdec.target.settings import Settings
 from specdec.target.target import Target
 from specdec.target.twin import TwinReport, twin_test
 
@@ -32,6 +35,7 @@ class Assembly:
         target: the wrapped model, which carries its hooks and handles now. drafter: of the head; None without one.
         runners: attention of the target, by cache group, and, with a head, of the head.
         executor: how rounds run on the device.
+        settings: of the model and the head, those that the forwards of the self-test did not change themselves.
         twin: what a small float32 copy of the model showed. self_test_error: relative logit error of the self-test.
         graphs: "on" when rounds run from CUDA graphs, or "off: " and the reason.
     """
@@ -40,6 +44,7 @@ class Assembly:
     drafter: Drafter | None
     runners: tuple[GroupRunner, ...]
     executor: Executor
+    settings: Settings
     twin: TwinReport
     self_test_error: float
     graphs: str
@@ -64,7 +69,7 @@ def assemble(
         UnsupportedAttentionError: the backend lacks a variant.
     """
     loop = None if head is None else head.draft_loop(loop_limits(config))
-    prevented = uncapturable(probed) or made_in_inference_mode(probed.model, head)
+    prevented = uncapturable(probed) or made_in_inference_mode(probed.model, head) or uncaptured_state(probed.model)
     choice = choose_graphs(backend, loop, cuda_graphs, prevented)
     if ranks is not None:  # a rank without graphs among others with them would wait for sums that never come
         choice = replace(choice, required=choice.wanted)
@@ -111,7 +116,10 @@ def _checked(
     twin = twin_test(probed, config.max_model_len)
     graphs.compile()
     log.info("self-test")
+    parts = [probed.model, *([drafter.head] if drafter is not None and isinstance(drafter.head, Module) else ())]
+    before = Settings.of(*parts)
     error = check_target(target, probed, config.max_model_len, twin)
+    settings = before.settled()
     executor = graphs.executor()
     runners = target.runner.runners if drafter is None else (*target.runner.runners, drafter.runner)
-    return Assembly(target, drafter, runners, executor, twin, error, graphs.state)
+    return Assembly(target, drafter, runners, executor, settings, twin, error, graphs.state)

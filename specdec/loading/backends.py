@@ -18,6 +18,7 @@ from attention.spec import AttentionSpec
 from drafters.loops.base import DraftLoop, GraphLoop
 from specdec.config import BACKENDS
 from specdec.errors import InvalidInputError
+from specdec.target.unseen import unseen_state
 from specdec.user_warnings import warn_user
 
 _STORED = {"auto": None, "fp8": FP8}
@@ -88,6 +89,8 @@ def choose_graphs(
     """
     if cuda_graphs is True and uncapturable:
         raise InvalidInputError(f"cuda_graphs=True: {uncapturable}; give 'auto' or False")
+    if backend.batch_invariant and uncapturable:
+        raise InvalidInputError(f"backend={backend.name!r} runs from CUDA graphs alone: {uncapturable}")
     if cuda_graphs != "auto" or backend.batch_invariant:
         check_graphs(backend, loop, cuda_graphs is not False)
         return GraphChoice(True, required=True) if cuda_graphs else GraphChoice(False, reason="cuda_graphs=False")
@@ -109,6 +112,13 @@ def made_in_inference_mode(*modules: object) -> str:
     if not any(tensor.is_inference() for tensor in tensors):
         return ""
     return "parameters were made in torch.inference_mode(); load the model outside of it"
+
+
+def uncaptured_state(model: nn.Module) -> str:
+    """Why a model cannot run from CUDA graphs whose hooks, parametrizations or forwards may change what they do, in
+    words; "" where it has no such. A replay calls none of them."""
+    found = unseen_state(model)
+    return f"the model has {found}, which a replayed graph does not call" if found else ""
 
 
 def check_graphs(

@@ -38,8 +38,10 @@ class Loaded(Protocol):
     generation_config_use: Any
     ranks: Any
     graphs: str
-    prefix_caching: str
     cascade_attention: str
+
+    @property
+    def prefix_caching(self) -> str: ...
 
     @property
     def builds(self) -> Any: ...

@@ -171,7 +171,8 @@ def _sized(
     )
     loop = None if head is None else head.draft_loop(loop_limits(config))
     prefix_caching = choose_prefix_caching(loop, options.enable_prefix_caching, config.fold_rule is not None)
-    config = replace(config, enable_prefix_caching=prefix_caching == "on")
+    kept = options.enable_prefix_caching is True
+    config = replace(config, enable_prefix_caching=prefix_caching == "on", keep_prefixes=kept)
     cascade = choose_cascade(backend, prefix_caching, options.cascade_attention)
     windowed = sizes.of_pools(config.windowed, page_size)
     check_sizes_fit(config, device, sizes.first, staging_bytes(loop, config), windowed, states)

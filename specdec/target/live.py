@@ -9,7 +9,7 @@ modules attend, what is hooked, the vocabulary, and in graphs the weights' addre
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,16 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from attention.hf.gate import gate_of
 from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
+from specdec.target.settings import Held, Settings
+from specdec.target.unseen import hook_ids, hook_tables, unseen_state
 from specdec.values import short
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
+_EQUAL_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""transformers' own attention functions: they differ by rounding."""
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
 
@@ -80,66 +85,6 @@ def in_words(states: tuple[AdapterState, ...]) -> str:
 
 
 @dataclass(frozen=True)
-class Settings:
-    """Numbers that modules compute with beside their weights: a norm's epsilon, the scale of attention, its window.
-
-    Some are in the plan of attention and in graphs since the load, some in every page that the prefix cache has, so
-    another one would be ignored in one place and used in the next.
-
-    Attributes:
-        places: (name of the module, its attributes, name of the attribute); values: of them.
-    """
-
-    places: tuple[tuple[str, dict[str, Any], str], ...]
-    values: list[object]
-
-    @classmethod
-    def of(cls, model: nn.Module) -> Settings:
-        """As they are now: every float of a module but rates of dropout, and what shapes an attention mask; of the
-        configurations what forwards read there."""
-        of_modules = (
-            (name, own, attribute)
-            for name, own in ((name, vars(module)) for name, module in model.named_modules())
-            for attribute, value in own.items()
-            if (type(value) is float and "dropout" not in attribute) or attribute in _OF_MASKS
-        )
-        of_configs = (
-            (name, own, attribute) for name, own in _configs(model) for attribute in _OF_CONFIGS if attribute in own
-        )
-        places = (*of_modules, *of_configs)
-        return cls(places, [own[attribute] for _, own, attribute in places])
-
-    def check(self) -> None:
-        """Raises ModelChangedError: one of them is another now."""
-        now = [own.get(attribute) for _, own, attribute in self.places]
-        if now == self.values:
-            return
-        (name, _, attribute), before, found = next(
-            three for three in zip(self.places, self.values, now, strict=True) if three[1] != three[2]
-        )
-        raise ModelChangedError(
-            f"{name}.{attribute} was {short(before)} when the model was wrapped and is {short(found)} now; set it back"
-            + _OR_AGAIN
-        )
-
-
-_OF_MASKS = frozenset(("is_causal", "sliding_window"))
-_OF_CONFIGS = (
-    *("sliding_window", "attention_chunk_size", "attn_logit_softcapping", "final_logit_softcapping"),
-    *("logit_scale", "logits_scaling", "embedding_multiplier", "residual_multiplier", "lm_head_multiplier"),
-)
-
-
-def _configs(model: nn.Module) -> list[tuple[str, dict[str, Any]]]:
-    """First name and attributes of each configuration of the model and its modules."""
-    found: dict[int, tuple[str, dict[str, Any]]] = {}
-    for name, module in model.named_modules():
-        if "config" in vars(module):
-            found.setdefault(id(module.config), (f"{name}.config".removeprefix("."), vars(module.config)))
-    return list(found.values())
-
-
-@dataclass(frozen=True)
 class _Snapshot:
     """What is quick to compare of a model: of every module its mode and children, of all parameters in order identity,
     dtype, device and, where graphs hold them, address; None or 0 where a module has no parameter of that name.
@@ -183,8 +128,11 @@ class LiveModel:
             input and output embeddings; addresses: of its parameters, () where no graph holds them.
         snapshot: to see quickly that nothing has changed.
         adapted: layers of peft in it, () for most models; adapters: how they computed.
-        settings: numbers that its modules compute with.
+        settings: what its modules compute with beside weights and is not read again: with graphs all of it.
+        attention: the name of its attention function.
+        hook_tables, hooks: of its modules, where graphs would ignore others; none without graphs.
         held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
+        buffers: that graphs hold: the dict that each is in, its name there, and the tensor.
     """
 
     model: PreTrainedModel
@@ -196,18 +144,30 @@ class LiveModel:
     adapted: tuple[nn.Module, ...]
     adapters: tuple[AdapterState, ...]
     settings: Settings
+    attention: str | None
+    hook_tables: tuple[dict[int, Any], ...]
+    hooks: list[int]
     held: tuple[nn.Parameter, ...]
+    buffers: tuple[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor], ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, captured: bool) -> LiveModel:
-        """The model as it is now; `captured`: whether graphs hold its weights."""
+    def of(cls, model: PreTrainedModel, captured: bool, settings: Settings | None = None) -> LiveModel:
+        """The model as it is now.
+
+        Args:
+            captured: whether graphs hold its weights.
+            settings: of the model; default as they are, those that forwards change themselves among them.
+        """
         addresses = _addresses(model) if captured else ()
         snapshot = _Snapshot.of(tuple(model.modules()), captured)
-        adapted = adapter_layers(model)
+        adapted, found = adapter_layers(model), settings or Settings.of(model)
+        tables = hook_tables(snapshot.modules) if captured else ()
         return cls(
             *(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot),
-            *(adapted, adapter_states(adapted), Settings.of(model)),
+            *(adapted, adapter_states(adapted), found if captured else found.read_at_loading()),
+            *(model.config._attn_implementation, tables, hook_ids(tables)),
             tuple(model.parameters()) if captured else (),
+            tuple(_buffers(model)) if captured else (),
         )
 
     def begin_check(self) -> Callable[[], None] | None:
@@ -233,9 +193,13 @@ class LiveModel:
         Raises:
             ModelChangedError: what has changed, and what to do.
         """
+        with gate_of(self.model.config).held():  # forwards of ours change some settings while they run
+            self._check()
+
+    def _check(self) -> None:
         self._check_adapters()
         if self.snapshot.is_right and _vocabulary(self.model) == self.vocabulary:
-            self.settings.check()
+            self._check_settings()
             return
         self._check_mode()
         kinds = _kinds(self.model)
@@ -259,7 +223,43 @@ class LiveModel:
                 "the model's weights lie in other memory than when its graphs were captured (was it moved, or loaded "
                 f"with assign=True?){_AGAIN}; new values in place are fine"
             )
-        self.settings.check()
+        self._check_settings()
+
+    def _check_settings(self) -> None:
+        """What was read at loading, and is not read again; in graphs that is everything."""
+        function = self.model.config._attn_implementation
+        if function != self.attention and function not in _EQUAL_ATTENTION:
+            raise ModelChangedError(
+                f"the model's attention function was {self.attention!r} when it was wrapped and is {function!r} now, "
+                f"which rounds do not call; set it back{_OR_AGAIN}"
+            )
+        change = self.settings.change()
+        if change is not None and isinstance(change.before, Held):
+            raise ModelChangedError(
+                f"{change.name} is another object or was written to since the model was wrapped{_AGAIN}"
+            )
+        if change is not None:
+            raise ModelChangedError(
+                f"{change.name} was {short(change.before)} when the model was wrapped and is {short(change.now)} now; "
+                "set it back" + _OR_AGAIN
+            )
+        if self.held:
+            self._check_captured()
+
+    def _check_captured(self) -> None:
+        """What replayed graphs would ignore: hooks, forwards in place of others, buffers that were replaced."""
+        for name, owner, key, before in self.buffers:
+            now = owner.get(key)
+            if now is not before and (now is None or not _equal_buffers(before, now)):
+                raise ModelChangedError(f"the buffer {name} was replaced since graphs were captured{_AGAIN}")
+        found = self.settings.hidden()
+        if hook_ids(self.hook_tables) != self.hooks:
+            found = found or unseen_state(self.model)
+        if found:
+            raise ModelChangedError(
+                f"{found} is new since graphs were captured, which do not call it; remove it{_OR_AGAIN}, which runs "
+                "without graphs then"
+            )
 
     def _check_adapters(self) -> None:
         """Adapters switched, scaled, merged, disabled: the same parameters, and another model."""
@@ -279,23 +279,35 @@ class LiveModel:
 
 
 class WeightVersions:
-    """Whether weights have changed since the last look: other values in place, as far as torch counts that, and, but
-    for graphs, other tensors in their place.
+    """Whether a model has changed since the last look: other values in place, as far as torch counts that, and, but
+    for graphs, other tensors in their place, other settings and other hooks.
 
     It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
     not what is written through `.data`, `.detach()` or `.numpy()`: `SpeculativeModel.refresh()` is for those. For
     inference tensors it counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
     `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then
-    on. They run forward hooks, and a forward set on a module, so others of these count as other weights.
+    on. They call modules and run hooks, so other settings (`specdec.target.settings`), other hooks and a forward set on
+    a module count as other weights.
+
+    Attributes:
+        unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
+            there is none, and with graphs, which are not captured over such.
     """
 
-    def __init__(self, *parts: object, captured: bool = False) -> None:
-        """parts: modules; anything else has no weights. captured: graphs read the tensors that are there now, whatever
-        is assigned in their place, so only their values are looked at."""
+    def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
+        """
+        Args:
+            parts: modules, the target first; anything else has no weights.
+            captured: graphs read the tensors that are there now, whatever is assigned in their place, so only their
+                values are looked at.
+            settings: of these modules; default as they are, those that forwards change themselves among them.
+        """
         self._roots = tuple(part for part in parts if isinstance(part, nn.Module))
         self._captured = captured
+        self._settings = settings or Settings.of(*self._roots)
         self._walk()
         self._look()
+        self.unseen = "" if captured else unseen_state(self._roots[0])
         self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
         self._count = sum(tensor._version for tensor in self._counted)
 
@@ -310,10 +322,16 @@ class WeightVersions:
 
     def _looks_different(self) -> bool:
         before, versions, hooks, addresses = self._tensors, self._versions, self._hooks, self._addresses
+        same = self._settings.are_same
         if self._children != self._children_now():
             self._walk()
+            same = False
         self._look()
-        if len(before) != len(self._tensors) or hooks != self._hooks:
+        if not same or hooks != self._hooks:
+            self._settings = self._settings.renewed()
+            self.unseen = unseen_state(self._roots[0])
+            return True
+        if len(before) != len(self._tensors):
             return True
         if (
             addresses == self._addresses
@@ -331,6 +349,7 @@ class WeightVersions:
     def _walk(self) -> None:
         self._modules = [module for root in self._roots for module in root.modules()]
         self._children = self._children_now()
+        self._hook_tables = hook_tables(self._modules)
         self._owners: list[Any] = [d for module in self._modules for d in (module._parameters, module._buffers)]
 
     def _children_now(self) -> list[nn.Module | None]:
@@ -338,15 +357,25 @@ class WeightVersions:
 
     def _look(self) -> None:
         self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
-        self._versions = [0 if tensor.is_inference() else tensor._version for tensor in self._tensors]
-        self._addresses = [_address(tensor) for tensor in self._tensors]
-        hooks = (hooks for module in self._modules for hooks in (module._forward_hooks, module._forward_pre_hooks))
-        self._hooks: list[Any] = [hook for of_one in hooks for hook in of_one]
-        self._hooks += [module.forward for module in self._modules if "forward" in vars(module)]
+        self._versions = _counts(self._tensors)
+        plain = {torch.Tensor, nn.Parameter}.issuperset(map(type, self._tensors))
+        self._addresses = list(map(torch.Tensor.data_ptr if plain else address_of, self._tensors))
+        self._hooks = hook_ids(self._hook_tables)
 
 
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.data_ptr() if type(tensor) is torch.Tensor else address_of(tensor)
+def _counts(tensors: list[torch.Tensor]) -> list[int]:
+    """torch's counts of writes to them; 0 for inference tensors, which have none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:
+    for name, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{name}.{key}".removeprefix("."), module._buffers, key, buffer
 
 
 def _equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:

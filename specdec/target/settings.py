@@ -1,0 +1,280 @@
+"""Settings: what a model computes with beside its weights, as far as it can be read: attributes of its modules and
+configurations, functions of their classes and of the files these are in.
+
+Rounds call the modules, so a changed setting counts from the next round on, and what was kept from earlier ones is
+stale. Some settings were read once, at loading: by the plan of attention, and all of them by a graph.
+"""
+
+from __future__ import annotations
+
+import operator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import compress
+from types import FunctionType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from attention.hf.recurrent import STAND_INS
+
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, tuple, set)
+_FUNCTIONS = (FunctionType, staticmethod, classmethod, property)
+_MISSING = object()
+_OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_is_hf_initialized", "config"}
+_OF_EVERY_MODEL = frozenset(
+    ("all_tied_weights_keys", "name_or_path", "loss_type", "generation_config", "kernel_config")
+)
+_SIZES = frozenset(("in_features", "out_features", "num_embeddings", "embedding_dim"))
+"""Of torch's layers, whose forwards take sizes from the weight."""
+_MOVING = frozenset(("gradient_checkpointing", "max_seq_len_cached"))
+"""What training and forwards change themselves."""
+_OURS = frozenset(("rows", "fused_weight", "fused_bias", "holders"))
+"""Of `specdec.compiler.siblings`; other names of ours begin with `_specdec`."""
+_NOT_IN_FORWARDS = frozenset(
+    (
+        *("use_cache", "return_dict", "torchscript", "architectures", "id2label", "label2id", "problem_type"),
+        *("dtype", "torch_dtype", "transformers_version", "tie_word_embeddings", "initializer_range", "name_or_path"),
+        *("output_attentions", "output_hidden_states", "is_encoder_decoder", "tokenizer_class", "pruned_heads"),
+    )
+)
+"""Of configurations: where a model came from, and what a forward returns."""
+_READ_BY_ATTENTION = ("sliding", "window", "chunk", "softcap", "attention_type", "layer_type", "mask")
+"""Parts of names of what the plan of attention was made from, on whatever module."""
+_READ_FROM_CONFIGURATIONS = (*_READ_BY_ATTENTION, "rope", "original_max", "logit", "multiplier", "_layers")
+_CALLS = ("__call__", "_call_impl", "_wrapped_call_impl")
+_HANDLES = ("_specdec_layer", "_specdec_recurrence")
+"""Attributes of the modules whose attention or recurrence rounds compute."""
+_NOT_LOOKED_AT = ("torch", "attention", "drafters", "specdec", "__main__", "builtins")
+"""Packages whose files' functions do not count; those of a notebook are made anew whenever a cell is run."""
+_MOST_ITEMS = 256
+"""Items of a container that are compared one by one."""
+
+
+class _Place(NamedTuple):
+    """Where a setting lies. built_in: it was read at loading, and rounds do not read it again."""
+
+    owner: str
+    held_by: Mapping[str, Any]
+    name: str
+    built_in: bool = False
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.owner, self.name
+
+    def read(self) -> Any:
+        """The value; what compares equal as long as the contents of a container or tensor are the same."""
+        return _comparable(self.held_by.get(self.name, _MISSING))
+
+
+class Change(NamedTuple):
+    """A setting that is another now: its name in words, and its values."""
+
+    name: str
+    before: object
+    now: object
+
+
+class Held:
+    """Compares by identity, and for a tensor by torch's count of writes to it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+        counted = isinstance(value, torch.Tensor) and not value.is_inference()
+        self.version = value._version if counted else 0  # type: ignore[attr-defined]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Held) and other.value is self.value and other.version == self.version
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of some modules at one moment.
+
+    Attributes:
+        roots: of the modules. moving: keys of settings that forwards change themselves, which do not count.
+        places, values: settings that a look at their identity nearly always decides. deep, contents: containers and
+            tensors. Both are held, so nothing new can have their identity.
+        modules: all of them; sizes: how many attributes each had. kinds: their classes.
+    """
+
+    roots: tuple[nn.Module, ...]
+    moving: frozenset[tuple[str, str]]
+    places: tuple[_Place, ...]
+    values: list[Any]
+    deep: tuple[_Place, ...]
+    contents: list[Any]
+    modules: tuple[nn.Module, ...]
+    sizes: list[int]
+    kinds: list[type]
+
+    @classmethod
+    def of(cls, *roots: nn.Module, moving: frozenset[tuple[str, str]] = frozenset()) -> Settings:
+        """As they are now."""
+        named = [
+            (f"{type(root).__name__} {name}" if number else name, module)
+            for number, root in enumerate(roots)
+            for name, module in root.named_modules()
+        ]
+        found = [place for place in _places(named) if place.key not in moving]
+        deep = tuple(p for p in found if isinstance(p.held_by[p.name], (torch.Tensor, *_CONTAINERS)))
+        places = tuple(p for p in found if not isinstance(p.held_by[p.name], (torch.Tensor, *_CONTAINERS)))
+        modules = tuple(module for _, module in named)
+        return cls(
+            *(roots, moving, places, _read(places), deep, [place.read() for place in deep]),
+            *(modules, _sizes(modules), list(map(type, modules))),
+        )
+
+    def settled(self) -> Settings:
+        """After forwards that ran since: as they are now, without those that were changed or added meanwhile."""
+        now = Settings.of(*self.roots)
+        known = {place.key for place in (*self.places, *self.deep)}
+        moved = {place.key for place, _, _ in self._different()}
+        moving = moved | ({place.key for place in (*now.places, *now.deep)} - known)
+        return Settings.of(*self.roots, moving=frozenset(moving))
+
+    def read_at_loading(self) -> Settings:
+        """Those that rounds do not read again."""
+        here = [place.built_in for place in self.places]
+        inside = [place.built_in for place in self.deep]
+        return replace(
+            self,
+            places=tuple(compress(self.places, here)),
+            values=list(compress(self.values, here)),
+            deep=tuple(compress(self.deep, inside)),
+            contents=list(compress(self.contents, inside)),
+        )
+
+    def renewed(self) -> Settings:
+        """As they are now, new ones among them."""
+        return Settings.of(*self.roots, moving=self.moving)
+
+    @property
+    def are_same(self) -> bool:
+        """Whether none has changed, and no module has an attribute more, or is of another class."""
+        return (
+            _sizes(self.modules) == self.sizes
+            and list(map(type, self.modules)) == self.kinds
+            and next(self._different(), None) is None
+        )
+
+    def change(self) -> Change | None:
+        """The first setting that is another now."""
+        for place, before, now in self._different():
+            return Change(f"{place.owner}.{place.name}", before, now)
+        return None
+
+    def hidden(self) -> str | None:
+        """Name of an attribute that a module has got since and that hides one of its class: a function, for example."""
+        if _sizes(self.modules) == self.sizes:
+            return None
+        known = {place.key for place in (*self.places, *self.deep)} | self.moving
+        now = Settings.of(*self.roots)
+        owners = {id(vars(module)): type(module) for module in now.modules}
+        return next(
+            (
+                f"{place.owner}.{place.name}"
+                for place in (*now.places, *now.deep)
+                if place.key not in known and hasattr(owners.get(id(place.held_by)), place.name)
+            ),
+            None,
+        )
+
+    def _different(self) -> Iterator[tuple[_Place, Any, Any]]:
+        now = _read(self.places)
+        if not all(map(operator.is_, now, self.values)):
+            for place, before, found in zip(self.places, self.values, now, strict=True):
+                if before is not found and not (type(before) in _PLAIN and before == found):
+                    yield place, before, found
+        for place, before in zip(self.deep, self.contents, strict=True):
+            found = place.read()
+            if before != found:
+                yield place, before, found
+
+
+def _sizes(modules: Iterable[nn.Module]) -> list[int]:
+    return [len(module.__dict__) for module in modules]
+
+
+def _read(places: Iterable[_Place]) -> list[Any]:
+    return [held_by.get(name, _MISSING) for _, held_by, name, _ in places]
+
+
+def _comparable(value: Any, depth: int = 3) -> Any:
+    """Nested tuples of plain values, and of others by identity."""
+    if type(value) in _PLAIN:
+        return value
+    if type(value) not in _CONTAINERS or not depth or len(value) > _MOST_ITEMS:
+        return Held(value)
+    if isinstance(value, dict):
+        return tuple((key, _comparable(item, depth - 1)) for key, item in value.items())
+    return frozenset(value) if isinstance(value, set) else tuple(_comparable(item, depth - 1) for item in value)
+
+
+def _places(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
+    modules = [module for _, module in named]
+    for name, module in named:
+        yield from _of_module(name or type(module).__name__, module)
+    yield from _of_configurations(named)
+    attending = {kind for module in modules if _attends(module) for kind in type(module).__mro__}
+    kinds = dict.fromkeys(kind for module in modules for kind in type(module).__mro__)
+    for kind in kinds:
+        yield from _of_class(kind, kind in attending)
+    for name in dict.fromkeys(kind.__module__ for kind in kinds if kind not in PreTrainedModel.__mro__):
+        if name in sys.modules and name.partition(".")[0] not in _NOT_LOOKED_AT:
+            yield from _of_file(name, vars(sys.modules[name]))
+
+
+def _attends(module: nn.Module) -> bool:
+    return "Attention" in type(module).__name__ or any(handle in vars(module) for handle in _HANDLES)
+
+
+def _of_module(name: str, module: nn.Module) -> Iterator[_Place]:
+    own, attends = vars(module), _attends(module)
+    left_out = _OF_EVERY_MODULE | _MOVING | _OURS
+    if type(module).__module__.startswith("torch."):
+        left_out |= _SIZES
+    is_model = isinstance(module, PreTrainedModel)
+    for attribute in own:
+        of_model = is_model and (attribute in _OF_EVERY_MODEL or attribute.startswith("_"))
+        if attribute in left_out or of_model or "dropout" in attribute or attribute.startswith("_specdec"):
+            continue
+        yield _Place(name, own, attribute, attends or any(part in attribute for part in _READ_BY_ATTENTION))
+
+
+def _of_configurations(named: list[tuple[str, nn.Module]]) -> Iterator[_Place]:
+    seen: set[int] = set()
+    for name, module in named:
+        config = vars(module).get("config")
+        if config is None or id(config) in seen or not hasattr(config, "__dict__"):
+            continue
+        seen.add(id(config))
+        for attribute in vars(config):
+            without = attribute in _NOT_IN_FORWARDS or "dropout" in attribute or "_token_" in attribute
+            if not without and not attribute.startswith("_"):
+                built_in = any(part in attribute for part in _READ_FROM_CONFIGURATIONS)
+                yield _Place(f"{name}.config".removeprefix("."), vars(config), attribute, built_in)
+
+
+def _of_class(kind: type, attends: bool) -> Iterator[_Place]:
+    if kind.__module__.partition(".")[0] in ("attention", "drafters", "specdec", "builtins"):
+        return
+    of_every_model = kind in PreTrainedModel.__mro__
+    for name, value in list(vars(kind).items()):
+        counts = name in _CALLS or not (of_every_model or name.startswith("__"))
+        if counts and isinstance(value, (*_FUNCTIONS, *_PLAIN)):
+            yield _Place(f"{kind.__module__}.{kind.__qualname__}", vars(kind), name, attends and not of_every_model)
+
+
+def _of_file(name: str, own: dict[str, Any]) -> Iterator[_Place]:
+    """The functions that the code of a module's class calls by name."""
+    for function, value in list(own.items()):
+        if isinstance(value, FunctionType) and function not in STAND_INS:
+            yield _Place(name, own, function, "mask" in function or "attention" in function)
