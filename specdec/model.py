@@ -32,9 +32,10 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
-from specdec.target.live import LiveModel, WeightVersions
+from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
+from specdec.target.versions import WeightVersions
 
 MODEL_FORMAT = KVFormat()
 
@@ -127,7 +128,9 @@ class SpeculativeModel(Closing):
                 versions = WeightVersions(self.hf_model, head, captured=captured, settings=made.settings)
                 self.engine = make_engine(made.target, made.drafter, tokenizer, config, eos, made.executor, versions)
                 self._shared = SharedEngine(self.engine, self.device)
-                self._live = LiveModel.of(self.hf_model, captured, made.settings)
+                self._live = LiveModel.of(
+                    *(self.hf_model, captured, made.settings, made.target.uncalled, made.target.tabulated)
+                )
                 if isinstance(made.executor, CapturesLate):
                     made.executor.before_capture = self._live.check
                 for build in self.builds:

@@ -76,11 +76,13 @@ class AbsorbedAttention:
 def absorbed_attention(module: nn.Module) -> AbsorbedAttention | None:
     """The absorbed form of an attention module, or None when it has none.
 
-    None for ordinary attention, and for a `kv_b_proj` that cannot be read as a plain matrix (quantised, or with a
-    bias): such a model runs expanded.
+    None for ordinary attention, and for a `kv_b_proj` that cannot be read as a plain matrix (quantised, hooked, or with
+    a bias): such a model runs expanded.
     """
     up = getattr(module, "kv_b_proj", None)
     if not hasattr(type(module), "expand_kv") or up is None or not computes_plainly(up) or up.bias is not None:
+        return None
+    if up._forward_hooks or up._forward_pre_hooks:
         return None
     nope, value, latent = (int(getattr(module, n)) for n in ("qk_nope_head_dim", "v_head_dim", "kv_lora_rank"))
     return AbsorbedAttention(module, nope, value, latent)

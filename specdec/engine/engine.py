@@ -40,8 +40,8 @@ from specdec.requests.request import Request, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
-from specdec.target.live import WeightVersions
 from specdec.target.target import Target
+from specdec.target.versions import WeightVersions
 from specdec.user_warnings import warn_user
 
 

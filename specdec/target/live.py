@@ -8,10 +8,9 @@ modules attend, what is hooked, the vocabulary, and in graphs the weights' addre
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,11 +21,13 @@ from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
 from specdec.target.settings import Held, Settings
 from specdec.target.unseen import hook_ids, hook_tables, unseen_state
+from specdec.target.versions import equal_buffers, writes_to
 from specdec.values import short
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
 _EQUAL_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """transformers' own attention functions: they differ by rounding."""
+_MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
 
@@ -118,6 +119,24 @@ class _Snapshot:
         return _Snapshot.of(self.modules, self.addresses is not None) == self
 
 
+class _Buffer(NamedTuple):
+    """A buffer that rounds do not read again: the dict that it is in, and its key there. writes: to it, where new
+    values in place are not read either."""
+
+    name: str
+    held_by: dict[str, torch.Tensor | None]
+    key: str
+    tensor: torch.Tensor
+    writes: int | None
+
+    @property
+    def is_same(self) -> bool:
+        now = self.held_by.get(self.key)
+        if now is self.tensor:
+            return self.writes is None or writes_to([now])[0] == self.writes
+        return now is not None and equal_buffers(self.tensor, now)
+
+
 @dataclass(frozen=True)
 class LiveModel:
     """The wrapped model and what it was at loading.
@@ -130,9 +149,10 @@ class LiveModel:
         adapted: layers of peft in it, () for most models; adapters: how they computed.
         settings: what its modules compute with beside weights and is not read again: with graphs all of it.
         attention: the name of its attention function.
-        hook_tables, hooks: of its modules, where graphs would ignore others; none without graphs.
+        uncalled: modules that rounds do not call: all of them, with graphs.
+        hook_tables, hooks: of these.
         held: the parameters that `addresses` are of. One that is replaced in the model lives on for the graphs.
-        buffers: that graphs hold: the dict that each is in, its name there, and the tensor.
+        buffers: that rounds do not read again.
     """
 
     model: PreTrainedModel
@@ -145,29 +165,40 @@ class LiveModel:
     adapters: tuple[AdapterState, ...]
     settings: Settings
     attention: str | None
+    uncalled: tuple[nn.Module, ...]
     hook_tables: tuple[dict[int, Any], ...]
     hooks: list[int]
     held: tuple[nn.Parameter, ...]
-    buffers: tuple[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor], ...]
+    buffers: tuple[_Buffer, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, captured: bool, settings: Settings | None = None) -> LiveModel:
+    def of(
+        cls,
+        model: PreTrainedModel,
+        captured: bool,
+        settings: Settings | None = None,
+        uncalled: tuple[nn.Module, ...] = (),
+        tabulated: tuple[nn.Module, ...] = (),
+    ) -> LiveModel:
         """The model as it is now.
 
         Args:
             captured: whether graphs hold its weights.
             settings: of the model; default as they are, those that forwards change themselves among them.
+            uncalled, tabulated: see `Target`.
         """
         addresses = _addresses(model) if captured else ()
         snapshot = _Snapshot.of(tuple(model.modules()), captured)
         adapted, found = adapter_layers(model), settings or Settings.of(model)
-        tables = hook_tables(snapshot.modules) if captured else ()
+        uncalled = snapshot.modules if captured else uncalled
+        tables = hook_tables(uncalled) if uncalled else ()
         return cls(
             *(model, _parts(model), _kinds(model), _vocabulary(model), addresses, snapshot),
             *(adapted, adapter_states(adapted), found if captured else found.read_at_loading()),
-            *(model.config._attn_implementation, tables, hook_ids(tables)),
+            model.config._attn_implementation,
+            *(uncalled, tables, hook_ids(tables)),
             tuple(model.parameters()) if captured else (),
-            tuple(_buffers(model)) if captured else (),
+            (*_buffers(snapshot.modules if captured else (), False), *_buffers(tabulated, True)),
         )
 
     def begin_check(self) -> Callable[[], None] | None:
@@ -243,22 +274,20 @@ class LiveModel:
                 f"{change.name} was {short(change.before)} when the model was wrapped and is {short(change.now)} now; "
                 "set it back" + _OR_AGAIN
             )
-        if self.held:
-            self._check_captured()
+        self._check_ignored()
 
-    def _check_captured(self) -> None:
-        """What replayed graphs would ignore: hooks, forwards in place of others, buffers that were replaced."""
-        for name, owner, key, before in self.buffers:
-            now = owner.get(key)
-            if now is not before and (now is None or not _equal_buffers(before, now)):
-                raise ModelChangedError(f"the buffer {name} was replaced since graphs were captured{_AGAIN}")
-        found = self.settings.hidden()
+    def _check_ignored(self) -> None:
+        """What rounds would ignore: hooks and forwards of modules that they do not call, buffers that were replaced."""
+        for buffer in self.buffers:
+            if not buffer.is_same:
+                raise ModelChangedError(f"the buffer {buffer.name} is another since the model was wrapped{_AGAIN}")
+        found = self.settings.hidden() if self.held else _with_own_forward(self.uncalled)
         if hook_ids(self.hook_tables) != self.hooks:
             found = found or unseen_state(self.model)
         if found:
             raise ModelChangedError(
-                f"{found} is new since graphs were captured, which do not call it; remove it{_OR_AGAIN}, which runs "
-                "without graphs then"
+                f"{found} is new since the model was wrapped, and {'graphs' if self.held else 'rounds'} do not call "
+                f"it; remove it{_OR_AGAIN}"
             )
 
     def _check_adapters(self) -> None:
@@ -278,111 +307,19 @@ class LiveModel:
             )
 
 
-class WeightVersions:
-    """Whether a model has changed since the last look: other values in place, as far as torch counts that, and, but
-    for graphs, other tensors in their place, other settings and other hooks.
-
-    It counts what is written to a parameter (`load_state_dict`, an optimiser's step, an adapter merged in place), and
-    not what is written through `.data`, `.detach()` or `.numpy()`: `SpeculativeModel.refresh()` is for those. For
-    inference tensors it counts nothing. Another tensor is one that was assigned (`layer.weight = …`, `weight.data = …`,
-    `load_state_dict(assign=True)`, another linear layer of the same sizes): rounds without graphs read it from then
-    on. They call modules and run hooks, so other settings (`specdec.target.settings`), other hooks and a forward set on
-    a module count as other weights.
-
-    Attributes:
-        unseen: the first hook, parametrization or forward of the target whose state nobody can see, in words; "" where
-            there is none, and with graphs, which are not captured over such.
-    """
-
-    def __init__(self, *parts: object, captured: bool = False, settings: Settings | None = None) -> None:
-        """
-        Args:
-            parts: modules, the target first; anything else has no weights.
-            captured: graphs read the tensors that are there now, whatever is assigned in their place, so only their
-                values are looked at.
-            settings: of these modules; default as they are, those that forwards change themselves among them.
-        """
-        self._roots = tuple(part for part in parts if isinstance(part, nn.Module))
-        self._captured = captured
-        self._settings = settings or Settings.of(*self._roots)
-        self._walk()
-        self._look()
-        self.unseen = "" if captured else unseen_state(self._roots[0])
-        self._counted = [tensor for tensor in self._tensors if not tensor.is_inference()]
-        self._count = sum(tensor._version for tensor in self._counted)
-
-    def changed(self) -> bool:
-        """Whether any has since this was asked last."""
-        return self._counted_on() if self._captured else self._looks_different()
-
-    def _counted_on(self) -> bool:
-        """Of the same tensors: a first token waits for this."""
-        before, self._count = self._count, sum(tensor._version for tensor in self._counted)
-        return before != self._count
-
-    def _looks_different(self) -> bool:
-        before, versions, hooks, addresses = self._tensors, self._versions, self._hooks, self._addresses
-        same = self._settings.are_same
-        if self._children != self._children_now():
-            self._walk()
-            same = False
-        self._look()
-        if not same or hooks != self._hooks:
-            self._settings = self._settings.renewed()
-            self.unseen = unseen_state(self._roots[0])
-            return True
-        if len(before) != len(self._tensors):
-            return True
-        if (
-            addresses == self._addresses
-            and versions == self._versions
-            and all(map(operator.is_, before, self._tensors))
-        ):
-            return False
-        old = zip(before, versions, addresses, strict=True)
-        new = zip(self._tensors, self._versions, self._addresses, strict=True)
-        return not all(
-            (was[0] is now[0] and was[1:] == now[1:]) or _equal_buffers(was[0], now[0])
-            for was, now in zip(old, new, strict=True)
-        )
-
-    def _walk(self) -> None:
-        self._modules = [module for root in self._roots for module in root.modules()]
-        self._children = self._children_now()
-        self._hook_tables = hook_tables(self._modules)
-        self._owners: list[Any] = [d for module in self._modules for d in (module._parameters, module._buffers)]
-
-    def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self._modules for child in module._modules.values()]
-
-    def _look(self) -> None:
-        self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
-        self._versions = _counts(self._tensors)
-        plain = {torch.Tensor, nn.Parameter}.issuperset(map(type, self._tensors))
-        self._addresses = list(map(torch.Tensor.data_ptr if plain else address_of, self._tensors))
-        self._hooks = hook_ids(self._hook_tables)
-
-
-def _counts(tensors: list[torch.Tensor]) -> list[int]:
-    """torch's counts of writes to them; 0 for inference tensors, which have none."""
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _buffers(model: nn.Module) -> Iterator[tuple[str, dict[str, torch.Tensor | None], str, torch.Tensor]]:
-    for name, module in model.named_modules():
+def _buffers(modules: Iterable[nn.Module], read_once: bool) -> Iterator[_Buffer]:
+    """read_once: new values in place are not read either."""
+    for module in modules:
+        moving = getattr(module, "rope_type", "") in _MOVING_FREQUENCIES  # chosen anew by the length of a forward
         for key, buffer in module._buffers.items():
-            if buffer is not None:
-                yield f"{name}.{key}".removeprefix("."), module._buffers, key, buffer
+            if buffer is not None and not (moving and key == "inv_freq"):
+                count = writes_to([buffer])[0] if read_once else None
+                yield _Buffer(f"{type(module).__name__}.{key}", module._buffers, key, buffer, count)
 
 
-def _equal_buffers(before: torch.Tensor, now: torch.Tensor) -> bool:
-    """Whether another buffer has the same values: some forwards make their rotary one anew."""
-    if before is now or isinstance(before, nn.Parameter) or isinstance(now, nn.Parameter):
-        return False
-    return before.device == now.device and before.dtype == now.dtype and torch.equal(before, now)
+def _with_own_forward(modules: Iterable[nn.Module]) -> str:
+    owner = next((module for module in modules if "forward" in module.__dict__), None)
+    return "" if owner is None else f"the forward of a {type(owner).__name__}"
 
 
 def _parts(model: nn.Module) -> tuple[object, ...]:

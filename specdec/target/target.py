@@ -160,6 +160,8 @@ class Target:
         states: the states of its recurrent layers; None where it has none.
         num_layers: decoder layers.
         fp8: its FP8 layers; None where it has none.
+        uncalled: modules whose weights rounds read without calling them (MLA's up projections). tabulated: those whose
+            results were computed at loading (rotary modules of longrope models).
         placeholders: token ids that stand for what is no text, see `specdec.target.placeholders`.
         long_rope: the rule of a longrope model's requests; None for other models.
         alterations: what was done to the model for this target and its executor.
@@ -194,10 +196,13 @@ class Target:
             self.alterations.on_undo(probed.fp8.release)
         self._recorder = AuxStateRecorder(probed, aux_layers, max(max_tokens, 2) if aux_layers else 0, self.alterations)
         self._port = AttentionPort(probed.model, probed.calls)
+        latent = [call.latent.module for call in probed.calls if call.latent is not None]
+        self.uncalled: tuple[torch.nn.Module, ...] = tuple(module.get_submodule("kv_b_proj") for module in latent)
         self.alterations.on_undo(self._port.release)
         self._recurrent = RecurrentPort(probed.recurrent_calls)
         self.alterations.on_undo(self._recurrent.release)
         found = find_long_rope(probed.model)
+        self.tabulated = () if found is None else found.modules
         self.long_rope = None if found is None else found.rule
         self._rope: LongRopePort | None = None
         if found is not None:

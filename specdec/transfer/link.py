@@ -17,7 +17,8 @@ from specdec.errors import HandoffMismatchError, TransferError
 from specdec.requests.handoff import Handoff
 from specdec.requests.request import Update
 from specdec.target.fingerprint import fingerprints_of_ranks, weights_fingerprint
-from specdec.target.live import WeightVersions, adapter_layers, adapter_states, in_words
+from specdec.target.live import adapter_layers, adapter_states, in_words
+from specdec.target.versions import WeightVersions
 from specdec.transfer.end import RankEnd
 from specdec.transfer.ranks import RanksRead, open_on_other_ranks
 

@@ -26,13 +26,14 @@ import torch.nn.utils.parametrize as parametrize
 import transformers.models.llama.modeling_llama as llama_file
 from fakes import TINY, backend_of_ours, eagle3_head, random_prompts, wrap
 from torch import nn
-from transformers import LlamaConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import AutoConfig, LlamaConfig, MixtralConfig, Qwen3MoeConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import AutoModelForCausalLM
 
 from specdec import InvalidInputError, ModelChangedError, SamplingParams, SpecdecWarning, SpeculativeModel
 from specdec.engine.engine import Engine
 from specdec.execution.eager import EagerExecutor
+from specdec.target.twin import enlarge
 from tests.specdec.execution.test_graphs import (
     FixedPlaceBackend,
     graphs_on_cpu,  # noqa: F401
@@ -558,3 +559,58 @@ def test_no_graphs_are_captured_over_what_nobody_can_see(kind: str, graphs_on_cp
         assert wrapped.graphs.startswith(f"off: the model has a {reason}")
         assert isinstance(wrapped.executor, EagerExecutor)
         assert wrapped.generate(PROMPTS[0], GREEDY)[0].token_ids == own_answers(model)[0]
+
+
+def mla_model() -> Any:
+    torch.manual_seed(1)
+    ranks = {"q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    sizes = {**TINY, "vocab_size": 53, "num_key_value_heads": 4, "head_dim": 8, "num_hidden_layers": 2, **ranks}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("minicpm3", **sizes)).eval()
+    enlarge(model)
+    return model
+
+
+def test_a_projection_that_absorbed_rounds_do_not_call() -> None:
+    """A hook that is there at loading is called; a later one would not be."""
+    steering = Steering(1.0)
+    model = mla_model()
+    model.model.layers[0].self_attn.kv_b_proj.register_forward_hook(steering.of_closure)
+    with wrap(model, None) as wrapped:
+        for steering.strength in (1.0, 3.0):
+            found = [completion.token_ids for completion in wrapped.generate(PROMPTS, GREEDY)]
+            assert found == own_answers(model)
+        handle = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(steering.of_closure)
+        with pytest.raises(ModelChangedError, match=r"a forward hook on model.layers.\d.self_attn.kv_b_proj"):
+            wrapped.generate(PROMPTS, GREEDY)
+        handle.remove()
+        assert [completion.token_ids for completion in wrapped.generate(PROMPTS, GREEDY)] == found
+
+
+def test_frequencies_that_rounds_look_up_in_a_table() -> None:
+    steps = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 2.0, **steps}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**{**TINY, "rope_parameters": rope})).eval()
+    enlarge(model)
+    with wrap(model, None) as wrapped:
+        wrapped.generate(PROMPTS, GREEDY)
+        rotary = model.model.rotary_emb
+        with torch.no_grad():
+            model(torch.zeros(1, 90, dtype=torch.long))  # chooses frequencies anew
+        wrapped.generate(PROMPTS, GREEDY)
+        before = rotary.original_inv_freq
+        rotary.original_inv_freq = 0.5 * before
+        with pytest.raises(ModelChangedError, match="original_inv_freq is another"):
+            wrapped.generate(PROMPTS, GREEDY)
+        rotary.original_inv_freq = before
+        wrapped.generate(PROMPTS, GREEDY)
+        before.mul_(0.5)
+        with pytest.raises(ModelChangedError, match="original_inv_freq is another"):
+            wrapped.generate(PROMPTS, GREEDY)
+
+
+def test_end_tokens_are_those_of_the_model_at_the_call() -> None:
+    model = made("llama", Steering())
+    with wrap(model, None) as wrapped:
+        text = wrapped.generate(PROMPTS[0], SamplingParams(max_new_tokens=NEW))[0].token_ids
+        model.generation_config.eos_token_id = text[1]
+        assert wrapped.generate(PROMPTS[0], SamplingParams(max_new_tokens=NEW))[0].token_ids == text[:2]

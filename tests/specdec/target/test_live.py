@@ -13,7 +13,8 @@ from transformers import Gemma2Config
 from transformers.models.auto import AutoModelForCausalLM
 
 from specdec.errors import ModelChangedError
-from specdec.target.live import LiveModel, WeightVersions, _Snapshot
+from specdec.target.live import LiveModel, _Snapshot
+from specdec.target.versions import WeightVersions
 
 
 def move(model: Any) -> None:
