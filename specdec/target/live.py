@@ -17,11 +17,10 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.hf.gate import gate_of
-from attention.hf.weights import address_of
 from specdec.errors import ModelChangedError
 from specdec.target.settings import Held, Settings
 from specdec.target.unseen import hook_ids, hook_tables, unseen_state
-from specdec.target.versions import equal_buffers, writes_to
+from specdec.target.versions import addresses_of, equal_buffers, writes_to
 from specdec.values import short
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
@@ -88,7 +87,7 @@ def in_words(states: tuple[AdapterState, ...]) -> str:
 @dataclass(frozen=True)
 class _Snapshot:
     """What is quick to compare of a model: of every module its mode and children, of all parameters in order identity,
-    dtype, device and, where graphs hold them, address; None or 0 where a module has no parameter of that name.
+    dtype, device and, where graphs hold them, address.
 
     A call compares some thousand things, so they are collected by kind, not by module.
     """
@@ -97,20 +96,21 @@ class _Snapshot:
     training: list[bool]
     children: list[tuple[nn.Module | None, ...]]
     parameters: list[int]
-    kinds: list[tuple[torch.dtype, torch.device] | None]
+    kinds: list[tuple[torch.dtype, torch.device]]
     addresses: list[int] | None
 
     @classmethod
     def of(cls, modules: tuple[nn.Module, ...], captured: bool) -> _Snapshot:
         """These modules as they are now; `captured`: whether graphs hold their parameters."""
-        owned = [p for m in modules for p in m._parameters.values()]
+        owned = [p for m in modules if m._parameters for p in m._parameters.values()]
+        there = [p for p in owned if p is not None]
         return cls(
             modules,
             [m.training for m in modules],
-            [tuple(m._modules.values()) for m in modules],
+            [tuple(m._modules.values()) for m in modules if m._modules],
             list(map(id, owned)),
-            [None if p is None else (p.dtype, p.device) for p in owned],
-            [0 if p is None else address_of(p) for p in owned] if captured else None,
+            [(p.dtype, p.device) for p in there],
+            addresses_of(there) if captured else None,
         )
 
     @property
@@ -213,8 +213,7 @@ class LiveModel:
         if not self.held:
             self.check()
             return None
-        plain = set(map(type, self.held)) == {nn.Parameter}
-        if tuple(map(torch.Tensor.data_ptr if plain else address_of, self.held)) != self.addresses:
+        if tuple(addresses_of(self.held)) != self.addresses:
             self.check()
         return self.check
 
@@ -338,7 +337,7 @@ def _vocabulary(model: PreTrainedModel) -> tuple[int, ...]:
 
 
 def _addresses(model: nn.Module) -> tuple[int, ...]:
-    return tuple(address_of(p) for p in model.parameters())
+    return tuple(addresses_of(list(model.parameters())))
 
 
 def _words(kinds: frozenset[tuple[torch.dtype, torch.device]]) -> str:

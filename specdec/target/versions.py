@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -88,14 +89,19 @@ class WeightVersions:
         self._owners: list[Any] = [d for module in self._modules for d in (module._parameters, module._buffers)]
 
     def _children_now(self) -> list[nn.Module | None]:
-        return [child for module in self._modules for child in module._modules.values()]
+        return [child for module in self._modules if module._modules for child in module._modules.values()]
 
     def _look(self) -> None:
         self._tensors = [tensor for owner in self._owners for tensor in owner.values() if tensor is not None]
         self._versions = writes_to(self._tensors)
-        plain = {torch.Tensor, nn.Parameter}.issuperset(map(type, self._tensors))
-        self._addresses = list(map(torch.Tensor.data_ptr if plain else address_of, self._tensors))
+        self._addresses = addresses_of(self._tensors)
         self._hooks = hook_ids(self._hook_tables)
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Where their values begin."""
+    plain = {torch.Tensor, nn.Parameter}.issuperset(map(type, tensors))
+    return list(map(torch.Tensor.data_ptr if plain else address_of, tensors))
 
 
 def writes_to(tensors: list[torch.Tensor]) -> list[int]:
