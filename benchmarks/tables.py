@@ -328,6 +328,13 @@ def parallel_sweep(document: Line) -> list[list[str]]:
     return table
 
 
+def queues(lines: list[Line]) -> list[list[str]]:
+    """Whole rounds of an engine with requests waiting, in CPU time."""
+    table = [["waiting", "rows", "ended per round", "round µs, median", "p99", "abort µs per request"]]
+    keys = ("waiting", "rows", "ended_per_round", "p50_us", "p99_us", "abort_us_per_request")
+    return table + [[f"{result[key]:,}" for key in keys] for line in lines for result in line["results"]]
+
+
 def plain(lines: list[Line]) -> list[list[str]]:
     """Any other line: what it measured, name by name."""
     values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
@@ -354,6 +361,7 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "check_half": halves,
     "draft_sampling": draft_samplings,
     "start": starts,
+    "host_queue": queues,
 }
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
 
