@@ -29,7 +29,8 @@ line of a results file names its versions, device and commit. How each is measur
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
 bench_backends (every attention backend on every batch of the test suite), bench_recurrence (kernels of recurrences),
 bench_fp8 (matmuls with weights in FP8),
-bench_cascade (rows that share their first pages, flat and in two levels),
+bench_cascade (rows that share their first pages, flat and in two levels), bench_host (the host's share of rounds, and
+rounds with requests waiting),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same, two
 ranks against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
