@@ -192,8 +192,8 @@ def _check_shapes(query_start_loc: Any, first_positions: Any, block_table: Any, 
 
 def _starts_error(query_start_loc: np.ndarray, first_positions: np.ndarray) -> InvalidInputError:
     return InvalidInputError(
-        f"query_start_loc {query_start_loc.tolist()} with first_positions {first_positions.tolist()}: allowed are starts "
-        "from 0 on that do not fall, and positions from 0 on"
+        f"query_start_loc {query_start_loc.tolist()} with first_positions {first_positions.tolist()}: allowed are "
+        "starts from 0 on that do not fall, and positions from 0 on"
     )
 
 
