@@ -101,6 +101,7 @@ def test_wrappers_around_a_model_with_logits(name: str) -> None:
     torch.testing.assert_close(states, last_states(model, ids))
 
 
+@pytest.mark.usefixtures("every_self_test")
 def test_a_model_without_such_a_module_is_refused_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     inner = model.model.forward
