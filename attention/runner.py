@@ -64,14 +64,20 @@ class FixedPlanner:
     """Plans batches of one fixed shape into fixed buffers, for the launches that a CUDA graph holds."""
 
     def __init__(
-        self, builders: dict[AttentionSpec, FixedMetadataBuilder], local: Mapping[int, FixedLocalRows] = _EMPTY
+        self,
+        builders: dict[AttentionSpec, FixedMetadataBuilder],
+        num_pages: int,
+        local: Mapping[int, FixedLocalRows] = _EMPTY,
     ) -> None:
-        """local: by chunk size, the virtual rows of layers that attend in chunks."""
+        """num_pages: of the pool. local: by chunk size, the virtual rows of layers that attend in chunks."""
         self._builders = builders
+        self._num_pages = num_pages
         self._local = local
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
-        """Plan a batch of the fixed shape."""
+        """Plan a batch of the fixed shape. Raises InvariantError, in check mode, for a page that is not in the pool."""
+        if checking():
+            metadata.host.validate_pages(self._num_pages)
         in_chunks = {size: local.metadata(metadata) for size, local in self._local.items()}
         rows = {key: metadata if key.chunk_size is None else in_chunks[key.chunk_size] for key in self._builders}
         plans = {key: builder.build(rows[key]) for key, builder in self._builders.items()}
@@ -83,6 +89,8 @@ class FixedPlanner:
 
     def replan(self, host: HostBatch) -> None:
         """Plan another batch of the shape; its device arrays lie where those of the last `plan` did."""
+        if checking():
+            host.validate_pages(self._num_pages)
         if not self._local:
             for builder in self._builders.values():
                 builder.replan(host)
@@ -141,7 +149,13 @@ class GroupRunner:
         return self._backend.route(self.group, key, self._dtype) + local
 
     def plan(self, metadata: CommonAttentionMetadata) -> PlannedBatch:
-        """Plan a batch for every distinct AttentionSpec. No device synchronisation."""
+        """Plan a batch for every distinct AttentionSpec. No device synchronisation.
+
+        Raises:
+            InvariantError: in check mode, a page is not in the pool.
+        """
+        if checking():
+            metadata.host.validate_pages(self.group.num_pages)
         if not self._chunk_sizes:
             return PlannedBatch(metadata, {key: builder.build(metadata) for key, builder in self._builders.items()})
         in_chunks = {size: _in_chunks(metadata, size) for size in self._chunk_sizes}
@@ -184,7 +198,7 @@ class GroupRunner:
             else:
                 virtual, most = local[key.chunk_size].num_rows, min(query_len, key.chunk_size)
                 builders[key] = backend.fixed_builder(*own, virtual, most, shared, tokens=rows * query_len)
-        return FixedPlanner(builders, local)
+        return FixedPlanner(builders, group.num_pages, local)
 
     def attend(
         self,

@@ -1,8 +1,11 @@
 """Host time of a round's preparation: every numpy array of the draft loop and the next verification, and their packing.
 
     python -m benchmarks.bench_host [--out benchmarks/results/host.json]
+    python -m benchmarks.bench_host --queue 10 --queue 1000 --queue 100000
 
-Ends in one JSON line with versions and commit. Runs on CPU; the transfer itself is not part of it.
+Ends in one JSON line with versions and commit. Runs on CPU; the transfer itself is not part of it. With `--queue` whole
+rounds of an engine are measured instead, in CPU time, with so many requests waiting: 32 rows of a model of one layer,
+of which each round ends about eight and lets in as many. What a round takes must not depend on the queue.
 """
 
 from __future__ import annotations
@@ -15,16 +18,20 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from attention.cache.pages import BlockTables
 from attention.cache.windowed import WindowedTables
 from benchmarks.document import publish
+from benchmarks.synthetic import Tokenizer
 from drafters.loops.chain.run import ChainLoop
 from drafters.loops.chain.static import FixedSteps
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.engine import Engine
 from specdec.engine.launcher import Tables
 from specdec.engine.scheduler import windowed_tables
+from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.buckets import static_shape
 from specdec.rounds.drafting import draft_input, drafts_after, rows_after
@@ -36,6 +43,9 @@ from specdec.rounds.transfer import RoundTransfer
 from specdec.rounds.verification import Verified, WindowedTable, target_after, target_arrays
 
 PAGE_SIZE = 16
+QUEUE_ROWS = 32
+_QUEUE_REPEATS = 3
+"""In turns over all lengths, the best of each: a shared machine is slower for seconds at a time."""
 CONTEXT = 1024
 WINDOW = 512
 
@@ -147,11 +157,52 @@ def measure(
     return what | {"p50_us": p50, "p99_us": p99}
 
 
+def queue_engine() -> Engine:
+    """32 rows of a Llama of one layer, 16 wide: a round is nearly all host time."""
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 1}
+    target = LlamaForCausalLM(LlamaConfig(vocab_size=64, max_position_embeddings=64, **sizes)).eval()
+    options = {"max_num_seqs": QUEUE_ROWS, "max_num_batched_tokens": 1024, "kv_cache_tokens": 64 * QUEUE_ROWS}
+    model = SpeculativeModel.from_pretrained(target, tokenizer=Tokenizer(), **options)
+    return model.engine
+
+
+def measure_queue(engine: Engine, waiting: int, rounds: int) -> dict[str, float]:
+    """p50 and p99 of a round in microseconds with so many requests waiting, and an abort's per request."""
+    rng = np.random.default_rng(0)
+
+    def submit(count: int) -> list[int]:
+        params = [SamplingParams(max_new_tokens=int(n), ignore_eos=True) for n in rng.integers(2, 7, count)]
+        return [engine.submit(rng.integers(0, 64, 8).tolist(), each) for each in params]
+
+    ids, times, ended = submit(waiting + QUEUE_ROWS), [], 0
+    for number in range(rounds + 20):
+        start = time.thread_time_ns()
+        updates = engine.step()
+        times.append((time.thread_time_ns() - start) / 1e3)
+        last = sum(update.last for update in updates)
+        ended += last if number >= 20 else 0
+        ids += submit(last)
+    assert engine.usage().waiting >= waiting, "the queue kept its length"
+    left, start = engine.usage().requests, time.thread_time_ns()
+    engine.abort(ids[::-1])
+    abort_us = (time.thread_time_ns() - start) / 1e3 / left
+    p50, p99 = (round(float(p), 1) for p in np.percentile(times[20:], [50, 99]))
+    what = {"waiting": waiting, "rows": QUEUE_ROWS, "ended_per_round": round(ended / rounds, 2)}
+    return what | {"p50_us": p50, "p99_us": p99, "abort_us_per_request": round(abort_us, 2)}
+
+
 @click.command()
 @click.option("--rounds", default=500, show_default=True)
 @click.option("--out", type=click.Path(path_type=Path), help="Also write the JSON there.")
-def main(rounds: int, out: Path | None) -> None:
+@click.option("--queue", multiple=True, type=int, help="Whole rounds with so many requests waiting; repeatable.")
+def main(rounds: int, out: Path | None, queue: tuple[int, ...]) -> None:
     """Measure B = 1, 8, 64, 256 and K = 3, 5, of one cache group and of two, without graphs and with."""
+    if queue:
+        engine = queue_engine()
+        found = [[measure_queue(engine, n, rounds) for n in queue] for _ in range(_QUEUE_REPEATS)]
+        best = [min(each, key=lambda result: result["p50_us"]) for each in zip(*found, strict=True)]
+        publish({"benchmark": "host_queue", "results": best, "repeats": _QUEUE_REPEATS}, out)
+        return
     sizes = [(rows, drafts) for drafts in (3, 5) for rows in (1, 8, 64, 256)]
     results = [
         measure(*size, rounds, windows, graphs)

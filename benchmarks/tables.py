@@ -29,7 +29,8 @@ line of a results file names its versions, device and commit. How each is measur
 `benchmarks/`: bench_round (rounds), bench_serving (workloads of requests), bench_attention and bench_latent (kernels),
 bench_backends (every attention backend on every batch of the test suite), bench_recurrence (kernels of recurrences),
 bench_fp8 (matmuls with weights in FP8),
-bench_cascade (rows that share their first pages, flat and in two levels),
+bench_cascade (rows that share their first pages, flat and in two levels), bench_host (the host's share of rounds, and
+rounds with requests waiting),
 check_pair and check_half (tokens and drafts against transformers and a head without cache), bench_builtin (the built-in
 pair), sweep (every causal-LM type of transformers in miniature, against its own forward), sweep_parallel (the same, two
 ranks against one); and `specdec eval` (acceptance, losslessness). Times of rounds are medians; *floor* is bytes over
@@ -328,6 +329,13 @@ def parallel_sweep(document: Line) -> list[list[str]]:
     return table
 
 
+def queues(lines: list[Line]) -> list[list[str]]:
+    """Whole rounds of an engine with requests waiting, in CPU time."""
+    table = [["waiting", "rows", "ended per round", "round µs, median", "p99", "abort µs per request"]]
+    keys = ("waiting", "rows", "ended_per_round", "p50_us", "p99_us", "abort_us_per_request")
+    return table + [[f"{result[key]:,}" for key in keys] for line in lines for result in line["results"]]
+
+
 def plain(lines: list[Line]) -> list[list[str]]:
     """Any other line: what it measured, name by name."""
     values = [(key, value) for line in lines for key, value in line.items() if key not in _PROVENANCE]
@@ -354,6 +362,7 @@ _LINES: dict[str, Callable[[list[Line]], list[list[str]]]] = {
     "check_half": halves,
     "draft_sampling": draft_samplings,
     "start": starts,
+    "host_queue": queues,
 }
 _AS_IT_SHOULD = ("exact", "near ties", "refused")
 

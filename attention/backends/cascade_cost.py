@@ -87,6 +87,14 @@ class CascadeCost:
         own = self._key_megabytes(rows * own_keys)
         return LAUNCH_US + prefix + sums * SUM_US_PER_MB + own * OWN_US_PER_MB
 
+    def reading_us(self, keys: int) -> float:
+        """Of flat attention for so many shared keys, counted once a row."""
+        return self._key_megabytes(keys) * SHARED_US_PER_MB
+
+    def saved_us(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
+        """Flat attention's time less that of two levels: less than 0 where these take longer."""
+        return self.flat_us(rows, prefix_keys, own_keys) - self.cascade_us(rows, query_len, prefix_keys, own_keys)
+
     def gain(self, rows: int, query_len: int, prefix_keys: int, own_keys: int) -> float:
         """Flat attention's time over that of two levels."""
         return self.flat_us(rows, prefix_keys, own_keys) / self.cascade_us(rows, query_len, prefix_keys, own_keys)

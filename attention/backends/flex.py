@@ -62,8 +62,9 @@ class FlexBuilder:
             self._slopes = torch.tensor(key.alibi, dtype=torch.float32, device=device).view(key.num_kv_heads, -1)
 
     def build(self, metadata: CommonAttentionMetadata) -> FlexPlan:
-        """Plan one batch. Never waits for the device."""
+        """Plan one batch. Never waits for the device. Raises InvariantError for a page that is not in the pool."""
         group, key, host = self._group, self._key, metadata.host
+        host.validate_pages(group.num_pages)
         groups = key.num_q_heads // key.num_kv_heads
         tile = tile_size(int(host.query_lens.max(initial=1)) * groups)
         sent = self._sent(Tiles.of(host, groups, tile, key.window).arrays(host, group.num_pages))

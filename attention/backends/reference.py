@@ -57,9 +57,13 @@ class TorchPlan:
 class TorchBuilder:
     """Builds gather indices and masks for one AttentionSpec."""
 
-    def __init__(self, key: AttentionSpec, device: torch.device, cascades: bool = False) -> None:
-        """cascades: attend in two levels where rows begin with the same pages."""
+    def __init__(self, key: AttentionSpec, num_pages: int, device: torch.device, cascades: bool = False) -> None:
+        """num_pages: of the pool, the null page included.
+
+        cascades: attend in two levels where rows begin with the same pages.
+        """
         self._cascades = cascades
+        self._num_pages = num_pages
         self._window = key.window
         self._groups = key.num_q_heads // key.num_kv_heads
         self._device = device
@@ -67,8 +71,13 @@ class TorchBuilder:
         self._slopes = None if slopes is None else slopes.reshape(key.num_kv_heads, -1, 1, 1)  # [Hkv, G, 1, 1]
 
     def build(self, metadata: CommonAttentionMetadata) -> TorchPlan:
-        """Plan one batch: its rows as padded segments, from host arrays only."""
+        """Plan one batch: its rows as padded segments, from host arrays only.
+
+        Raises:
+            InvariantError: a page is not in the pool.
+        """
         host = metadata.host
+        host.validate_pages(self._num_pages)
         prefix = None
         if self._cascades:
             prefix = shared_prefix(host.block_table, host.num_computed_tokens, host.page_size)
@@ -171,7 +180,7 @@ class TorchBackend:
         limit = cascade_limit(key, group.format.dtype_for(dtype) != dtype)
         if self._cascades and limit:
             raise UnsupportedAttentionError(f"group {group.name}: there is no cascade attention with {limit}")
-        return TorchBuilder(key, self._device, self._cascades)
+        return TorchBuilder(key, group.num_pages, self._device, self._cascades)
 
     def run(
         self,

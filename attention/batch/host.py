@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from attention.checking import require
+from attention.errors import InvalidInputError, InvariantError
 from attention.recurrence.index import StateIndex
 
 _WIDE = 1024
@@ -87,6 +89,9 @@ class HostBatch:
             InvariantError: shapes, dtypes, lengths or slots contradict each other.
         """
         rows, tokens = self.num_reqs, self.num_tokens
+        require(self.num_computed_tokens.shape == (rows,), "num_computed_tokens must be [B]")
+        require(int(self.num_computed_tokens.min(initial=0)) >= 0, "num_computed_tokens must not be negative")
+        require(len(self.block_table) == rows, "block_table must be [B, P]")
         require(self.query_start_loc.shape == (rows + 1,), "query_start_loc must be [B+1]")
         require(
             int(self.query_start_loc[0]) == 0 and int(self.query_start_loc[-1]) == tokens, "query_start_loc must span T"
@@ -105,6 +110,18 @@ class HostBatch:
         if self.states is not None:
             self.states.validate(self.query_lens)
 
+    def validate_pages(self, num_pages: int) -> None:
+        """Check that the rows' pages are in a pool of so many, the null page included.
+
+        Raises:
+            InvariantError: a row lists another page.
+        """
+        pages = self.page_indices
+        lowest, highest = int(pages.min(initial=0)), int(pages.max(initial=0))
+        if lowest < 0 or highest >= num_pages:
+            wrong = lowest if lowest < 0 else highest
+            raise InvariantError(f"page {wrong} in the block table: the pool has pages 0 … {num_pages - 1}")
+
     def _cache_positions(self, owner: np.ndarray) -> np.ndarray:
         within = np.arange(self.num_tokens) - self.query_start_loc[:-1][owner]
         return self.num_computed_tokens[owner] + within
@@ -116,23 +133,67 @@ def rows_batch(
     """A batch whose row i feeds consecutive positions from first_positions[i] on.
 
     Args:
-        query_start_loc: [B+1] int32; first_positions: [B]; block_table: [B, P].
+        query_start_loc: [B+1] int32, from 0 on, not falling; first_positions: [B], not negative; block_table: [B, P],
+            wide enough for the last position of each row. Whole numbers.
+
+    Raises:
+        InvalidInputError: one of them has another shape, or does not fit the others; or no page size.
 
     >>> b = rows_batch(np.array([0, 2, 3]), np.array([15, 4]), np.array([[5, 9], [3, 0]]), 16)
     >>> b.positions.tolist(), b.slot_mapping.tolist(), b.seq_lens.tolist()
     ([15, 16, 4], [95, 144, 52], [17, 5])
     """
+    _check_shapes(query_start_loc, first_positions, block_table, page_size)
     lens = np.diff(query_start_loc)
-    owner = np.repeat(np.arange(len(lens)), lens)
+    try:
+        owner = np.repeat(np.arange(len(lens)), lens)
+    except ValueError:
+        raise _starts_error(query_start_loc, first_positions) from None
     positions = np.arange(query_start_loc[-1]) + (first_positions - query_start_loc[:-1])[owner]
+    try:
+        slots = slots_of(block_table, owner, positions, page_size)
+    except IndexError:
+        raise InvalidInputError(
+            f"block_table of {block_table.shape[1]} pages a row, of {page_size} tokens each, with a token at position "
+            f"{int(positions.max())}: allowed are tables as wide as the longest row; give more columns"
+        ) from None
     return HostBatch(
         query_start_loc=query_start_loc.astype(np.int32),
         seq_lens=(first_positions + lens).astype(np.int32),
         num_computed_tokens=first_positions.astype(np.int32),
         block_table=block_table,
-        slot_mapping=slots_of(block_table, owner, positions, page_size),
+        slot_mapping=slots,
         positions=positions.astype(np.int64),
         page_size=page_size,
+    )
+
+
+def _check_shapes(query_start_loc: Any, first_positions: Any, block_table: Any, page_size: int) -> None:
+    """Raise InvalidInputError for what `rows_batch` cannot make a batch of."""
+    given = {"query_start_loc": query_start_loc, "first_positions": first_positions, "block_table": block_table}
+    rows = len(query_start_loc) - 1 if np.ndim(query_start_loc) == 1 else -1
+    shapes = {name: np.shape(array) for name, array in given.items()}
+    if (
+        rows < 0
+        or shapes["first_positions"] != (rows,)
+        or shapes["block_table"][:1] != (rows,)
+        or (len(shapes["block_table"]) != 2)
+    ):
+        found = ", ".join(f"{name} {list(shape)}" for name, shape in shapes.items())
+        raise InvalidInputError(f"{found}: allowed are [B+1], [B] and [B, P], one entry of each for every row")
+    wrong = [name for name, array in given.items() if np.asarray(array).dtype.kind not in "iu"]
+    if wrong or page_size < 1:
+        raise InvalidInputError(
+            f"{', '.join(wrong) or f'page_size={page_size}'}: allowed are whole numbers, of pages from 1"
+        )
+    if query_start_loc[0] != 0 or (rows and first_positions.min() < 0):
+        raise _starts_error(query_start_loc, first_positions)
+
+
+def _starts_error(query_start_loc: np.ndarray, first_positions: np.ndarray) -> InvalidInputError:
+    return InvalidInputError(
+        f"query_start_loc {query_start_loc.tolist()} with first_positions {first_positions.tolist()}: allowed are "
+        "starts from 0 on that do not fall, and positions from 0 on"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,6 +15,7 @@ from specdec.config import EngineConfig
 from specdec.engine.aside import release_aside
 from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
+from specdec.engine.waiting import WaitingRequests
 from specdec.execution.moving import Arrived
 from specdec.requests.moved import Pages
 from specdec.requests.request import Request
@@ -35,7 +35,7 @@ class Crossing(ABC):
     target_pages: BlockTables
     head_pages: BlockTables | None
     windowed_pages: tuple[WindowedTables, ...]
-    waiting: deque[Request]
+    waiting: WaitingRequests
     running: list[Request]
     refused: list[tuple[Request, Exception]]
     arrived: list[Arrived]
@@ -108,7 +108,7 @@ class Crossing(ABC):
 
         Each verifies its bonus token at once, and the drafts that it has brought.
         """
-        waiting = [request for request in self.waiting if self._may_go_on(request)]
+        waiting = [request for request in self.waiting.arrived() if self._may_go_on(request)]
         if not waiting:
             return schedule
         tokens, promised = schedule.num_tokens, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from specdec.engine.crossing import Crossing
 from specdec.engine.faults import Isolated
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
+from specdec.engine.waiting import WaitingRequests
 from specdec.execution.moving import Arrived
 from specdec.requests.request import Request
 from specdec.rounds.buckets import prefill_budget
@@ -90,7 +90,7 @@ class Scheduler(Crossing):
         self.target_pages = target_pages
         self.head_pages = head_pages
         self.windowed_pages = tuple(windowed_pages)
-        self.waiting: deque[Request] = deque()
+        self.waiting = WaitingRequests()
         self.running: list[Request] = []
         self.refused: list[tuple[Request, Exception]] = []
         self.arrived: list[Arrived] = []
@@ -119,8 +119,7 @@ class Scheduler(Crossing):
 
     def arrange(self, last: Sequence[Request]) -> None:
         """These waiting requests come behind all others, in this order."""
-        ids = {request.id for request in last}
-        self.waiting = deque([*(r for r in self.waiting if r.id not in ids), *last])
+        self.waiting.move_to_end(last)
 
     def schedule(self) -> Schedule | None:
         """Decide the next batch and reserve its pages; None when there is nothing to run.
@@ -184,13 +183,13 @@ class Scheduler(Crossing):
 
         A row of a launched round may be closed: its pages go to later rounds, which the device runs after that one.
         """
-        if request in self.running:
-            self.running.remove(request)
-            self._close(request)
-        elif request in self.waiting:
+        if request in self.waiting:
             self.waiting.remove(request)
             if request.arrival is not None:
                 release_aside(self.pools(), request.arrival.pages)
+        elif request in self.running:
+            self.running.remove(request)
+            self._close(request)
 
     def _running_rows(self) -> Schedule:
         table, rows = self._table, np.array([r.row for r in self.running], np.int64)
@@ -275,7 +274,7 @@ class Scheduler(Crossing):
         later: list[Request] = []
         promised = np.zeros(1 + len(self.windowed_pages), np.int64)
         while self.waiting and budget > 0 and self._table.num_free and len(later) < self._config.max_num_seqs:
-            request = self.waiting[0]
+            request = self.waiting.first
             if request.arrival is not None:  # it found no place in this round
                 later.append(self.waiting.popleft())
                 continue

@@ -6,6 +6,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -78,14 +79,16 @@ class _named:
 
 
 def _done(work: Any) -> None:
-    """Until a call is done; nothing for one on a GPU, which is queued (None)."""
-    while work is not None:
-        try:
+    """Until a call is done; nothing for one on a GPU, which is queued (None).
+
+    A call may end after a wait for it has run out of time: what it raises is then asked of it, not of that wait.
+    """
+    if work is None:
+        return
+    while not work.is_completed():
+        with suppress(RuntimeError):
             work.wait(_LOOK)
-            return
-        except RuntimeError:
-            if work.is_completed():
-                raise
+    work.wait(_LOOK)
 
 
 class GroupCollectives:

@@ -102,9 +102,9 @@ class Times:
     finished: float = 0.0
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
-    """A request inside the engine. `row` is its RowTable row, -1 while it waits.
+    """A request inside the engine, compared by identity. `row` is its RowTable row, -1 while it waits.
 
     `committed` holds its tokens while it waits (the prompt, and after a preemption also what it emitted). `progress` is
     what has been reported. `long_rope`: whether it reads its first tokens with long factors, see

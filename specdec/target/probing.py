@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -78,6 +79,43 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         _check_attention_alone(model, calls)
         layers = _decoder_layers(model, calls)
     return TargetProbe(model, calls, layers, found.vocab_size, found.selects_rows, recurrent, fp8)
+
+
+def decoder_of(model: PreTrainedModel) -> torch.nn.Module:
+    """The part of a model that gives its last states, after the final norm: see `last_states`.
+
+    It holds the input embedding and no output embedding. transformers' `get_decoder` is that part in most classes; in
+    others it is a model with logits (Llama 4; wrappers around one) or the output embedding (ModernBERT's decoder).
+
+    Raises:
+        UnsupportedModelError: the model has no such part.
+    """
+    embedding = model.get_input_embeddings()
+    for part in (model.get_decoder(), *model.modules()):
+        inside = list(part.modules())
+        whole = [each for each in inside if isinstance(each, PreTrainedModel)]
+        if part in whole and embedding in inside and all(each.get_output_embeddings() is None for each in whole):
+            return part
+    raise UnsupportedModelError(
+        f"{type(model).__name__} has no part that gives the states its output embedding reads: a head on the target's "
+        "last state cannot be served; give a head that reads layers, or draft=None"
+    )
+
+
+def last_states(decoder: torch.nn.Module, output: Any, width: int) -> torch.Tensor:
+    """[1, T, width], the last states in what `decoder_of` a model returned.
+
+    Raises:
+        UnsupportedModelError: there are none, or they have another width.
+    """
+    states: torch.Tensor | None = getattr(output, "last_hidden_state", None)
+    if states is None or states.shape[-1] != width:
+        found = "" if states is None else f", but {list(states.shape)}"
+        raise UnsupportedModelError(
+            f"{type(decoder).__name__} gives no last hidden states of width {width}{found}: a head on the target's "
+            "last state cannot be served; give a head that reads layers, or draft=None"
+        )
+    return states
 
 
 def _check_reads_text(model: PreTrainedModel) -> None:

@@ -88,10 +88,13 @@ def read_logits(
     logits_indices: torch.Tensor,
     model: Callable[..., Any] | None = None,
     states: StateIndex | None = None,
+    keep_aux: bool = False,
 ) -> torch.Tensor:
     """As `read_paged`, but the logits [R, V] of token rows `logits_indices` [R] of the batch only, float32.
 
-    states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
+    Args:
+        states: of a recurrent target; default all tokens are committed, row i in slot i+1, with nothing to replay.
+        keep_aux: see `Target.forward`.
     """
     query_start_loc = np.concatenate([[0], np.cumsum(stop - start)]).astype(np.int32)
     batch = rows_batch(query_start_loc, start, table, target.runner.page_size)
@@ -103,7 +106,7 @@ def read_logits(
     planned = target.runner.plan(replace(metadata, other_groups=(metadata,) * further))  # the same pages in each group
     flat = torch.cat([row[a:b] for row, a, b in zip(ids, start, stop, strict=True)])
     positions = _rope_positions(target, batch, ids)
-    return target.forward(flat, planned, logits_indices, model, False, positions).logits.float()
+    return target.forward(flat, planned, logits_indices, model, keep_aux, positions).logits.float()
 
 
 def _rope_positions(target: Target, batch: HostBatch, ids: list[torch.Tensor]) -> torch.Tensor | None:

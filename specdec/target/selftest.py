@@ -22,7 +22,7 @@ from specdec.ops.linear import invariant_linear
 from specdec.requests.prompts import encode_prompts
 from specdec.target.fp8_selftest import fp8_self_test
 from specdec.target.neighbours import neighbour_test, rounds_activations
-from specdec.target.probing import TargetProbe
+from specdec.target.probing import TargetProbe, decoder_of, last_states
 from specdec.target.recurrence_selftest import recurrence_self_test
 from specdec.target.rereading import (
     dummy_ids,
@@ -223,8 +223,11 @@ def _alone(target: Target, rows: _Rows) -> tuple[np.ndarray, torch.Tensor]:
 
 
 def _read_alone(target: Target, rows: _Rows, start: np.ndarray, last: torch.Tensor) -> torch.Tensor:
+    """With the aux hidden states that a head gets in rounds, where their buffer has room for so many tokens."""
+    num_tokens = int((rows.lens[:1] - start)[0])
+    keep = len(target.aux_hidden_states(num_tokens)) == num_tokens
     with errors_named(target.hf_model, "a batch of one row is read through the paged attention"):
-        return read_logits(target, rows.ids[:1], start, rows.lens[:1], rows.table[:1], last)
+        return read_logits(target, rows.ids[:1], start, rows.lens[:1], rows.table[:1], last, keep_aux=keep)
 
 
 def _largest(errors: list[torch.Tensor]) -> float:
@@ -317,6 +320,7 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
 
     Raises:
         InvalidInputError: the tokenizer makes ids that the model has no embedding for.
+        UnsupportedModelError: the model does not give such states, see `decoder_of`.
     """
     (ids,) = encode_prompts(SELF_TEST_TEXT, tokenizer)
     rows = len(model.get_input_embeddings().weight)  # type: ignore[arg-type]
@@ -327,7 +331,8 @@ def read_text(model: PreTrainedModel, tokenizer: Any) -> tuple[torch.Tensor, tor
             "this model"
         )
     token_ids = torch.tensor(ids[:_MOST_TOKENS], device=model.device)
-    return token_ids, model.get_decoder()(input_ids=token_ids[None], use_cache=False).last_hidden_state[0]
+    decoder, width = decoder_of(model), model.config.get_text_config().hidden_size
+    return token_ids, last_states(decoder, decoder(input_ids=token_ids[None], use_cache=False), width)[0]
 
 
 def _error(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

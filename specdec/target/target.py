@@ -23,7 +23,7 @@ from specdec.parallel.ranks import Ranks
 from specdec.target.alterations import Alterations
 from specdec.target.long_rope import LongRopePort, find_long_rope
 from specdec.target.placeholders import placeholders
-from specdec.target.probing import TargetProbe
+from specdec.target.probing import TargetProbe, decoder_of, last_states
 
 
 class AuxStateRecorder:
@@ -35,7 +35,10 @@ class AuxStateRecorder:
     def __init__(
         self, probed: TargetProbe, aux_layers: tuple[int, ...], max_tokens: int, alterations: Alterations
     ) -> None:
-        """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then."""
+        """Raises InvalidInputError for a layer boundary that the target does not have; nothing is hooked then.
+
+        Raises UnsupportedModelError, where the last state is read, for a model that does not give it.
+        """
         num_layers = len(probed.layers)
         for layer in aux_layers:
             if layer != FINAL_NORM and not 0 <= layer <= num_layers:
@@ -51,7 +54,7 @@ class AuxStateRecorder:
         self._places = range(len(aux_layers))
         for place, layer in enumerate(aux_layers):
             if layer == FINAL_NORM:
-                alterations.hook_after(probed.model.get_decoder(), self._after_decoder(place))
+                alterations.hook_after(decoder_of(probed.model), self._after_decoder(place))
             elif layer == num_layers:
                 alterations.hook_after(probed.layers[-1], self._after_layer(place))
             else:
@@ -136,7 +139,8 @@ class AuxStateRecorder:
 
     def _after_decoder(self, place: int) -> Any:
         def hook(module: torch.nn.Module, args: Any, output: Any) -> None:
-            self._store(place, output[0])
+            if self._on:
+                self._store(place, last_states(module, output, self._width))
 
         return hook
 

@@ -30,7 +30,7 @@ from specdec.loading.builtin import resolve
 from specdec.loading.heads import target_facts
 from specdec.model import SpeculativeModel
 from specdec.target.fingerprint import weights_fingerprint
-from specdec.target.probing import probe_target
+from specdec.target.probing import decoder_of, last_states, probe_target
 from specdec.target.selftest import self_test_head
 from specdec.training.plan import TrainingPlan, common_settings
 from specdec.training.run_folder import Setting
@@ -160,12 +160,14 @@ def _check_alone(model: SpeculativeModel) -> None:
 
 def final_features(model: SpeculativeModel) -> Features:
     """The target's states after its final norm and its logits, of right-padded batches."""
-    decoder = model.hf_model.get_decoder()
+    decoder, width = decoder_of(model.hf_model), model.hf_model.config.get_text_config().hidden_size
 
     @torch.no_grad()
     def features(token_ids: torch.Tensor, real: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         caught: list[torch.Tensor] = []
-        hook = decoder.register_forward_hook(lambda module, args, output: caught.append(output[0]))
+        hook = decoder.register_forward_hook(
+            lambda module, _, output: caught.append(last_states(module, output, width))
+        )
         try:
             logits = model.hf_model(input_ids=token_ids, use_cache=False).logits
         finally:

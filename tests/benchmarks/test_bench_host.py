@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.bench_host import measure_queue, queue_engine
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 
 
@@ -25,3 +27,11 @@ def test_it_ends_in_one_json_line_with_versions(tmp_path: Path) -> None:
     assert ways == {(1, False), (2, False), (1, True), (2, True)} and len(document["results"]) == 4 * len(sizes)
     assert all(0 < result["p50_us"] <= result["p99_us"] for result in document["results"])
     assert {"python", "numpy", "torch", "commit"} <= document.keys()
+
+
+@pytest.mark.slow
+def test_rounds_with_requests_waiting() -> None:
+    """The queue keeps its length while rows end, and nothing is left."""
+    engine = queue_engine()
+    found = measure_queue(engine, waiting=20, rounds=3)
+    assert found["ended_per_round"] > 4 and 0 < found["p50_us"] <= found["p99_us"] and not engine.has_work

@@ -96,3 +96,10 @@ def test_a_start_is_shown_step_by_step(tmp_path: Path) -> None:
     text = tables.page(tmp_path)
     for row in ("compiling | 20.00 |  |", "reading |  | 4.00 |", "there | 21.00 | 5.00 |", "workload | 0.09 | 0.09 |"):
         assert row in text
+
+
+def test_rounds_with_requests_waiting_are_a_table(tmp_path: Path) -> None:
+    result = {"waiting": 1000, "rows": 32, "ended_per_round": 7.9, "p50_us": 4000.5, "p99_us": 6000.0}
+    line = {"benchmark": "host_queue", "results": [result | {"abort_us_per_request": 2.5}], "machine": "x"} | _WHERE
+    (tmp_path / "a.json").write_text(json.dumps(line), "utf-8")
+    assert "| 1,000 | 32 | 7.9 | 4,000.5 | 6,000.0 | 2.5 |" in tables.page(tmp_path)

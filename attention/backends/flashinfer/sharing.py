@@ -15,7 +15,7 @@ import torch
 
 from attention.backends.cascade_cost import CascadeCost, PrefixWork
 from attention.batch.host import HostBatch
-from attention.batch.transforms.cascade import shared_prefix
+from attention.batch.transforms.cascade import shared_prefixes
 from attention.spec import AttentionSpec
 
 if TYPE_CHECKING:
@@ -103,15 +103,20 @@ def _cost(key: AttentionSpec, dtype: torch.dtype, tiling: PrefixTiling, scratch:
 
 
 def worth_sharing(batch: HostBatch, rows: int, query_len: int, cost: CascadeCost) -> np.ndarray:
-    """[rows] int32: leading pages that each of the first rows shares with others, where it pays; else zeros."""
-    computed = batch.num_computed_tokens[:rows]
-    found = shared_prefix(batch.block_table[:rows], computed, batch.page_size)
-    if found is None:
-        return np.zeros(rows, np.int32)
-    own = int(computed[found.rows].mean()) + query_len - found.num_keys
-    if not cost.pays(len(found.rows), query_len, found.num_keys, own):
-        return np.zeros(rows, np.int32)
-    return found.pages_by_row(rows)
+    """[rows] int32: leading pages that each of the first rows shares with others, where it pays; else zeros.
+
+    The kernels serve one class of rows at once: of those that pay the one that saves most time. Classes come in order
+    of the keys that they leave out, and a class cannot save more than reading the keys of all its rows takes.
+    """
+    computed, best, most = batch.num_computed_tokens[:rows], None, -math.inf
+    for found in shared_prefixes(batch.block_table[:rows], computed, batch.page_size):
+        if cost.reading_us(2 * found.num_keys_left_out) <= most:
+            break
+        own = int(computed[found.rows].mean()) + query_len - found.num_keys
+        sizes = (len(found.rows), query_len, found.num_keys, own)
+        if cost.saved_us(*sizes) > most and cost.pays(*sizes):
+            best, most = found, cost.saved_us(*sizes)
+    return np.zeros(rows, np.int32) if best is None else best.pages_by_row(rows)
 
 
 @dataclass(frozen=True)

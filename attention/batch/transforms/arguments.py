@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from operator import index
 from typing import Any
 
+import numpy as np
+
 from attention.batch.host import HostBatch
 from attention.errors import InvalidInputError
 
@@ -29,10 +31,12 @@ def whole_numbers(name: str, values: Any, allowed: str) -> list[int]:
     """Each of `values` as an int.
 
     Raises:
-        InvalidInputError: this is no sequence of whole numbers.
+        InvalidInputError: this is no sequence of whole numbers (numpy's are, booleans are not).
     """
     given: list[Any] = list(values) if isinstance(values, Iterable) and not isinstance(values, str) else [None]
     try:
+        if any(isinstance(value, (bool, np.bool_)) for value in given):
+            raise TypeError
         return [index(value) for value in given]
     except TypeError:
         raise InvalidInputError(f"{name} {values!r}: allowed are {allowed}") from None

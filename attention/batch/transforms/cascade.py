@@ -19,6 +19,9 @@ vllm/v1/attention/backends/flash_attn.py (use_cascade_attention), where all rows
 
 from __future__ import annotations
 
+import heapq
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +50,11 @@ class SharedPrefix:
         """Keys on the shared pages."""
         return self.num_pages * self.page_size
 
+    @property
+    def num_keys_left_out(self) -> int:
+        """Keys that are read once in place of once for each row."""
+        return self.num_keys * (len(self.rows) - 1)
+
     def pages_by_row(self, rows: int) -> np.ndarray:
         """[rows] int32: num_pages for the rows that share them, 0 for the others."""
         pages = np.zeros(rows, np.int32)
@@ -57,41 +65,105 @@ class SharedPrefix:
 def shared_prefix(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> SharedPrefix | None:
     """The pages and rows for which attending together leaves out the most keys; None where no two rows share a page.
 
+    The first of `shared_prefixes`, with its arguments and errors.
+    """
+    return next(shared_prefixes(block_table, num_computed_tokens, page_size), None)
+
+
+def shared_prefixes(block_table: np.ndarray, num_computed_tokens: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
+    """Every class of rows that share leading pages, with all of these; the one that leaves out most keys first.
+
     A row shares pages only as far as all of their keys were computed before its first query. So a row that lies inside
-    the prefix (its queries stand on a page that others have in full) limits how many pages it can share, and is left
-    out where that would cost the others more than it gives. Rows are compared with one of those that begin on the page
-    that most rows begin on; rows on the null page (padding) share nothing.
+    a prefix (its queries stand on a page that others have in full) is in classes of fewer pages only. Nothing is shared
+    from the null page (padding) on. There are fewer classes than rows.
 
     Args:
         block_table: [B, P] int32; num_computed_tokens: [B].
 
     Raises:
         InvalidInputError: not as many lengths as rows, or no page size.
+
+    >>> table = np.array([[7, 9, 3], [7, 9, 4], [7, 9, 0], [7, 9, 1]], np.int32)
+    >>> [(p.num_pages, p.rows.tolist()) for p in shared_prefixes(table, np.array([8, 9, 5, 11]), 4)]
+    [(2, [0, 1, 3]), (1, [0, 1, 2, 3])]
     """
     if len(num_computed_tokens) != len(block_table) or page_size < 1:
         raise InvalidInputError(
             f"{len(block_table)} rows of pages of {page_size} tokens with {len(num_computed_tokens)} lengths: allowed "
             "are as many lengths as rows, and pages of at least one token"
         )
-    first = block_table[:, 0] if block_table.shape[1] else np.zeros(len(block_table), np.int32)
-    ordered = np.sort(first)
+    full = np.minimum(np.asarray(num_computed_tokens) // page_size, block_table.shape[1])
+    return _best_first(block_table, full, page_size)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Rows [b], increasing, at least two, of which `known` leading pages are the same; more may be."""
+
+    rows: np.ndarray
+    known: int
+
+
+@dataclass(frozen=True)
+class _Class:
+    """The rows whose lead [b], pages that each shares with one of them, is at least `pages`."""
+
+    rows: np.ndarray
+    lead: np.ndarray
+    pages: int
+
+
+def _best_first(block_table: np.ndarray, full: np.ndarray, page_size: int) -> Iterator[SharedPrefix]:
+    """Classes in order of what they leave out. A group is looked into only when no class leaves out more than it may.
+
+    full: [B] pages that all queries of a row see.
+    """
+    left: list[tuple[int, int, int, _Group | _Class]] = []
+    numbers = itertools.count()
+
+    def add(pages: int, rows: int, found: _Group | _Class) -> None:
+        heapq.heappush(left, (-pages * (rows - 1), -pages, next(numbers), found))
+
+    for group in _same_page(block_table, np.flatnonzero(full > 0), 0):
+        add(int(full[group.rows].max()), len(group.rows), group)
+    while left:
+        *_, found = heapq.heappop(left)
+        if isinstance(found, _Class):
+            yield SharedPrefix(found.pages, found.rows[found.lead >= found.pages], page_size)
+            continue
+        rows, lead = found.rows, _lead(block_table, full, found)
+        pages, counts = np.unique(lead, return_counts=True)
+        for n, count in zip(pages.tolist(), counts[::-1].cumsum()[::-1].tolist(), strict=True):
+            if count > 1:
+                add(n, count, _Class(rows, lead, n))
+        others = np.flatnonzero(lead < full[rows])  # they go on with other pages, together or alone
+        for place in np.unique(lead[others]).tolist() if len(others) > 1 else ():
+            for group in _same_page(block_table, rows[others[lead[others] == place]], place):
+                add(int(full[group.rows].max()), len(group.rows), group)
+
+
+def _lead(block_table: np.ndarray, full: np.ndarray, group: _Group) -> np.ndarray:
+    """[b] pages that each row of a group shares with the longest of them."""
+    rows, known = group.rows, group.known
+    longest = rows[full[rows].argmax()]
+    width = int(full[longest])
+    own = block_table[longest, known:width]
+    ends = np.ones((len(rows), width - known + 1), bool)
+    ends[:, :-1] = (block_table[rows, known:width] != own) | (own == NULL_PAGE)
+    return np.minimum(ends.argmax(1) + known, full[rows])
+
+
+def _same_page(block_table: np.ndarray, rows: np.ndarray, place: int) -> list[_Group]:
+    """The groups of rows with the same page at this place, and the same pages before it."""
+    if len(rows) < 2 or not block_table.shape[1]:
+        return []
+    pages = block_table[rows, place]
+    ordered = np.sort(pages)
     if not ((ordered[1:] == ordered[:-1]) & (ordered[1:] != NULL_PAGE)).any():
-        return None
-    full = np.asarray(num_computed_tokens) // page_size  # [B] pages whose keys all queries of the row see
-    values, counts = np.unique(first[first != NULL_PAGE], return_counts=True)
-    rows = np.flatnonzero(first == values[counts.argmax()])
-    most = rows[full[rows].argmax()]
-    width = min(int(full[most]), block_table.shape[1])
-    differs = block_table[rows, :width] != block_table[most, :width]  # [b, width]
-    equal = np.where(differs.any(1), differs.argmax(1), width) if width else np.zeros(len(rows), np.int64)
-    lead = np.minimum(equal, full[rows])  # [b] pages that each row can share
-    falling = np.sort(lead)[::-1]
-    saved = falling * np.arange(len(falling))  # pages not read again, for the rows up to each
-    best = int(saved.argmax())
-    if not saved[best]:
-        return None
-    pages = int(falling[best])
-    return SharedPrefix(pages, rows[lead >= pages], page_size)
+        return []
+    order = np.argsort(pages, kind="stable")
+    parts = np.split(order, np.flatnonzero(ordered[1:] != ordered[:-1]) + 1)
+    return [_Group(rows[part], place + 1) for part in parts if len(part) > 1 and pages[part[0]] != NULL_PAGE]
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -17,7 +18,7 @@ import attention.batch.transforms.cascade
 from attention.backends.reference import TorchBackend
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
-from attention.batch.transforms.cascade import SharedPrefix, cascade, shared_prefix
+from attention.batch.transforms.cascade import SharedPrefix, cascade, shared_prefix, shared_prefixes
 from attention.cache.kv_cache import FP8, CacheGroup, KVFormat
 from attention.errors import InvariantError, UnsupportedAttentionError
 from attention.runner import GroupRunner
@@ -94,6 +95,53 @@ def test_a_prefix_is_seen_by_all_of_its_rows(batch: HostBatch) -> None:
     two.suffix.validate()
     assert two.suffix.slot_mapping is batch.slot_mapping and two.suffix.positions is batch.positions
     assert (two.suffix.seq_lens >= batch.query_lens).all(), "a row sees at least its own tokens after the prefix"
+
+
+@st.composite
+def tables(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, int]:
+    """Rows that go on from each other's pages at any place, with null pages and any number of computed keys."""
+    width, page_size = draw(st.integers(0, 5)), draw(st.sampled_from([1, 3]))
+    pages = st.lists(st.integers(0, 2), min_size=width, max_size=width)
+    rows = draw(st.lists(pages, min_size=1, max_size=8))
+    table = np.array(rows, np.int32).reshape(len(rows), width)
+    computed = st.lists(st.integers(0, width * page_size + 2), min_size=len(table), max_size=len(table))
+    return table, np.array(draw(computed), np.int32), page_size
+
+
+def classes_by_hand(table: np.ndarray, computed: np.ndarray, page_size: int) -> set[tuple[int, tuple[int, ...]]]:
+    """(pages, rows) of all that share exactly so many pages: compared page by page, for each row and each length."""
+    usable = [
+        list(itertools.takewhile(bool, row[: keys // page_size].tolist()))
+        for row, keys in zip(table, computed, strict=True)
+    ]
+    found: dict[tuple[int, ...], int] = {}
+    for row in usable:
+        for n in range(1, len(row) + 1):
+            rows = tuple(i for i, other in enumerate(usable) if len(other) >= n and other[:n] == row[:n])
+            if len(rows) > 1:
+                found[rows] = max(n, found.get(rows, 0))
+    return {(n, rows) for rows, n in found.items()}
+
+
+@settings(max_examples=examples(300), deadline=None)
+@given(tables())
+def test_every_class_of_equal_leading_pages_is_found_the_best_first(case: tuple[np.ndarray, np.ndarray, int]) -> None:
+    right = classes_by_hand(*case)
+    found = list(shared_prefixes(*case))
+    assert {(each.num_pages, tuple(each.rows.tolist())) for each in found} == right and len(found) == len(right)
+    left_out = [each.num_keys_left_out for each in found]
+    assert left_out == sorted(left_out, reverse=True)
+    best = shared_prefix(*case)
+    most = max((n * (len(rows) - 1) * case[2] for n, rows in right), default=0)
+    assert (0 if best is None else best.num_keys_left_out) == most
+
+
+def test_a_longer_row_with_one_page_in_common_does_not_hide_what_others_share() -> None:
+    """32 rows share 128 pages; another has computed more, and shares the first page alone."""
+    table = np.arange(1, 33 * 200 + 1, dtype=np.int32).reshape(33, 200)
+    table[:, 0], table[:32, :128] = table[0, 0], table[0, :128]
+    prefix = shared_prefix(table, np.array([16 * 130] * 32 + [16 * 190]), 16)
+    assert prefix is not None and prefix.num_pages == 128 and prefix.rows.tolist() == list(range(32))
 
 
 def test_two_levels_are_found_where_they_are() -> None:

@@ -148,7 +148,7 @@ def test_without_cuts_there_is_one_slice(slicer: Slicer) -> None:
 
 
 @pytest.mark.parametrize(("slicer", "size", "of"), [(request_slices, 3, "rows"), (token_slices, 5, "tokens")])
-@pytest.mark.parametrize("cuts", [[0], [-1], [5], [2, 2], [2, 1], [1, 6]])
+@pytest.mark.parametrize("cuts", [[0], [-1], [5], [2, 2], [2, 1], [1, 6], [True], [np.True_]])
 def test_cuts_that_are_none_are_refused(slicer: Slicer, size: int, of: str, cuts: list[int]) -> None:
     with pytest.raises(InvalidInputError, match=f"a batch of {size} {of} has no slices .* from 1 to {size - 1}"):
         slicer(batch(), cuts)
