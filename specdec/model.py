@@ -35,6 +35,7 @@ from specdec.requests.generation_config import eos_ids
 from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
+from specdec.torch_state import own_torch_state
 
 MODEL_FORMAT = KVFormat()
 
@@ -72,6 +73,7 @@ class SpeculativeModel(Closing):
             call on another one.
     """
 
+    @own_torch_state()
     def __init__(
         self,
         probed: TargetProbe,
@@ -133,7 +135,7 @@ class SpeculativeModel(Closing):
 
     @classmethod
     @startup_progress()
-    @torch.inference_mode(False)  # tensors made inside it could not be written by graphs captured outside
+    @own_torch_state()
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel,
@@ -298,6 +300,7 @@ class SpeculativeModel(Closing):
         """The target's dtype."""
         return self.hf_model.dtype
 
+    @own_torch_state()
     def refresh(self) -> float:
         """After new weight values in place: check that nothing else has changed, and run the self-test again.
 
@@ -329,6 +332,7 @@ class SpeculativeModel(Closing):
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 
+    @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
 
