@@ -39,6 +39,7 @@ from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.strictness import check_complete
 from specdec.loading.weight_files import check_weight_files
 from specdec.parallel.ranks import Ranks
+from specdec.target.alterations import without_unpickled
 from specdec.values import short
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
@@ -246,6 +247,7 @@ def open_target(
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
     check_loaded_target(target)
+    without_unpickled(target)
     settle(target)
     if on_config is not None:
         on_config(target.config, target.dtype, target.device)
