@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -32,6 +31,7 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
+from specdec.requests.prompts import one_sequence
 from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
@@ -342,8 +342,8 @@ class SpeculativeModel(Closing):
         """
         self._shared.check_open()
         largest = self.target.num_embeddings - 1
-        ids = token_ids.tolist() if isinstance(token_ids, (torch.Tensor, np.ndarray)) else list(token_ids)
-        if not ids or not all(isinstance(token, (int, np.integer)) and 0 <= token <= largest for token in ids):
+        ids = one_sequence(token_ids)
+        if not ids or not all(0 <= token <= largest for token in ids):
             raise InvalidInputError(
                 f"own_logits: give at least one token id, all in 0 … {largest}: one sequence of integers, not text"
             )

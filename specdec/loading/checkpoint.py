@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
-from drafters.checkpoints.tensor_files import open_folder, read_json
+from drafters.checkpoints.tensor_files import no_files_in, open_folder, read_json
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
@@ -111,7 +111,8 @@ def find_checkpoint(
         what: what is looked for, for the message.
 
     Raises:
-        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model.
+        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or what lies in the folder
+            under the name of a file is none.
         InvalidInputError: a revision of a folder.
     """
     path = resolve(name)
@@ -121,6 +122,8 @@ def find_checkpoint(
             raise InvalidInputError(
                 f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
             )
+        if odd := no_files_in(path):
+            raise ModelLoadError(f"cannot load {what} {short(str(name))}: {odd}")
         return found
     if not path:
         reason = "the name is empty"

@@ -120,7 +120,8 @@ def _config_of(name: str) -> Mapping[str, Any]:
 
 def _config_file(name: str) -> str | None:
     if os.path.isdir(name):
-        return os.path.join(name, _CONFIG)
+        file = os.path.join(name, _CONFIG)
+        return None if what_else(file) else file
     if os.path.exists(name) or looks_local(name) or not is_hub_name(name):
         return None
     cached = try_to_load_from_cache(name, _CONFIG)
