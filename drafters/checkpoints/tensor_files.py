@@ -29,7 +29,8 @@ _LONGEST_HEADER = 100_000_000
 
 _READ = (".json", ".safetensors", ".bin")
 """Endings of the files of a checkpoint that are opened by name."""
-_KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: "a folder", stat.S_ISSOCK: "a socket"}
+_FOLDER = "a folder"
+_KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "a socket"}
 
 
 def locate(path: str | Path, revision: str | None = None) -> Path:
@@ -62,13 +63,13 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
 
 
 def no_files_in(folder: str | Path) -> str:
-    """What lies in a checkpoint's folder under the name of a file and is none, in words; "" where all are files.
+    """What in a checkpoint's folder has the name of a file and is neither file nor folder, in words; "" for nothing.
 
     To open a named pipe would wait for ever, deaf to signals.
     """
     for name in sorted(os.listdir(folder)):
         kind = what_else(os.path.join(folder, name)) if name.endswith(_READ) else ""
-        if kind:
+        if kind and kind != _FOLDER:
             return f"{name} in it is {kind}, not a file"
     return ""
 

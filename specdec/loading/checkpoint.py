@@ -34,6 +34,9 @@ _HEADS = frozenset(
 
 _INDEX = "model.safetensors.index.json"
 _MOST_TENSORS_OF_A_HEAD = 100
+_LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"})
+_MOST_LAYERS = 1024
+"""Eight times those of the deepest models. transformers makes modules of every layer before it looks at any weight."""
 
 Merge = bool | Literal["auto"]
 """See the load option merge_adapter."""
@@ -157,8 +160,28 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     check_quantisation(_modelopt_config(folder, names, what), what)
     check_quantisation(config.get("quantization_config"), what)
     check_no_pointers(folder, what)
+    check_depth(config, what)
     _check_no_head(folder, config, names, what)
     _check_model_type(config, what)
+
+
+def check_depth(config: Mapping[str, Any], what: str) -> None:
+    """Refuse a configuration with more layers than any model has, before one of them is made.
+
+    Args:
+        config: with those of parts in it. what: for the message, what cannot be loaded.
+
+    Raises:
+        ModelLoadError: the message names the field.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_depth(value, what)
+        elif name in _LAYER_COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ModelLoadError(
+                f"{what}: its configuration says {name}={short(value)}; at most {_MOST_LAYERS} layers are loaded, more "
+                "than any model has: the file is damaged, or no model's"
+            )
 
 
 def _without_config(names: set[str]) -> str:

@@ -17,7 +17,14 @@ from specdec.errors import InvalidInputError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, Merge, check_quantisation, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import (
+    Checkpoint,
+    Merge,
+    check_depth,
+    check_quantisation,
+    check_target_folder,
+    find_checkpoint,
+)
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
@@ -77,6 +84,7 @@ def _load(
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
+        check_depth(config.to_dict(), f"cannot load the target model {checkpoint.name!r}")
         found = auto_class(config, checkpoint.name)
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
