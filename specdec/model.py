@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -32,10 +31,12 @@ from specdec.loading.progress import startup_progress
 from specdec.options import LoadOptions, Use
 from specdec.parallel.ranks import Ranks
 from specdec.requests.generation_config import eos_ids
+from specdec.requests.prompts import one_sequence
 from specdec.target.live import LiveModel
 from specdec.target.probing import TargetProbe
 from specdec.target.selftest import self_test
 from specdec.target.versions import WeightVersions
+from specdec.torch_state import own_torch_state
 
 MODEL_FORMAT = KVFormat()
 
@@ -73,6 +74,7 @@ class SpeculativeModel(Closing):
             call on another one.
     """
 
+    @own_torch_state()
     def __init__(
         self,
         probed: TargetProbe,
@@ -138,7 +140,7 @@ class SpeculativeModel(Closing):
 
     @classmethod
     @startup_progress()
-    @torch.inference_mode(False)  # tensors made inside it could not be written by graphs captured outside
+    @own_torch_state()
     def from_pretrained(
         cls,
         target: str | Path | PreTrainedModel,
@@ -309,6 +311,7 @@ class SpeculativeModel(Closing):
         """The target's dtype."""
         return self.hf_model.dtype
 
+    @own_torch_state()
     def refresh(self) -> float:
         """After new weight values in place: check that nothing else has changed, and run the self-test again.
 
@@ -340,6 +343,7 @@ class SpeculativeModel(Closing):
             self.self_test_error = self_test(self.target)
         return self.self_test_error
 
+    @own_torch_state()
     def own_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """[T, V]: logits of the model's own forward after each of these tokens, without cache and head; on all ranks.
 
@@ -349,8 +353,8 @@ class SpeculativeModel(Closing):
         """
         self._shared.check_open()
         largest = self.target.num_embeddings - 1
-        ids = token_ids.tolist() if isinstance(token_ids, (torch.Tensor, np.ndarray)) else list(token_ids)
-        if not ids or not all(isinstance(token, (int, np.integer)) and 0 <= token <= largest for token in ids):
+        ids = one_sequence(token_ids)
+        if not ids or not all(0 <= token <= largest for token in ids):
             raise InvalidInputError(
                 f"own_logits: give at least one token id, all in 0 … {largest}: one sequence of integers, not text"
             )

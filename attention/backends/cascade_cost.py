@@ -47,12 +47,12 @@ class CascadeCost:
     shared keys, for a tile of queries; programs that the device has no room for wait for the others. Then each row
     reads the sums over the parts, D + 2 numbers a query head in float32, and its own keys.
 
-    Llama-3.1-8B in bfloat16 on an H200, 32 rows with 2,048 shared keys and 256 of their own, 6 tokens: 73.7 and 52.5 µs
-    were measured (1.40); with 512 shared keys 28.0 and 34.9, so flat attention is taken.
+    Llama-3.1-8B in bfloat16 on an H200, 32 rows with 2,048 shared keys and 256 of their own, 6 tokens: 73.6 and 47.3 µs
+    were measured (1.56); with 512 shared keys 28.3 and 34.2, so flat attention is taken.
 
-    >>> cost = CascadeCost(32, 8, 128, 2, PrefixWork(64, 2, 512, 264, 28.6))
+    >>> cost = CascadeCost(32, 8, 128, 2, PrefixWork(128, 2, 512, 132, 22.6))
     >>> [(round(cost.flat_us(32, keys, 256), 1), round(cost.cascade_us(32, 6, keys, 256), 1)) for keys in (2048, 512)]
-    [(66.0, 53.2), (28.3, 35.5)]
+    [(66.0, 47.1), (28.3, 32.4)]
     >>> cost.pays(32, 6, 2048, 256), cost.pays(32, 6, 512, 256)
     (True, False)
 

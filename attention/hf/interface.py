@@ -33,13 +33,12 @@ def specdec_attention(
     Raises:
         UnsupportedAttentionError: the module was not bound by an AttentionPort.
     """
-    bound = getattr(module, "_specdec_layer", None)
-    if bound is None:
+    port, layer = getattr(module, "_specdec_layer", (None, 0))
+    if port is None:
         raise UnsupportedAttentionError(
             f"attention '{ATTENTION_NAME}' was called outside SpeculativeModel; set the model's attention with "
             f"model.set_attn_implementation('sdpa') ({type(module).__name__} is not bound to a paged cache)"
         )
-    port, layer = bound
     return port.attend(layer, query, key, value, kwargs.get("s_aux")), None
 
 

@@ -73,6 +73,10 @@ class AttentionPort:
             if getattr(module, "_specdec_layer", (None,))[0] is self:
                 del module._specdec_layer
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Pickled or copied with a model, the handle on its modules is None: a copy is served by no engine."""
+        return type(None), ()
+
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sinks: torch.Tensor | None
     ) -> torch.Tensor:

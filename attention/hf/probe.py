@@ -170,8 +170,14 @@ def _refuse_unknown(module: torch.nn.Module, mask: torch.Tensor | None, kwargs: 
 
 
 def _refuse_second(module: torch.nn.Module, calls: list[AttentionCall]) -> None:
-    if any(call.module is module for call in calls):
+    if not any(call.module is module for call in calls):
+        return
+    if calls[-1].module is module:
         raise UnsupportedAttentionError(f"{type(module).__name__} calls attention twice in one forward")
+    raise UnsupportedAttentionError(
+        f"the model repeats its layers: {type(module).__name__} runs again in the same forward, and the cache has one "
+        "place for its keys"
+    )
 
 
 def _attention_spec(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import stat
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import torch
@@ -26,6 +27,12 @@ _LONGEST_HEADER = 100_000_000
 """Bytes; safetensors reads no longer one."""
 
 
+_READ = (".json", ".safetensors", ".bin")
+"""Endings of the files of a checkpoint that are opened by name."""
+_FOLDER = "a folder"
+_KINDS = {stat.S_ISFIFO: "a named pipe", stat.S_ISDIR: _FOLDER, stat.S_ISSOCK: "a socket"}
+
+
 def locate(path: str | Path, revision: str | None = None) -> Path:
     """Folder of a checkpoint: `path` itself when it is a folder, else a model of that name from the Hugging Face hub.
 
@@ -33,12 +40,15 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
         revision: branch, tag or commit on the hub; a folder has none.
 
     Raises:
-        HeadLoadError: neither a folder nor a name on the hub (or in its local cache).
+        HeadLoadError: neither a folder nor a name on the hub (or in its local cache); or what lies in the folder under
+            the name of a file is none.
     """
     name = os.path.expanduser(path)
     if not name:
         raise HeadLoadError("the name of a folder or of a hub model is empty")
     if os.path.isdir(name):
+        if odd := no_files_in(name):
+            raise HeadLoadError(f"{path}: {odd}")
         return Path(name)
     if os.path.exists(name):
         raise HeadLoadError(f"{path} is a file; give the folder that holds config.json and the weights")
@@ -50,6 +60,39 @@ def locate(path: str | Path, revision: str | None = None) -> Path:
             "like owner/model"
         )
     return _download(name, revision)
+
+
+def no_files_in(folder: str | Path) -> str:
+    """What in a checkpoint's folder has the name of a file and is neither file nor folder, in words; "" for nothing.
+
+    To open a named pipe would wait for ever, deaf to signals.
+    """
+    for name in sorted(os.listdir(folder)):
+        kind = what_else(os.path.join(folder, name)) if name.endswith(_READ) else ""
+        if kind and kind != _FOLDER:
+            return f"{name} in it is {kind}, not a file"
+    return ""
+
+
+def what_else(path: str | Path) -> str:
+    """What a path leads to, in words, where that is no file; "" for a file and for nothing."""
+    try:
+        mode = os.stat(path).st_mode
+    except (OSError, ValueError):  # nothing, or no name that the system takes
+        return ""
+    if stat.S_ISREG(mode):
+        return ""
+    return next((kind for is_kind, kind in _KINDS.items() if is_kind(mode)), "a device")
+
+
+def leads_outside(name: str) -> bool:
+    """Whether a name of a file that an index gives leads out of the index's own folder.
+
+    >>> [leads_outside(name) for name in ("model-1.safetensors", "sub/a.bin", "../a.bin", "/a.bin", "C:\\a.bin")]
+    [False, False, True, True, True]
+    """
+    paths = PurePosixPath(name), PureWindowsPath(name)
+    return any(path.is_absolute() or path.drive or ".." in path.parts for path in paths)
 
 
 def _download(name: str, revision: str | None) -> Path:
@@ -135,11 +178,13 @@ def read_json(file: Path) -> dict[str, Any]:
     Raises:
         HeadLoadError: the file is missing, is no JSON or no object.
     """
+    if kind := what_else(file):
+        raise HeadLoadError(f"{file} is {kind}, not a file")
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise HeadLoadError(f"{file.parent} has no {file.name}") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise HeadLoadError(f"{file} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise HeadLoadError(f"{file} must hold a JSON object, not a {type(content).__name__}")
@@ -161,9 +206,15 @@ def _indexed_files(folder: Path, index: dict[str, Any], name: str) -> list[Path]
     if not isinstance(places, dict) or not all(isinstance(place, str) for place in places.values()):
         raise HeadLoadError(f"{folder}: its {name} has no weight_map of tensor names to file names")
     names = sorted(set(places.values()))
+    outside = [place for place in names if leads_outside(place)]
+    if outside:
+        raise HeadLoadError(f"{folder}: its {name} names files outside of the folder: {outside}; put them into it")
     missing = [name for name in names if not (folder / name).exists()]
     if missing or not names:
         raise HeadLoadError(f"{folder}: its {name} names {names}, missing are {missing}")
+    odd = [f"{name} is {kind}" for name in names if (kind := what_else(folder / name))]
+    if odd:
+        raise HeadLoadError(f"{folder}: {odd[0]}, not a file")
     return [folder / name for name in names]
 
 

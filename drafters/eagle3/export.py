@@ -45,6 +45,8 @@ _MORE: Mapping[ExportLayout, frozenset[str]] = {
     "specforge": frozenset(),
 }
 """Fields besides that one layout expresses. Any other field of the spec must have its default value."""
+_UNWRITTEN = dict.fromkeys(("windowed_layers", "window"), "this export writes no sliding windows")
+"""Fields for which a layout has a place, and that are not written."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ def problems_of(spec: Eagle3Spec, layout: ExportLayout) -> list[str]:
     """What of a head the layout, or the engine that reads it, cannot express, by field; empty when it can."""
     known = _ALWAYS | _MORE[layout]
     problems = [
-        f"{f.name} = {getattr(spec, f.name)!r} (it has no place in it)"
+        f"{f.name} = {getattr(spec, f.name)!r} ({_UNWRITTEN.get(f.name, 'it has no place in it')})"
         for f in fields(spec)
         if f.name not in known and getattr(spec, f.name) != _default(f)
     ]

@@ -16,7 +16,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from drafters.checkpoints.hub import hub_answers, is_hub_name, looks_local
 from drafters.checkpoints.layouts import Layout, detect, strip_prefixes
-from drafters.checkpoints.tensor_files import open_folder, read_json
+from drafters.checkpoints.tensor_files import no_files_in, open_folder, read_json
 from drafters.errors import HeadLoadError
 from specdec.errors import InvalidInputError, ModelLoadError
 from specdec.loading.builtin import BUILTIN_HEADS, resolve
@@ -34,6 +34,9 @@ _HEADS = frozenset(
 
 _INDEX = "model.safetensors.index.json"
 _MOST_TENSORS_OF_A_HEAD = 100
+_LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"})
+_MOST_LAYERS = 1024
+"""Eight times those of the deepest models. transformers makes modules of every layer before it looks at any weight."""
 
 Merge = bool | Literal["auto"]
 """See the load option merge_adapter."""
@@ -111,7 +114,8 @@ def find_checkpoint(
         what: what is looked for, for the message.
 
     Raises:
-        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model.
+        ModelLoadError: there is no such folder, or it is a file, or no name of a hub model; or what lies in the folder
+            under the name of a file is none.
         InvalidInputError: a revision of a folder.
     """
     path = resolve(name)
@@ -121,6 +125,8 @@ def find_checkpoint(
             raise InvalidInputError(
                 f"revision={revision!r}: {name} is a folder, and only models on the hub have revisions; leave it out"
             )
+        if odd := no_files_in(path):
+            raise ModelLoadError(f"cannot load {what} {short(str(name))}: {odd}")
         return found
     if not path:
         reason = "the name is empty"
@@ -154,8 +160,28 @@ def check_target_folder(checkpoint: Checkpoint) -> None:
     check_quantisation(_modelopt_config(folder, names, what), what)
     check_quantisation(config.get("quantization_config"), what)
     check_no_pointers(folder, what)
+    check_depth(config, what)
     _check_no_head(folder, config, names, what)
     _check_model_type(config, what)
+
+
+def check_depth(config: Mapping[str, Any], what: str) -> None:
+    """Refuse a configuration with more layers than any model has, before one of them is made.
+
+    Args:
+        config: with those of parts in it. what: for the message, what cannot be loaded.
+
+    Raises:
+        ModelLoadError: the message names the field.
+    """
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            check_depth(value, what)
+        elif name in _LAYER_COUNTS and isinstance(value, int) and value > _MOST_LAYERS:
+            raise ModelLoadError(
+                f"{what}: its configuration says {name}={short(value)}; at most {_MOST_LAYERS} layers are loaded, more "
+                "than any model has: the file is damaged, or no model's"
+            )
 
 
 def _without_config(names: set[str]) -> str:

@@ -16,6 +16,7 @@ from specdec.errors import CacheTooSmallError, InvalidInputError, ModelLoadError
 _RESERVE_BYTES = 4 << 30
 _ID_BYTES = 4
 _ARENA_COPIES = 2
+_LARGEST_USUAL_PAGE = 256
 _NO_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 """Words of torch's host allocators, in a plain RuntimeError."""
 
@@ -25,6 +26,34 @@ def host_bytes() -> int | None:
     if not hasattr(os, "sysconf"):
         return None
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_counts(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int | None) -> None:
+    """Refuse counts that cannot be together whatever the model is, before anything is read.
+
+    Raises:
+        InvalidInputError: fewer tokens in a forward than requests in a batch, or see `check_tables_fit`.
+    """
+    if max_num_batched_tokens < max_num_seqs:
+        raise InvalidInputError(
+            f"max_num_batched_tokens={max_num_batched_tokens}: {max_num_seqs} requests (max_num_seqs) with one token "
+            "each need as many; lower max_num_seqs or raise it"
+        )
+    check_tables_fit(max_num_seqs, max_model_len or 1)
+
+
+def check_page_size(page_size: int, max_model_len: int | None) -> None:
+    """Refuse pages of the KV cache that no request could fill.
+
+    Raises:
+        InvalidInputError: they are longer than the longest request, and than any that is usual.
+    """
+    most = max(max_model_len or page_size, _LARGEST_USUAL_PAGE)
+    if page_size > most:
+        raise InvalidInputError(
+            f"page_size={page_size}: a page is longer than a request can be (max_model_len={max_model_len}), and every "
+            f"request holds at least one; allowed is {most} or less, usual are 1 to 64"
+        )
 
 
 def check_tables_fit(rows: int, length: int) -> None:
@@ -70,6 +99,22 @@ def check_sizes_fit(
             f"max_num_seqs={config.max_num_seqs}, max_num_batched_tokens={config.max_num_batched_tokens}, "
             f"max_model_len={config.max_model_len}, num_speculative_tokens={config.num_speculative_tokens}: the "
             f"buffers of such a round take {_gib(needed)}; this machine has {_gib(total)}; lower one of them"
+        )
+    _check_all_fit(config, device, pages * page * token_bytes + windowed_bytes + state_bytes, needed)
+
+
+def _check_all_fit(config: EngineConfig, device: torch.device, cache_bytes: int, staging_bytes: int) -> None:
+    """The same of everything that lies in this machine's memory, together."""
+    rows, length, total = config.max_num_seqs, config.max_model_len, host_bytes()
+    tables = rows * (length + 1) * _ID_BYTES + rows * -(-length // config.page_size) * _ID_BYTES
+    caches = cache_bytes if device.type == "cpu" else 0
+    if total is not None and caches + tables + staging_bytes > total:
+        raise InvalidInputError(
+            f"max_num_seqs={rows}, max_model_len={length}, max_num_batched_tokens={config.max_num_batched_tokens}: "
+            f"tables of tokens and pages take {_gib(tables)}, the buffers of the largest round {_gib(staging_bytes)}"
+            + (f", KV caches and states {_gib(caches)}" if caches else "")
+            + f"; this machine has {_gib(total)}; lower one of them"
+            + (", or kv_cache_tokens" if caches else "")
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from huggingface_hub import try_to_load_from_cache
 
 from drafters.checkpoints.hub import is_hub_name, looks_local
+from drafters.checkpoints.tensor_files import what_else
 from drafters.eagle3.formats import target_named_by
 from specdec.errors import HeadMismatchError, InvalidInputError, ModelLoadError
 from specdec.loading.builtin import AUTO_HEAD, resolve
@@ -120,7 +121,8 @@ def _config_of(name: str) -> Mapping[str, Any]:
 
 def _config_file(name: str) -> str | None:
     if os.path.isdir(name):
-        return os.path.join(name, _CONFIG)
+        file = os.path.join(name, _CONFIG)
+        return None if what_else(file) else file
     if os.path.exists(name) or looks_local(name) or not is_hub_name(name):
         return None
     cached = try_to_load_from_cache(name, _CONFIG)

@@ -20,7 +20,7 @@ from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.groups import Division, Rows, TokenBytes, divide_cache, token_bytes
 from specdec.loading.heads import check_without_head, load_head
 from specdec.loading.kv_scales import chosen_scales
-from specdec.loading.memory import check_sizes_fit, check_tables_fit
+from specdec.loading.memory import check_counts, check_page_size, check_sizes_fit, check_tables_fit
 from specdec.loading.objects import check_head_type
 from specdec.loading.own_attention import name_what_is_left_out
 from specdec.loading.pairs import load_pair
@@ -86,8 +86,7 @@ def load_parts(
         ModelLoadError, UnsupportedModelError: the target; HeadLoadError, HeadMismatchError: the head;
         InvalidInputError: an option that does not fit these; CacheTooSmallError: no room for the caches.
     """
-    if options.max_model_len is not None:
-        check_tables_fit(options.max_num_seqs, options.max_model_len)
+    check_counts(options.max_num_seqs, options.max_num_batched_tokens, options.max_model_len)
     if draft is not None:
         check_head_type(draft)
     opened, pair = load_pair(target, draft, options.revision, lambda named: _open(named, options, ranks))
@@ -117,6 +116,8 @@ def _open(
     log.info("loading the target")
 
     def begin(config: Any, kind: torch.dtype | str, place: torch.device) -> None:
+        own = getattr(config.get_text_config(), "max_position_embeddings", None)
+        check_page_size(options.page_size, options.max_model_len or own)
         kind = kind if isinstance(kind, torch.dtype) else config.dtype
         begin_kernels(options.backend, place, expected_keys(config), kind, options.kv_cache_dtype)
         if place.type == "cuda" and options.cuda_graphs and options.backend != "torch":
@@ -157,6 +158,8 @@ def _sized(
     """The sizes of an engine for these, and what they switch on; refused where memory could not hold them."""
     device, page_size = probed.model.device, options.page_size
     longest = max_model_len_of(options.max_model_len, probed.model)
+    check_page_size(page_size, longest)
+    check_tables_fit(options.max_num_seqs, longest)
     scales = chosen_scales(checkpoint, probed, options.kv_cache_dtype, options.kv_cache_scales)
     format = kv_format(options.kv_cache_dtype, *scales)
     check_format_fits(probed, format)

@@ -142,7 +142,7 @@ def _differences(model: PreTrainedModel, tensors: Mapping[str, torch.Tensor]) ->
 def _read_map(file: Path, what: str) -> dict[str, dict[str, str]]:
     try:
         layers = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelLoadError(f"{what}: {file} cannot be read as JSON: {error}; download it again") from error
     fits = isinstance(layers, dict) and all(
         isinstance(how, dict) and {"weights", "activations"} <= set(how) for how in layers.values()

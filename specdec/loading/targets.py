@@ -17,7 +17,14 @@ from specdec.errors import InvalidInputError
 from specdec.loading.adapters import applied, unwrapped, with_adapter
 from specdec.loading.auto_classes import AutoClass, auto_class, model_class
 from specdec.loading.builtin import resolve
-from specdec.loading.checkpoint import Checkpoint, Merge, check_quantisation, check_target_folder, find_checkpoint
+from specdec.loading.checkpoint import (
+    Checkpoint,
+    Merge,
+    check_depth,
+    check_quantisation,
+    check_target_folder,
+    find_checkpoint,
+)
 from specdec.loading.devices import resolve_device, resolve_dtype
 from specdec.loading.fp8 import fp8_checkpoint
 from specdec.loading.load_errors import loading_named
@@ -39,6 +46,7 @@ from specdec.loading.quanto import is_quanto_folder, load_quanto
 from specdec.loading.strictness import check_complete
 from specdec.loading.weight_files import check_weight_files
 from specdec.parallel.ranks import Ranks
+from specdec.target.alterations import without_unpickled
 from specdec.values import short
 
 OnConfig = Callable[[PreTrainedConfig, "torch.dtype | str", torch.device], None]
@@ -76,6 +84,7 @@ def _load(
     check_target_folder(checkpoint)
     with loading_named(checkpoint, "the target model"):
         config = AutoConfig.from_pretrained(checkpoint.path, **checkpoint.options)
+        check_depth(config.to_dict(), f"cannot load the target model {checkpoint.name!r}")
         found = auto_class(config, checkpoint.name)
         stored = stored_quantisation(config)
         method = check_quantisation(stored, f"cannot load the target model {checkpoint.name!r}")
@@ -246,6 +255,7 @@ def open_target(
     if revision is not None:
         raise InvalidInputError(f"revision={revision!r}: the model is loaded already; leave it out")
     check_loaded_target(target)
+    without_unpickled(target)
     settle(target)
     if on_config is not None:
         on_config(target.config, target.dtype, target.device)

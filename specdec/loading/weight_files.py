@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from drafters.checkpoints.tensor_files import is_lfs_pointer
+from drafters.checkpoints.tensor_files import is_lfs_pointer, leads_outside, what_else
 from specdec.errors import ModelLoadError
 from specdec.values import short
 
@@ -60,10 +60,19 @@ def _shards(index: Path, what: str) -> Collection[str]:
     places = found.get("weight_map") if isinstance(found, Mapping) else None
     if not isinstance(places, Mapping) or not places or not all(isinstance(place, str) for place in places.values()):
         raise ModelLoadError(f"{what}: {index.name} has no weight_map from tensors to files; download it again")
+    outside = sorted({place for place in places.values() if leads_outside(place)})
+    if outside:
+        raise ModelLoadError(
+            f"{what}: {index.name} names files outside of its folder ({short(outside)}), which are not read; put them "
+            "into it"
+        )
     return sorted(set(places.values()))
 
 
 def _check_shards(folder: Path, files: Collection[str], what: str) -> None:
+    odd = [f"{name} is {kind}" for name in files if (kind := what_else(folder / name))]
+    if odd:
+        raise ModelLoadError(f"{what}: {odd[0]}, not a file")
     missing = [name for name in files if not (folder / name).is_file()]
     if missing:
         raise ModelLoadError(

@@ -27,20 +27,23 @@ _LENGTHS = {"max_new_tokens", "max_length"}
 _HONOURED = _SAMPLING | _LENGTHS | {"eos_token_id", "stop_strings", "num_return_sequences"}
 _SAMPLING_ONLY = {"top_h", "typical_p", "epsilon_cutoff", "eta_cutoff"}
 """Ways of sampling that are not supported; without do_sample they do nothing."""
-_SAME_TOKENS = {
+_NO_EFFECT = {
     *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version"),
     *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "prefill_chunk_size", "low_memory"),
-    *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_logits"),
     *("disable_compile", "compile_config", "continuous_batching_config"),
     *("remove_invalid_values", "renormalize_logits"),  # of finite logits the arg max stays
     *("length_penalty", "early_stopping", "diversity_penalty"),  # of beams, which are refused themselves
-    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-    *("max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
-    *("speculation_type",),
 }
-"""Fields that change no token of a request."""
-_LOSSLESS = {"prompt_lookup_num_tokens", "use_mtp"}
-"""transformers' own speculation: the model's wish for it changes no token, a caller's is for another library."""
+"""Fields that change no token of a request and nothing that it gives back, whoever sets them; docs/supported.md names
+them."""
+_CALLS_ONLY = {
+    *("return_dict_in_generate", "output_scores", "output_logits", "output_attentions", "output_hidden_states"),
+    *("prompt_lookup_num_tokens", "use_mtp", "speculation_type", "max_matching_ngram_size"),
+    *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("assistant_early_exit", "assistant_lookbehind", "target_lookbehind"),
+}
+"""What else `generate` gives back, and transformers' own speculation: they change no token, so a model's own may have
+them. In a caller's they ask for what is not done here."""
 _ONE_IS_OFF = {"repetition_penalty", "encoder_repetition_penalty", "guidance_scale", "num_beams", "num_beam_groups"}
 _ZERO_IS_SET = {"forced_bos_token_id", "forced_eos_token_id", "max_time", "assistant_ensemble_weight"}
 _IDS = ("eos_token_id", "bos_token_id", "pad_token_id")
@@ -128,7 +131,7 @@ def unsupported(config: GenerationConfig | None) -> dict[str, Any]:
 def refused_fields() -> frozenset[str]:
     """Fields of the installed transformers' GenerationConfig that a model's own may not set."""
     fields = frozenset(name for name in vars(GenerationConfig()) if not name.startswith("_"))
-    idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _SAME_TOKENS | _LOSSLESS
+    idle = _SAMPLING | _LENGTHS | _SAMPLING_ONLY | _NO_EFFECT | _CALLS_ONLY
     return fields - idle - {"eos_token_id", "num_return_sequences"}
 
 
@@ -160,9 +163,10 @@ def merged(config: GenerationConfig, own: GenerationConfig) -> GenerationConfig:
 def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> None:
     known = set(vars(GenerationConfig()))
     custom = set(vars(config)) - known  # a misspelt field, most likely; those of the model's file do nothing
-    odd = _set_fields(merged, (known | custom) - _HONOURED - _SAME_TOKENS)
-    idle = (_SAMPLING_ONLY if not merged.do_sample else set()) | _LOSSLESS
+    odd = _set_fields(merged, (known | custom) - _HONOURED - _NO_EFFECT - _CALLS_ONLY)
+    idle = _SAMPLING_ONLY if not merged.do_sample else set()
     odd = {name: v for name, v in odd.items() if name not in idle or getattr(config, name, None) is not None}
+    odd |= _asked_for(config)
     if not odd:
         return
     own = [name for name in odd if getattr(config, name, None) is None]
@@ -170,6 +174,13 @@ def _refuse_unsupported(config: GenerationConfig, merged: GenerationConfig) -> N
     raise InvalidInputError(
         f"not supported in GenerationConfig: {_named(odd)}; supported are {', '.join(sorted(_HONOURED))}{where}"
     )
+
+
+def _asked_for(config: GenerationConfig) -> dict[str, Any]:
+    """What a caller's config asks for beside tokens; a model's own may have the same fields."""
+    neutral = config._get_default_generation_params()
+    values = {name: getattr(config, name, None) for name in _CALLS_ONLY}
+    return {name: v for name, v in values.items() if v is not None and v is not False and v != neutral.get(name)}
 
 
 def _set_fields(config: GenerationConfig, names: Iterable[str]) -> dict[str, Any]:

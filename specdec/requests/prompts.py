@@ -34,32 +34,54 @@ def encode_prompts(prompts: Prompts, tokenizer: Any) -> list[list[int]]:
     and on the right is left out.
 
     Raises:
-        InvalidInputError: an empty list, an unknown kind of prompt, messages without a chat template or that it
+        InvalidInputError: an empty prompt, an unknown kind of prompt, messages without a chat template or that it
             refuses, a padded row without an attention_mask.
     """
     return [_encode(p, tokenizer) for p in split_prompts(prompts)]
 
 
 def split_prompts(prompts: Prompts) -> list[Any]:
-    """One prompt or many -> a list of prompts.
+    """One prompt or many -> a list of prompts; of an empty list or an array of no rows an empty one.
 
     Raises:
-        InvalidInputError: there is no prompt, or what was given is none.
+        InvalidInputError: what was given is no prompt.
     """
     if isinstance(prompts, Mapping):
         return list(_batch_rows(prompts))
     if _is_array(prompts):
         rows = _array(prompts)
         return rows if prompts.ndim == 2 else [rows]
+    if isinstance(prompts, (list, tuple)) and not prompts:
+        return []
     if isinstance(prompts, str) or _is_ids(prompts) or _is_chat(prompts):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray, memoryview)):
         raise InvalidInputError(f"{short(prompts)} is {type(prompts).__name__}, not text: decode it to a str")
     if not isinstance(prompts, Sequence):
         raise InvalidInputError(f"no prompts in {_shown(prompts)}; give {_KINDS}")
-    if not len(prompts):
-        raise InvalidInputError(f"no prompts in {short(prompts)}; give {_KINDS}")
+    _check_not_mixed(prompts)
     return list(prompts)
+
+
+def _check_not_mixed(prompts: Sequence[Any]) -> None:
+    """Refuse a list of token ids in which something is none, by what that is: no list of prompts has ids in it."""
+    odd = [item for item in prompts if not is_whole(item)]
+    if len(odd) < len(prompts) and not any(isinstance(item, (str, Sequence, Mapping)) or _is_array(item) for item in odd):
+        place = next(i for i, item in enumerate(prompts) if not is_whole(item))
+        raise InvalidInputError(
+            f"a prompt of token ids has {_shown(odd[0])} ({type(odd[0]).__name__}) at index {place}, which is no whole "
+            f"number; a prompt is {_KINDS}"
+        )
+
+
+def one_sequence(given: Any) -> list[int]:
+    """Token ids given as a list or a 1-D array; none where this is something else.
+
+    Raises:
+        InvalidInputError: an array of something else, or whose values cannot be read.
+    """
+    found = _array(given) if _is_array(given) else given
+    return [operator.index(token) for token in found] if _is_ids(found) else []
 
 
 class _Masked(list[int]):
@@ -85,6 +107,8 @@ def _encode(prompt: Any, tokenizer: Any) -> list[int]:
         return ids
     if _is_chat(prompt):
         return chat_ids(prompt, tokenizer)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray, memoryview)):
+        _check_not_mixed(prompt)
     raise InvalidInputError(f"a prompt is {_KINDS}, not {type(prompt).__name__}: {_shown(prompt)}")
 
 
@@ -167,18 +191,45 @@ def _unpadded(ids: Sequence[int], mask: Sequence[int]) -> _Masked:
 
 def _is_array(value: Any) -> bool:
     """A tensor or array (torch, numpy, jax); no scalar type of theirs."""
+    if getattr(value, "is_nested", False):  # whose shape raises
+        return True
     return hasattr(value, "ndim") and hasattr(value, "shape") and hasattr(value, "dtype") and hasattr(value, "tolist")
 
 
 def _array(value: Any) -> Any:
     """A 1-D or 2-D array of whole numbers as lists."""
-    kind = str(value.dtype)
-    if value.ndim not in (1, 2) or "int" not in kind:
+    _check_has_values(value)
+    if value.ndim not in (1, 2) or not _holds_integers(value):
         raise InvalidInputError(
-            f"a prompt is a 1-D or 2-D array of whole numbers, not {type(value).__name__} of {kind} and shape "
+            f"a prompt is a 1-D or 2-D array of whole numbers, not {type(value).__name__} of {value.dtype} and shape "
             f"{tuple(value.shape)}; give lists of token ids, such as those of .tolist()"
         )
-    return value.tolist()
+    try:
+        return value.tolist()
+    except UNNAMED_ERRORS as error:
+        raise InvalidInputError(
+            f"the values of a {type(value).__name__} of token ids cannot be read: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _holds_integers(value: Any) -> bool:
+    """Whether an array is one of integers, in any order of bytes."""
+    kind = getattr(value.dtype, "kind", None)  # of numpy's dtypes; the names of torch's and jax's say it
+    return kind in ("i", "u") if isinstance(kind, str) else "int" in str(value.dtype)
+
+
+def _check_has_values(value: Any) -> None:
+    """Refuse a tensor that cannot be read as a table of numbers."""
+    layout, quantised = str(getattr(value, "layout", "")), bool(getattr(value, "is_quantized", False))
+    odd = ""
+    if getattr(value, "is_meta", False):
+        odd = "lies on device 'meta' and has no values"
+    elif getattr(value, "is_nested", False):
+        odd = "is nested; give a list of its rows, such as [row.tolist() for row in tensor.unbind()]"
+    elif quantised or (layout and layout != "torch.strided"):
+        odd = f"is {'quantised' if quantised else layout.removeprefix('torch.')}; give it dense and of whole numbers"
+    if odd:
+        raise InvalidInputError(f"a tensor of token ids ({type(value).__name__} of {value.dtype}) {odd}")
 
 
 def _are_ints(prompt: Any) -> bool:

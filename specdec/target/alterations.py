@@ -19,6 +19,40 @@ from torch.utils._python_dispatch import _disable_current_modes
 from specdec.errors import InvariantError
 
 
+class Hook:
+    """A hook of ours. Pickled with the model, it does nothing: what it is for stays in this process."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *given: Any) -> Any:
+        return self._call(*given)
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return _unpickled, ()
+
+    def __deepcopy__(self, memo: Any) -> Hook:
+        return self
+
+
+def without_unpickled(model: nn.Module) -> None:
+    """Take off what is left of the hooks of an engine with which a model was pickled."""
+    for module in model.modules():
+        for hooks in (module._forward_hooks, module._forward_pre_hooks):
+            for number in [number for number, hook in hooks.items() if hook is _nothing]:
+                del hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+
+
+def _unpickled() -> Callable[..., None]:
+    """What a pickled `Hook` becomes."""
+    return _nothing
+
+
+def _nothing(*given: Any) -> None:
+    """A hook that leaves all as it is."""
+
+
 class Alterations:
     """What was done to models on behalf of one owner. Undone by `undo`, or when the owner is garbage.
 
@@ -44,11 +78,11 @@ class Alterations:
 
     def hook_before(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call hook(module, args, kwargs) before the module's forward."""
-        self.on_undo(module.register_forward_pre_hook(hook, with_kwargs=True).remove)
+        self.on_undo(module.register_forward_pre_hook(Hook(hook), with_kwargs=True).remove)
 
     def hook_after(self, module: nn.Module, hook: Callable[..., Any]) -> None:
         """Call hook(module, args, output) after the module's forward."""
-        self.on_undo(module.register_forward_hook(hook).remove)
+        self.on_undo(module.register_forward_hook(Hook(hook)).remove)
 
     def undo(self) -> None:
         """Take back everything, the last change first. Idempotent."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from specdec.target.fp8 import Fp8Layers, fp8_layers
 _INDEXED_LAYERS = {"indexed_attention", "deepseek_sparse_attention"}
 """Attention with an indexer, in transformers of today and 5.17: dense up to a length, see `attention.hf.indexer`."""
 _SERVED_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"} | _INDEXED_LAYERS
+_INTERFACE = "ALL_ATTENTION_FUNCTIONS"
+"""The name by which transformers' modeling files have the attention interface."""
 _MASK_READERS = {"alibi": "attention biased by distance"}
 """Fields of configurations whose models have attention code of their own, and what they mean."""
 
@@ -68,6 +71,11 @@ def probe_target(model: PreTrainedModel) -> TargetProbe:
         raise
     except UNNAMED_ERRORS as error:
         _check_reads_text(model)
+        if not _knows_the_interface(model):
+            raise UnsupportedModelError(
+                f"{name} does not call transformers' attention interface: its modeling file has attention code of its "
+                f"own{_likely_reason(model)}"
+            ) from error
         raise UnsupportedModelError(
             f"{name} does not run without an attention mask{_likely_reason(model)}: on four tokens with position_ids "
             f"and no mask its forward raises {type(error).__name__}: {error}"
@@ -127,10 +135,24 @@ def _check_reads_text(model: PreTrainedModel) -> None:
     except torch.OutOfMemoryError:
         raise
     except UNNAMED_ERRORS as error:
+        name = type(model).__name__
+        fails = f"{name}'s own forward fails on text" if _reads_text(model) else f"{name} does not read text alone"
         raise UnsupportedModelError(
-            f"{type(model).__name__} does not read text alone: on four tokens its own forward raises "
+            f"{fails}: on four tokens {'it' if _reads_text(model) else 'its own forward'} raises "
             f"{type(error).__name__}: {error}"
         ) from error
+
+
+def _reads_text(model: PreTrainedModel) -> bool:
+    """Whether a model is one of text, by what transformers says it reads."""
+    kinds = getattr(model, "input_modalities", None) or ("text",)
+    return set([kinds] if isinstance(kinds, str) else kinds) == {"text"} and model.main_input_name == "input_ids"
+
+
+def _knows_the_interface(model: PreTrainedModel) -> bool:
+    """Whether any modeling file of the model's uses transformers' attention interface."""
+    files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+    return any(_INTERFACE in vars(file) for file in files if file is not None)
 
 
 def _check_attention_alone(model: PreTrainedModel, calls: tuple[AttentionCall, ...]) -> None:

@@ -13,10 +13,14 @@ from transformers import PreTrainedModel
 
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import single_batch_arena, stage
+from attention.hf.indexer import reads_indices
 from attention.hf.interface import attention_configs, attention_implementation
 from attention.recurrence.index import StateIndex, slots_of_rows
 from specdec.errors import UNNAMED_ERRORS, CacheTooSmallError, SpecdecError, UnsupportedModelError
 from specdec.target.target import Target
+
+_ASKED = 6
+"""Tokens by which a model is asked for its positions."""
 
 
 @contextmanager
@@ -141,6 +145,36 @@ def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     off = torch.where(ours == right, 0.0, ours - right).double()
     size = torch.where(right.isfinite(), right, 0.0).double()
     return off.pow(2).mean(-1).sqrt() / size.pow(2).mean(-1).sqrt().clamp_min(torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def likely_cause(model: PreTrainedModel) -> str:
+    """Why a model probably comes out wrong through the paged attention, to end a sentence; "" where nothing is known.
+
+    Asked is its own eager forward: which positions a text has for it, and whether it reads those that it is given.
+    """
+    indexed = next((type(module).__name__ for module in model.modules() if reads_indices(module)), None)
+    if indexed is not None:
+        return f". {indexed} attends to keys that an indexer chooses, in another way than those that are served"
+    ids, count = torch.ones((1, _ASKED), dtype=torch.long, device=model.device), torch.arange(_ASKED)
+    try:
+        with attention_implementation(attention_configs(model), "eager"):
+            plain, given, stretched = (
+                model(input_ids=ids, use_cache=False, **positions).logits[0].float()
+                for positions in ({}, *({"position_ids": p[None].to(model.device)} for p in (count, 3 * count)))
+            )
+    except UNNAMED_ERRORS:
+        return ""
+    if _differ(plain, plain[:1]) and not _differ(plain, stretched):
+        return ". It counts positions itself, from 0 in every forward, and does not read position_ids"
+    if _differ(plain, given):
+        return ". Its own positions of a text do not count from 0: position_ids that do mean other ones to it"
+    return ""
+
+
+def _differ(ours: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether logits differ by more than rounding."""
+    return not torch.allclose(ours, right.expand_as(ours), rtol=1e-3, atol=1e-4 * float(right.abs().max()))
 
 
 def _nan_message(model: PreTrainedModel) -> str:

@@ -28,6 +28,7 @@ from specdec.target.rereading import (
     dummy_ids,
     errors_named,
     fewest_pages,
+    likely_cause,
     read_eager,
     read_logits,
     read_paged,
@@ -149,7 +150,8 @@ def _self_test(target: Target, longest: int) -> float:
     found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
     raise UnsupportedModelError(
         f"{type(target.hf_model).__name__} comes out wrong through the paged attention: {found} "
-        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {_limit(target, error):g}){hint}"
+        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {_limit(target, error):g})"
+        f"{hint or likely_cause(target.hf_model)}"
     )
 
 

@@ -31,6 +31,7 @@ from specdec.target.rereading import (
     all_committed,
     dummy_ids,
     errors_named,
+    likely_cause,
     read_eager,
     read_logits,
     relative_errors,
@@ -96,7 +97,9 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
     if not guilty and len(reach) > 1 and _right_without(probed, reach, reach, max_model_len):
         guilty = list(reach)
     if not guilty:
-        raise UnsupportedModelError(f"{name} comes out wrong through the paged attention: a small copy of it {error}")
+        raise UnsupportedModelError(
+            f"{name} comes out wrong through the paged attention: a small copy of it {error}{likely_cause(model)}"
+        )
     least = min(threshold.value for threshold in guilty)
     raise UnsupportedModelError(
         f"{name} comes out wrong through the paged attention in rows longer than {in_words(guilty)}: a small copy of "

@@ -21,7 +21,7 @@ Undo = Callable[[], Any]
 
 
 def loaded(dtype: str = "float32") -> Any:
-    with SpeculativeModel.from_pretrained("gsm-llama", "auto", dtype=dtype, device="cuda", cuda_graphs=False) as model:
+    with SpeculativeModel.from_pretrained("gsm-llama", "auto", dtype=dtype, device="cuda", backend="torch") as model:
         return model.hf_model, model.tokenizer, model.head
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import LetterTokenizer, eagle3_head, hf_greedy, table_head, tiny_llama, wrap
+from safetensors import safe_open
 
 from specdec import SamplingParams, SpecdecError, SpeculativeModel
 from specdec.errors import HeadLoadError, InvalidInputError, ModelLoadError, UnsupportedModelError
@@ -111,6 +112,32 @@ def adapter(folder: Path) -> None:
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "nobody/nothing", "peft_type": "LORA"}')
 
 
+def piped(name: str) -> Callable[[Path], None]:
+    def edit(folder: Path) -> None:
+        (folder / name).unlink(missing_ok=True)
+        os.mkfifo(folder / name)
+
+    return edit
+
+
+def away(place: str) -> Callable[[Path], None]:
+    """Weights whose index names them at another place, {} being the folder above."""
+
+    def edit(folder: Path) -> None:
+        file, where = folder / "model.safetensors", place.format(folder.parent)
+        with safe_open(file, "pt") as weights:
+            index = {"metadata": {}, "weight_map": dict.fromkeys(weights.keys(), where)}
+        file.rename(folder.parent / "away.safetensors")
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return edit
+
+
+NESTED = b'{"a":' * 100_000 + b"1" + b"}" * 100_000
+PIPES = {
+    f"a pipe as {name}": (piped(name), f"{name} in it is a named pipe, not a file")
+    for name in ("config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin")
+}
 REMOTE = {"AutoConfig": "x.Y", "AutoModelForCausalLM": "x.Z"}
 FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "shapes": (
@@ -161,6 +188,17 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "an adapter": (only(("adapter_config.json", b"{}"), ("adapter_model.safetensors", b"")), "has no peft_type"),
     "GGUF": (only(("model.gguf", b"GGUF")), "GGUF files, which are not supported"),
     "nothing": (only(), "the folder is empty"),
+    **PIPES,
+    "a pipe as an index": (
+        lambda f: (f / "model.safetensors").unlink() or piped("model.safetensors.index.json")(f),
+        "index.json in it is a named pipe",
+    ),
+    "weights above the folder": (away("../away.safetensors"), r"files outside of its folder \(\['../away"),
+    "weights at an absolute path": (away("{}/away.safetensors"), "files outside of its folder"),
+    "a configuration nested deep": (content("config.json", NESTED), "config.json cannot be read as JSON: .*recursion"),
+    "an index nested deep": (sharded(NESTED), "index.json cannot be read as JSON: .*recursion"),
+    "a million layers": (settings(num_hidden_layers=10**6), "num_hidden_layers=1000000; at most 1024"),
+    "a million layers in a part": (settings(text_config={"num_layers": 10**6}), "num_layers=1000000; at most 1024"),
 }
 
 
@@ -219,6 +257,12 @@ HEADS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated weights": (cut, "no readable safetensors file"),
     "a malicious pickle": (pickled(lambda f: {"x": Malicious(f / "made")}), "could run code and is never read"),
     "a damaged pickle": (only(("config.json", b"{}"), ("pytorch_model.bin", b"xx")), "pytorch_model.bin"),
+    "a pipe as its weights": (piped("model.safetensors"), "model.safetensors in it is a named pipe, not a file"),
+    "a pipe as its configuration": (piped("config.json"), "config.json in it is a named pipe, not a file"),
+    "a configuration nested deep": (content("config.json", NESTED), "config.json cannot be read as JSON: .*recursion"),
+    "an index nested deep": (sharded(NESTED), "index.json cannot be read as JSON: .*recursion"),
+    "weights above the folder": (away("../away.safetensors"), "files outside of the folder"),
+    "weights at an absolute path": (away("{}/away.safetensors"), "files outside of the folder"),
 }
 
 
@@ -323,7 +367,9 @@ SIZES: dict[str, tuple[dict[str, Any], str]] = {
     "no rows": ({"max_num_seqs": 0}, "max_num_seqs=0: allowed is 1 or more"),
     "text rows": ({"max_num_seqs": "3"}, r"max_num_seqs='3' \(str\): allowed is a whole number, 1 or more"),
     "half a page": ({"page_size": 3.5}, r"page_size=3.5 \(float\): allowed is a whole number, 1 or more"),
-    "a huge page": ({"page_size": 10**12}, "page_size=1000000000000 .*GiB"),
+    "a huge page": ({"page_size": 10**12}, "page_size=1000000000000: a page is longer than a request.*256 or less"),
+    "a page longer than requests": ({"page_size": 300, "max_model_len": 100}, "page_size=300: .*max_model_len=100"),
+    "more rows than tokens": ({"max_num_seqs": 10**9}, "max_num_batched_tokens=24: 1000000000 requests"),
     "many": ({"kv_cache_tokens": "many"}, r"kv_cache_tokens='many' \(str\): allowed is a whole number"),
     "a huge cache": ({"kv_cache_tokens": 10**15}, "kv_cache_tokens=1000000000000000 takes .* GiB.*room for"),
     "beyond 64 bits": ({"kv_cache_tokens": 10**30}, "kv_cache_tokens=10{30}: allowed is 1 … 9223372036854775807"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import io
+import pickle
 import sys
 import threading
 from collections.abc import Callable
@@ -11,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import LetterTokenizer, eagle3_head, hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
+from hybrids import tiny_hybrid
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specdec import (
@@ -364,3 +368,34 @@ def test_own_logits_of_what_are_no_token_ids(ids: Any) -> None:
 def test_own_logits_of_a_tensor() -> None:
     with wrap(tiny_llama()) as model:
         assert torch.equal(model.own_logits(torch.tensor([1, 2, 3])), model.own_logits([1, 2, 3]))
+
+
+def tiny_of(kind: str) -> Any:
+    return tiny_llama() if kind == "llama" else tiny_hybrid(kind)
+
+
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("way", ["pickle", "torch.save", "deepcopy"])
+def test_a_wrapped_model_pickles_without_its_engine(kind: str, way: str) -> None:
+    """hf_model belongs to the user: what is read back is the plain model, and can be wrapped anew."""
+    model = tiny_of(kind)
+    head = table_head(model) if kind == "llama" else None
+    options = {"num_speculative_tokens": 3} if head else {"max_model_len": 64}
+    wrapped, ids = wrap(model, head, **options), torch.tensor(PROMPTS[:1])
+    right = [c.token_ids for c in wrapped.generate(PROMPTS, SHORT)]
+    file = io.BytesIO()
+    if way == "pickle":
+        copied = pickle.loads(pickle.dumps(wrapped.hf_model))
+    elif way == "torch.save":
+        torch.save(wrapped.hf_model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    else:
+        copied = copy.deepcopy(wrapped.hf_model)
+    with torch.no_grad():
+        assert torch.equal(copied(ids).logits, model(ids).logits)
+    assert [c.token_ids for c in wrapped.generate(PROMPTS, SHORT)] == right
+    wrapped.close()
+    again = wrap(copied, head, **options)
+    assert [c.token_ids for c in again.generate(PROMPTS, SHORT)] == right
+    assert copied.generate(ids, max_new_tokens=4, do_sample=False).shape[1] > ids.shape[1]

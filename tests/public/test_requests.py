@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from fakes import LetterTokenizer, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchEncoding, GenerationConfig
 
 from specdec import SamplingParams, SpeculativeModel
@@ -193,6 +194,24 @@ def test_tensors_and_arrays_are_prompts(model: Any) -> None:
     assert answers(model, tuple(PROMPTS[0])) == RIGHT[:1]
 
 
+@pytest.mark.parametrize("kind", [">i8", ">u2", "<i4", ">i4"])
+def test_integers_in_any_order_of_bytes(kind: str, model: Any) -> None:
+    assert answers(model, np.array(PROMPTS[0]).astype(kind)) == RIGHT[:1]
+    assert answers(model, [list(np.array(PROMPTS[0]).astype(kind))]) == RIGHT[:1]
+
+
+@pytest.mark.parametrize("none", [[], (), np.zeros((0, 5), int), torch.zeros((0, 5)).long()], ids=repr)
+def test_no_prompts_give_no_answers(none: Any, model: Any) -> None:
+    assert model.generate(none, SHORT) == model.generate(none, []) == list(model.stream(none)) == []
+    assert model.prefill(none) == []
+
+
+def fake(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor as a compiler has it, without data."""
+    with FakeTensorMode() as mode:
+        return mode.from_tensor(tensor)
+
+
 BAD_PROMPTS: dict[str, tuple[Callable[[], Any], str]] = {
     "bytes": (lambda: b"abc", "bytes, not text"),
     "bytes in a list": (lambda: [b"abc"], "not bytes"),
@@ -215,6 +234,26 @@ BAD_PROMPTS: dict[str, tuple[Callable[[], Any], str]] = {
     "a mask of zeros": (lambda: {"input_ids": [1], "attention_mask": [0]}, "the prompt is empty"),
     "a batch in a list": (lambda: [torch.tensor([[1, 2], [3, 4]])], "has one row, not 2"),
     "a lone surrogate": (lambda: "a\ud800b", "not valid Unicode"),
+    "a float among ids": (lambda: [1, 2.5], r"token ids has 2\.5 \(float\) at index 1"),
+    "a float in one of several": (lambda: [[1, 2], [3, 2.5]], r"has 2\.5 \(float\) at index 1"),
+    "nothing among ids": (lambda: [1, None], "has None"),
+    "a meta tensor": (lambda: torch.ones(1, 5, dtype=torch.long, device="meta"), "device 'meta' and has no values"),
+    "a meta tensor in a list": (lambda: [torch.ones(5, dtype=torch.long, device="meta")], "has no values"),
+    "a meta mask": (
+        lambda: {"input_ids": [[1, 2]], "attention_mask": torch.ones(1, 2, dtype=torch.long, device="meta")},
+        "has no values",
+    ),
+    "a sparse tensor": (lambda: torch.ones(1, 5, dtype=torch.long).to_sparse(), "is sparse_coo; give it dense"),
+    "a nested tensor": (lambda: torch.nested.nested_tensor(list(torch.ones(2, 3).long())), "is nested; give a list"),
+    "a jagged tensor": (
+        lambda: torch.nested.nested_tensor(list(torch.ones(2, 3).long()), layout=torch.jagged),
+        "is nested; give a list",
+    ),
+    "a quantised tensor": (lambda: torch.quantize_per_tensor(torch.ones(1, 5), 1.0, 0, torch.qint8), "is quantised"),
+    "a tensor without data": (lambda: fake(torch.ones(1, 5).long()), "cannot be read: DataDependentOutput"),
+    "no tokens": (lambda: [[]], "the prompt is empty"),
+    "no tokens in an array": (lambda: np.zeros(0, int), "the prompt is empty"),
+    "rows without tokens": (lambda: np.zeros((2, 0), int), "the prompt is empty"),
     "an enormous id": (lambda: [1, 10**40], "outside the vocabulary"),
     "too long": (lambda: list(range(60)) * 10**4, "the prompt has 600000 tokens"),
     "an enormous list": (lambda: [0.5] * 10**6, "not float"),

@@ -46,7 +46,7 @@ def two(wrapped: Any, second: Any, params: Any = SHORT) -> Any:
 
 
 MISTAKES: dict[str, tuple[Callable[[Any], object], type[SpecdecError], str]] = {
-    "no prompts": (lambda w: w.generate([[]][:0]), InvalidInputError, "empty|no prompts"),
+    "no tokens": (lambda w: w.generate([[]]), InvalidInputError, "the prompt is empty"),
     "empty text": (lambda w: w.generate(""), InvalidInputError, "the prompt is empty"),
     "empty among others": (lambda w: two(w, ""), InvalidInputError, "the prompt is empty"),
     "empty ids among others": (lambda w: two(w, []), InvalidInputError, "the prompt is empty"),

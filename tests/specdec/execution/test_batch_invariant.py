@@ -97,8 +97,12 @@ def test_all_rounds_run_the_model_of_the_graphs(
     model = graphed(eagle3_head(tiny_llama()) if drafts else None, num_speculative_tokens=drafts)
     assert len(built) == 1 and tested == [*built, model.hf_model]
     forwards: list[Any] = []
-    plain = model.hf_model.forward
-    monkeypatch.setattr(model.hf_model, "forward", lambda *a, **k: (forwards.append(1), plain(*a, **k))[1])
+
+    def count(module: Any, arguments: Any) -> None:
+        forwards.append(1)
+
+    count.__module__ = "transformers"  # a user's own hook would be refused
+    model.hf_model.register_forward_pre_hook(count)
     calls.clear()
     completions = model.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in completions] == [hf_greedy(p, 16) for p in PROMPTS]

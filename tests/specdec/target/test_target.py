@@ -51,10 +51,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "minimax": ({**HYBRID, **MOE}, "4 layers, but 2 of them"),
     "recurrent_gemma": ({"block_types": ["recurrent", "attention"] * 2, "lru_width": 32}, "keeps state"),
     "rwkv": ({"attention_hidden_size": 32}, "keeps state"),
-    "falcon": ({"head_dim": None, "alibi": False}, "does not run without an attention mask"),
+    "falcon": ({"head_dim": None, "alibi": False}, "does not call transformers' attention interface"),
     "bloom": ({}, "4 layers, but 0 of them"),
     "gptj": ({"rotary_dim": 4}, "4 layers, but 0 of them"),
-    "mpt": ({}, "without an attention mask"),
+    "mpt": ({}, "does not call transformers' attention interface"),
+    "hrm_text": ({}, "the model repeats its layers: HrmTextAttention runs again"),
     "diffllama": ({}, "calls attention twice"),
     "doge": ({}, "builds its own attention mask"),
 }
@@ -91,6 +92,35 @@ def test_a_family_that_would_come_out_wrong_is_refused_with_the_reason(kind: str
     with pytest.raises(UnsupportedModelError, match=reason) as caught:
         probe_target(model)
     assert type(model).__name__ in str(caught.value)
+
+
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "bart": ({"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4}, "does not read position_ids"),
+    "roberta": ({"is_decoder": True, "pad_token_id": 1}, "Its own positions of a text do not count from 0"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", CAUSES)
+def test_a_family_with_positions_of_its_own_is_refused_for_these(kind: str) -> None:
+    options, reason = CAUSES[kind]
+    with pytest.raises(UnsupportedModelError, match=f"comes out wrong through the paged attention: .*{reason}"):
+        wrap(build(kind, options), max_model_len=60)
+
+
+def test_a_right_model_has_no_cause() -> None:
+    assert likely_cause(tiny_llama()) == ""
+
+
+def test_a_text_model_that_fails_by_itself_is_not_said_to_need_more_than_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("a fault of its own")
+
+    monkeypatch.setattr(model.model.layers[1].mlp, "forward", forward)
+    with pytest.raises(UnsupportedModelError, match="own forward fails on text: on four tokens it raises ValueError: a f"):
+        probe_target(model)
 
 
 def test_layers_of_an_unknown_type_are_refused_by_their_type() -> None:
