@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
+from attention.cached import cached_property
 from attention.checking import require
 from attention.recurrence.index import StateIndex
 

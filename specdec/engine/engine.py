@@ -162,9 +162,10 @@ class Engine(Visited):
 
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
-        if self.moving.active:
-            self._collect()
-        return self.scheduler.usage(len(self._requests))
+        with self._change:
+            if self.moving.active:
+                self._collect()
+            return self.scheduler.usage(len(self._requests))
 
     @property
     def next_id(self) -> int:
