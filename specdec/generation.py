@@ -14,6 +14,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream
+from specdec.interrupts import interrupts_as_they_are
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -95,6 +96,7 @@ class Generation:
         """
         self._shared.check_open()
         check = self._live.begin_check()
-        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
+        with interrupts_as_they_are():
+            requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+            check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)

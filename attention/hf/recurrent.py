@@ -198,7 +198,7 @@ def _renew_after_fork() -> None:
     _lock, me = RLock(), get_ident()
     for by_thread in (_serving, _entered):
         for thread in [thread for thread in by_thread if thread != me]:
-            del by_thread[thread]  # type: ignore[attr-defined]
+            del by_thread[thread]
     for uses in _uses.values():
         for use in [use for use in uses if use.thread != me]:
             uses.discard(use)
