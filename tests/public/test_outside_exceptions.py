@@ -10,12 +10,14 @@ import sys
 import threading
 import time
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fakes import LetterTokenizer, free_everywhere, hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from transformers import LlamaForCausalLM
 
-from specdec import SamplingParams
+from specdec import RoundFailedError, SamplingParams, SpeculativeModel
 
 pytestmark = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no timers here")
 
@@ -154,6 +156,123 @@ def test_each_ends_the_call_that_it_struck_and_no_other(count: int) -> None:
     ended = sum((caller.ended for caller in callers), Counter[str]())
     assert ended == Counter(kind for where, kind, _ in found if where == "set on another thread")
     assert all(caller.answers and not caller.wrong for caller in callers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [TimeoutError, SoftTimeLimitExceeded, Failure])
+@pytest.mark.parametrize("place", ["__init__", "forward"])
+def test_at_load(place: str, kind: type[BaseException], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the model is built; in the forward of the probe, of the small copy and of the self-test."""
+    tiny_llama().save_pretrained(tmp_path)
+    before = signal.getsignal(signal.SIGALRM)
+    real, calls = getattr(LlamaForCausalLM, place), []
+
+    def struck(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        if len(calls) == strike_at:
+            signal.raise_signal(signal.SIGALRM)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(LlamaForCausalLM, place, struck)
+    try:
+        alarm(kind, 0)
+        for strike_at in (1, 2, 5):
+            calls.clear()
+            with pytest.raises(kind, match="time is up"):
+                SpeculativeModel.from_pretrained(
+                    tmp_path, tokenizer=LetterTokenizer(), num_speculative_tokens=0, device="cpu"
+                )
+                assert len(calls) < strike_at
+                raise kind("time is up: so often it is not called")
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_fault_that_comes_again_ends_the_requests_of_its_round(threads: int) -> None:
+    """And is run a second time, not without end."""
+    model, failed = model_with(max_num_batched_tokens=24), []
+    streams = [model.stream(PROMPTS[i], GREEDY) for i in range(threads)]
+    for stream in streams:
+        next(stream)
+
+    def fail(*_: object) -> None:
+        failed.append(1)
+        raise Failure("the device is gone")
+
+    handle = model.hf_model.register_forward_pre_hook(fail)
+    for stream in streams:
+        with pytest.raises(RoundFailedError, match=f"the device is gone; the {threads} requests") as caught:
+            list(stream)
+        assert isinstance(caught.value.__cause__, Failure)
+    assert len(failed) == 2
+    handle.remove()
+    assert tokens_of(model, 0) == right(0) and free_everywhere(model)
+
+
+def test_a_fault_of_one_request_in_the_batch_does_not_end_calls_one_by_one() -> None:
+    """It shows when that request has a row again: the prompts of the others are read before, in rounds of 24 tokens."""
+    model, failed, rounds = model_with(max_num_batched_tokens=24), list[int](), list[int]()
+    params = SamplingParams(max_new_tokens=50, num_speculative_tokens=0)
+    streams = [model.stream(PROMPTS[i], params) for i in (4, 1, 7, 5)]
+    for stream in streams:
+        next(stream)
+
+    def fail(*_: object) -> None:
+        rounds.append(1)
+        if any(request.prompt_len == len(PROMPTS[5]) for request in model.engine.scheduler.running):
+            failed.append(len(rounds))
+            raise Failure("this request")
+
+    model.hf_model.register_forward_pre_hook(fail)
+    for stream in streams:
+        with pytest.raises(RoundFailedError, match="this request; the 4 requests"):
+            list(stream)
+    assert len(failed) == 2 and failed[1] > failed[0] + 2
+
+
+def test_an_exception_raised_once_ends_the_call_that_runs_the_round() -> None:
+    model, armed = model_with(), []
+    other, struck = (model.stream(PROMPTS[i], GREEDY) for i in (1, 4))
+    tokens = list(next(other).token_ids)
+    next(struck)
+
+    def once(*_: object) -> None:
+        if armed:
+            raise armed.pop()
+
+    model.hf_model.register_forward_pre_hook(once)
+    armed.append(error := Failure("once"))
+    with pytest.raises(Failure) as caught:
+        list(struck)
+    assert caught.value is error
+    assert tokens + [t for update in other for t in update.token_ids] == right(1)
+    assert free_everywhere(model)
+
+
+class StruckTokenizer(LetterTokenizer):
+    """Of the text of another request: an exception from outside there ends that request no more than any other."""
+
+    armed: list[BaseException]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        if self.armed:
+            raise self.armed.pop()
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def test_an_exception_raised_once_in_the_text_of_a_request() -> None:
+    tokenizer = StruckTokenizer()
+    tokenizer.armed = []
+    model = model_with(tokenizer=tokenizer)
+    other, struck = (model.stream(PROMPTS[i], GREEDY) for i in (1, 4))
+    tokens = list(next(other).token_ids)
+    next(struck)
+    tokenizer.armed.append(Failure("once"))
+    with pytest.raises(Failure, match="once"):
+        list(struck)
+    assert tokens + [t for update in other for t in update.token_ids] == right(1)
+    assert free_everywhere(model)
 
 
 if __name__ == "__main__":
