@@ -74,7 +74,8 @@ class Generation:
             ClosedModelError: the model is closed, or was closed on another thread meanwhile.
             ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
             RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
-            RoundFailedError: a round that requests of this call were in failed, on the device for example.
+            RoundFailedError: a round that requests of this call were in failed twice, on the device for example.
+            Exception: what a signal handler (an alarm) or another thread raised in this call, as it is; others go on.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]

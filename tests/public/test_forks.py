@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import hf_greedy, random_prompts, table_head, tiny_llama, wrap
+from fakes import LetterTokenizer, hf_greedy, random_prompts, table_head, tiny_llama, wrap
 
+from attention.hf.recurrent_calls import STAND_INS
 from specdec import SamplingParams, SpecdecError
+from tests.hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 
@@ -54,7 +56,7 @@ def said_by_child(job: Callable[[], str]) -> str:
             said = f"not ours: {type(error).__name__}: {error}"
         finally:
             os.write(writer, said[:4000].encode())
-            os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)  # no handlers of the parent, of pytest for example
     os.close(writer)
     until, ended = time.monotonic() + LIMIT, 0
     while not ended and time.monotonic() < until:
@@ -145,6 +147,103 @@ def test_forks_at_random_moments(episodes: int) -> None:
     found = forks(episodes, seed=5)
     assert len(found) == episodes
     assert [entry for entry in found if entry[2] != "right"] == []
+
+
+class Forking(LetterTokenizer):
+    """Calls `hook` once, inside a round."""
+
+    hook: Callable[[], object] | None = None
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        hook, self.hook = self.hook, None
+        if hook is not None:
+            hook()
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@pytest.mark.slow
+def test_a_fork_inside_a_round_goes_on_there_too() -> None:
+    tokenizer, children = Forking(), list[int]()
+    model = wrap(tiny_llama(), tokenizer=tokenizer)
+
+    def generate() -> str:
+        tokenizer.hook = lambda: children.append(os.fork())
+        found = tokens_of(model, 1)
+        if children == [0]:
+            said = "right" if found == right(1) else f"wrong: {found}"
+            os.write(writer, said.encode())
+            os.kill(os.getpid(), signal.SIGKILL)  # no handlers of the parent, of pytest for example
+        return "right" if found == right(1) else f"wrong: {found}"
+
+    reader, writer = os.pipe()
+    assert right(1) and generate() == "right"
+    ended, until = 0, time.monotonic() + 5 * LIMIT
+    while not ended and time.monotonic() < until:
+        ended, _ = os.waitpid(children[0], os.WNOHANG)
+        time.sleep(0.001)
+    if not ended:
+        os.kill(children[0], signal.SIGKILL)
+    assert ended and os.read(reader, 100) == b"right"
+
+
+@pytest.mark.slow
+def test_a_stream_that_another_thread_was_reading_is_not_cut_short_without_a_word() -> None:
+    model = wrap(tiny_llama(), max_num_seqs=4)
+    stream = model.stream(PROMPTS[1], SamplingParams(max_new_tokens=90, ignore_eos=True))
+    next(stream)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def hook(*_: object) -> None:
+        reading.set()
+        assert go_on.wait(60)
+
+    handle = model.hf_model.register_forward_pre_hook(hook)
+    reader = threading.Thread(target=lambda: list(stream), daemon=True)
+    reader.start()
+    assert reading.wait(60)
+
+    def read() -> str:
+        go_on.set()
+        return str(len(list(stream)))
+
+    said = said_by_child(read)
+    handle.remove()
+    go_on.set()
+    reader.join(60)
+    assert said.startswith("SpecdecError: another thread was waiting for this stream when the process was forked")
+
+
+@pytest.mark.slow
+def test_a_recurrent_model_is_the_users_again_in_a_fork() -> None:
+    """Functions of its modeling file are replaced while a round runs on another thread."""
+    target = tiny_hybrid("qwen3_next")
+    model, ids = wrap(target, max_model_len=128), torch.tensor([PROMPTS[1]])
+    with torch.no_grad():
+        expected = target(ids, use_cache=False).logits
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hook(*_: object) -> None:
+        inside.set()
+        assert go_on.wait(60)
+
+    handle = target.get_input_embeddings().register_forward_pre_hook(hook)
+    worker = threading.Thread(target=lambda: tokens_of(model, 0), daemon=True)
+    worker.start()
+    assert inside.wait(60)
+
+    def forward() -> str:
+        go_on.set()
+        functions = vars(sys.modules[type(target).__module__])
+        replaced = [name for name in STAND_INS if getattr(functions.get(name), "__name__", "") == "stand_in"]
+        with torch.no_grad():
+            right = torch.equal(target(ids, use_cache=False).logits, expected)
+        return "right" if right and not replaced else f"{right}, still replaced: {replaced}"
+
+    said = said_by_child(forward)
+    go_on.set()
+    worker.join(60)
+    handle.remove()
+    assert said == "right"
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def test_a_fault_that_comes_again_ends_the_requests_of_its_round(threads: int) -
 
 def test_a_fault_of_one_request_in_the_batch_does_not_end_calls_one_by_one() -> None:
     """It shows when that request has a row again: the prompts of the others are read before, in rounds of 24 tokens."""
-    model, failed, rounds = model_with(max_num_batched_tokens=24), list[int](), list[int]()
+    model, failed, rounds = model_with(max_num_seqs=4, max_num_batched_tokens=24), list[int](), list[int]()
     params = SamplingParams(max_new_tokens=50, num_speculative_tokens=0)
     streams = [model.stream(PROMPTS[i], params) for i in (4, 1, 7, 5)]
     for stream in streams:
