@@ -49,7 +49,8 @@ class Closing(Moving):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         self._close_transfer()
-        if [vars(self).pop(name) for name in _FREED if name in vars(self)]:
+        freed = bool([vars(self).pop(name) for name in _FREED if name in vars(self)])
+        if freed and not self._shared.forked:  # a fork would first copy the memory of all objects
             gc.collect()  # compiled code and graphs refer to themselves
         self._alterations.undo()
         if device.type == "cuda":

@@ -14,6 +14,7 @@ from specdec.engine.scheduler import Usage
 from specdec.engine.sharing import SharedEngine
 from specdec.engine.stats import EngineStats
 from specdec.engine.streams import Stream
+from specdec.interrupts import interrupts_as_they_are
 from specdec.options import Use
 from specdec.requests.prompts import Prompts
 from specdec.requests.request import Completion
@@ -73,7 +74,8 @@ class Generation:
             ClosedModelError: the model is closed, or was closed on another thread meanwhile.
             ModelChangedError: `hf_model` was moved, recast, resized, rebuilt or put into training mode meanwhile.
             RequestFailedError: a request failed in itself (its tokenizer raised); raised when the others are finished.
-            RoundFailedError: a round that requests of this call were in failed, on the device for example.
+            RoundFailedError: a round that requests of this call were in failed twice, on the device for example.
+            Exception: what a signal handler (an alarm) or another thread raised in this call, as it is; others go on.
         """
         done = dict(self.generate_iter(prompts, params))
         return [done[i] for i in sorted(done)]
@@ -95,6 +97,7 @@ class Generation:
         """
         self._shared.check_open()
         check = self._live.begin_check()
-        requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
-        check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
+        with interrupts_as_they_are():
+            requests = submissions(prompts, params, self.hf_model, self.tokenizer, self.generation_config_use)
+            check_each(requests, lambda request: self.engine.check(request.token_ids, request.params))
         return Stream(self._shared, requests, check=check)

@@ -21,6 +21,7 @@ from specdec.engine.sharing import SharedEngine
 from specdec.errors import InvalidInputError
 from specdec.execution.base import CapturesLate, Executor
 from specdec.execution.eager import EagerExecutor
+from specdec.interrupts import interrupts_as_they_are
 from specdec.loading.assembly import assemble
 from specdec.loading.checkpoint import Checkpoint
 from specdec.loading.facts import facts_of
@@ -267,11 +268,12 @@ class SpeculativeModel(Closing):
         """
         given = dict(locals())  # before any other name is bound: the arguments, see LoadOptions
         options = LoadOptions(**{name: given[name] for name in LoadOptions.__dataclass_fields__})
-        if options.tensor_parallel_size > 1:
-            return load_on_all_ranks(cls._share, target, draft, options)
-        parts = load_parts(target, draft, options)
-        with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
-            return cls(**_arguments(parts, options))
+        with interrupts_as_they_are():
+            if options.tensor_parallel_size > 1:
+                return load_on_all_ranks(cls._share, target, draft, options)
+            parts = load_parts(target, draft, options)
+            with memory_named(parts.probed.model.device, parts.cache_tokens, parts.cache_bytes):
+                return cls(**_arguments(parts, options))
 
     @classmethod
     def _share(cls, target: str, draft: str | None, options: LoadOptions, ranks: Ranks) -> SpeculativeModel:
@@ -340,7 +342,8 @@ class SpeculativeModel(Closing):
                 )
             self._live.check()
             self.engine.forget_prefixes()  # of the old weights, and the self-test writes to the first pages
-            self.self_test_error = self_test(self.target)
+            with interrupts_as_they_are():
+                self.self_test_error = self_test(self.target)
         return self.self_test_error
 
     @own_torch_state()

@@ -23,6 +23,7 @@ from specdec.errors import (
     TransferError,
 )
 from specdec.generation import Generation
+from specdec.interrupts import interrupt_in, interrupts_as_they_are
 from specdec.parallel.ranks import Ranks
 from specdec.requests.handoff import Handoff
 from specdec.requests.moved import MovedRequest
@@ -50,6 +51,7 @@ class Moving(Generation):
     _link: Link | None = None
     _unopened: str = ""  # why the transport that was asked for last is not open
 
+    @interrupts_as_they_are()
     def open_transfer(self, transport: str | Transport = "local", **options: Any) -> EngineTable:
         """Choose how keys and values get from this model into others and from others into this one.
 
@@ -80,6 +82,7 @@ class Moving(Generation):
             )
         return self._linked(transport, options, instead=True).table()
 
+    @interrupts_as_they_are()
     def prefill(
         self, prompts: Prompts, params: Params = None, *, lease_seconds: float = LEASE_SECONDS
     ) -> list[Handoff]:
@@ -122,6 +125,7 @@ class Moving(Generation):
         with self._shared.between_rounds():
             self.engine.release([handoff.lease for handoff in given])
 
+    @interrupts_as_they_are()
     def resume(
         self,
         handoffs: Handoff | Sequence[Handoff],
@@ -184,8 +188,8 @@ class Moving(Generation):
         number = self._reserved(moved, time.monotonic() + timeout)
         try:
             link.fetch(handoff, number, timeout)
-        except TransferError:
-            if on_failure == "raise":
+        except TransferError as error:
+            if on_failure == "raise" or interrupt_in(error) is not None:
                 raise
             return Stream(self._shared, None, self._shared.submit([Resumption(moved)]))
         try:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from attention.cached import cached_property
 from attention.checking import require
 from attention.errors import InvalidInputError, InvariantError
 from attention.recurrence.index import StateIndex

@@ -23,13 +23,13 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from typing import Any
 
 import numpy as np
 import torch
 
 from attention.cache.kv_cache import CacheGroup, LayerKV
+from attention.cached import cached_property
 from attention.errors import HandoffMismatchError
 
 _DEVICE = re.compile(r"cpu|cuda:\d{1,3}")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Literal, get_args
 
 import torch
 
+from attention.cached import cached_property
 from attention.errors import InvalidInputError, UnsupportedAttentionError
 from attention.spec import AttentionSpec
 

@@ -7,6 +7,7 @@ forward of ours, and by hooks on the model during each of the user's.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import weakref
@@ -74,8 +75,15 @@ class ForwardGate:
         if holder is not None and holder[1] and not _in_forward(holder[0]) and self._holder.get(_HOLDER) == holder:
             self._holder.pop(_HOLDER, None)
 
+    def renew_after_fork(self) -> None:
+        """In a child process: free, unless the thread that forked holds it. No other thread is there."""
+        holder = self._holder.get(_HOLDER)
+        if holder is not None and holder[0] != get_ident():
+            del self._holder[_HOLDER]
+
 
 _gates: dict[int, ForwardGate] = {}
+_forked = False
 
 
 def guard(root: torch.nn.Module) -> tuple[RemovableHandle, ...]:
@@ -123,6 +131,7 @@ def gate_of(config: Any) -> ForwardGate:
 def _before_forward(module: torch.nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
+    use_own_threads()
     gate = gate_of(module.config)
     if not gate.is_mine():
         gate.enter(users=True)
@@ -143,3 +152,25 @@ def _in_forward(thread: int) -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+def use_own_threads() -> None:
+    """In a forked child, before a forward: torch computes on the calling thread alone from now on.
+
+    The threads of OpenMP that helped the parent's are not there, and GNU's OpenMP would wait for them without end.
+    """
+    global _forked
+    if _forked:
+        torch.set_num_threads(1)
+        _forked = False
+
+
+def _renew_after_fork() -> None:
+    global _forked
+    _forked = bool(_gates)
+    for gate in list(_gates.values()):
+        gate.renew_after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)

@@ -15,6 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
+from attention.hf.borrowed import borrowed
 from attention.hf.gate import gate_of
 
 ATTENTION_NAME = "specdec"
@@ -49,15 +50,9 @@ def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[No
     Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
     of the model (the first config is its own) is held.
     """
-    with gate_of(configs[0] if configs else None).held():
-        before = [config._attn_implementation_internal for config in configs]
-        try:
-            for config in configs:
-                config._attn_implementation_internal = name
-            yield
-        finally:
-            for config, old in zip(configs, before, strict=True):
-                config._attn_implementation_internal = old
+    named = ((config, "_attn_implementation_internal", name) for config in configs)
+    with gate_of(configs[0] if configs else None).held(), borrowed(named):
+        yield
 
 
 def attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:

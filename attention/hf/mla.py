@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from attention.hf.borrowed import borrowed
 from attention.hf.weights import computes_plainly
 from attention.spec import AttentionSpec
 
@@ -95,13 +96,8 @@ def unexpanded(layers: Sequence[AbsorbedAttention]) -> Iterator[None]:
     The module's own `expand_kv` is shadowed on the instance and uncovered after, so that the model's own `generate`
     is what it was.
     """
-    for layer in layers:
-        object.__setattr__(layer.module, "expand_kv", _keep_latent)
-    try:
+    with borrowed((layer.module, "expand_kv", _keep_latent) for layer in layers):
         yield
-    finally:
-        for layer in layers:
-            object.__delattr__(layer.module, "expand_kv")
 
 
 def _keep_latent(kv_nope: torch.Tensor, k_rot: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

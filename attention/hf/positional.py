@@ -17,6 +17,7 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from attention.hf.borrowed import borrowed
 from attention.spec import TemperatureTuning
 
 _TUNED = ("attn_temperature_tuning", "use_rope", "attn_scale", "floor_scale")
@@ -41,11 +42,5 @@ def temperature_of(module: nn.Module) -> TemperatureTuning | None:
 @contextmanager
 def untuned(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Let modules with temperature tuning leave their queries as they are, for the duration of one forward."""
-    before = [module.attn_temperature_tuning for module in modules]
-    try:
-        for module in modules:
-            module.attn_temperature_tuning = False  # type: ignore[assignment]
+    with borrowed((module, "attn_temperature_tuning", False) for module in modules):
         yield
-    finally:
-        for module, tuning in zip(modules, before, strict=True):
-            module.attn_temperature_tuning = tuning

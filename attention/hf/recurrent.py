@@ -7,6 +7,7 @@ forward of ours and calls the original on any other. Which layer called is what 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -156,6 +157,9 @@ class _Use:
     """A forward of ours in which functions of modeling files are replaced. It ends with its frame at the latest:
     an interrupt may strike while it is taken back."""
 
+    def __init__(self) -> None:
+        self.thread = get_ident()
+
 
 _uses: dict[str, WeakSet[_Use]] = {}
 """By the name of a modeling file, forwards of ours in which its functions are replaced now."""
@@ -186,6 +190,23 @@ def restore_unused(files: Sequence[ModuleType]) -> None:
         for file in files:
             if not _uses.get(file.__name__):
                 _restore(file)
+
+
+def _renew_after_fork() -> None:
+    """In a child process: end the forwards of threads that are not there."""
+    global _lock
+    _lock, me = RLock(), get_ident()
+    for by_thread in (_serving, _entered):
+        for thread in [thread for thread in by_thread if thread != me]:
+            del by_thread[thread]
+    for uses in _uses.values():
+        for use in [use for use in uses if use.thread != me]:
+            uses.discard(use)
+    restore_unused([sys.modules[name] for name in _uses if name in sys.modules])
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_after_fork)
 
 
 def _replace(file: ModuleType) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from attention.hf.borrowed import borrowed
+
 StandIn = tuple[nn.Module, Callable[..., Any]]
 """A module, and what is called instead of its forward; hooks of the module stay in place."""
 
@@ -18,10 +20,5 @@ def standing_in(stand_ins: Sequence[StandIn]) -> Iterator[None]:
 
     They are the same objects each time, so that compiled code, which looks at them, stays valid.
     """
-    try:
-        for module, function in stand_ins:
-            module.forward = function
+    with borrowed((module, "forward", function) for module, function in stand_ins):
         yield
-    finally:
-        for module, _ in stand_ins:
-            vars(module).pop("forward", None)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
+
+from attention.cached import cached_property
 
 _SHORT = 16
 """Inputs of a row that decodes, or of a short chunk."""

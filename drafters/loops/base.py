@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -19,6 +18,7 @@ import torch
 from attention.batch.host import HostBatch
 from attention.batch.metadata import CommonAttentionMetadata
 from attention.batch.staging import Field, Staged
+from attention.cached import cached_property
 from attention.runner import GroupRunner, PlannedBatch
 from drafters.attend import Attend
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-from specdec.engine.faults import Isolated
+from specdec.engine.faults import raised_twice
 from specdec.errors import ModelChangedError, SpecdecError
 from specdec.requests.request import Update
 
@@ -39,16 +39,15 @@ class Call:
     def examine(self, check: Callable[[], None]) -> None:
         """Run a check of the model: what it finds refuses this call, and nobody else's.
 
-        So does a check that fails itself, as on modules that are no longer there: it is not run again.
+        So does a check that fails itself, as on modules that are no longer there.
         """
-        with Isolated() as fault:
-            check()
-        if isinstance(fault.error, ModelChangedError):
-            self.refusal = fault.error
-        elif fault.error is not None:
+        fault = raised_twice(check)
+        if isinstance(fault, ModelChangedError):
+            self.refusal = fault
+        elif fault is not None:
             self.refusal = ModelChangedError(
                 "the model has changed since it was wrapped, so that it cannot be looked at "
-                f"({type(fault.error).__name__}: {fault.error}); wrap it again with "
+                f"({type(fault).__name__}: {fault}); wrap it again with "
                 "SpeculativeModel.from_pretrained(model, …)"
             )
-            self.refusal.__cause__ = fault.error
+            self.refusal.__cause__ = fault

@@ -13,7 +13,7 @@ from attention.cache.windowed import WindowedTables
 from attention.checking import checking, require
 from specdec.config import EngineConfig
 from specdec.engine.aside import release_aside
-from specdec.engine.faults import Isolated
+from specdec.engine.faults import raised_twice
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.waiting import WaitingRequests
 from specdec.execution.moving import Arrived
@@ -155,13 +155,14 @@ class Crossing(ABC):
         table, arrival = self._table, request.arrival
         assert arrival is not None
         own = (request.limit, request.num_drafts, request.key, request.params, request.eos_token_ids)
-        with Isolated() as fault:
-            kind = (self._longest(request), request.long_rope)
-            request.row = table.open(request.committed, *own, computed, computed, *kind)
-        if fault.error is not None:
+        kind = (self._longest(request), request.long_rope)
+        opened: list[int] = []
+        fault = raised_twice(lambda: opened.append(table.open(request.committed, *own, computed, computed, *kind)))
+        if fault is not None:
             release_aside(self.pools(), arrival.pages)
-            self.refused.append((request, fault.error))
+            self.refused.append((request, fault))
             return False
+        (request.row,) = opened
         table.begin[request.row] = 0  # module m has read what stands before its rows: `Arrival.tensors` goes on there
         if self.prefixes is not None:
             self.prefixes.enter(request, NOTHING)

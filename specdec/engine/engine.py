@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 
 import torch
@@ -22,7 +22,7 @@ from specdec.acceptance.packed import Outcome
 from specdec.config import EngineConfig
 from specdec.engine.admission import Admission
 from specdec.engine.commit import Committed, commit
-from specdec.engine.faults import Isolated, request_failed, round_failed
+from specdec.engine.faults import raised_twice, request_failed, round_failed
 from specdec.engine.handoff import Departures, Moving
 from specdec.engine.launcher import Announce, LaunchedRound, Launcher, VerifyingRound
 from specdec.engine.lookahead import Lookahead
@@ -36,7 +36,8 @@ from specdec.errors import InvalidInputError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
 from specdec.execution.verification import DraftedVerification
-from specdec.requests.request import Request, Update
+from specdec.interrupts import is_from_signal
+from specdec.requests.request import Request, RowRound, Update
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.text import Tokenizer
 from specdec.rounds.rows import RowTable
@@ -87,6 +88,7 @@ class Engine(Visited):
         self.config = config
         self._announce = announce
         self.reported: list[Update] = []
+        self._kept: list[Update] = []
         self.meanwhile: deque[Callable[[], None]] = deque()
         self.executor: Executor = executor or EagerExecutor(target, drafter, config)
         self.target = target
@@ -168,9 +170,10 @@ class Engine(Visited):
 
     def usage(self) -> Usage:
         """What requests hold now: see `Scheduler.usage`."""
-        if self.moving.active:
-            self._collect()
-        return self.scheduler.usage(len(self._requests))
+        with self._change:
+            if self.moving.active:
+                self._collect()
+            return self.scheduler.usage(len(self._requests))
 
     @property
     def next_id(self) -> int:
@@ -296,36 +299,86 @@ class Engine(Visited):
     def step(self) -> list[Update]:
         """One round: what is in flight is read and committed, and the next one launched. See `lookahead` for when.
 
-        When a stage fails, the requests of the round are reported with a RoundFailedError; those that waited still do.
+        When a stage fails again as it is run once more, the requests of the round are reported with a RoundFailedError;
+        those that waited still do.
+
+        Raises:
+            Exception: what a signal handler raised; or what a stage raised that went through as it was run once more:
+                it came from outside, and is for the caller. No request is ended, and `reported` is to be read.
         """
-        with self._change, Isolated(self._fail_round):
-            if self.moving.active:
-                self._begin_moving()
-            launched = self._launched() or self._launcher.first()  # first: fill the pipeline
-            if launched is None:
-                self.moving.pause(bool(self.scheduler.waiting))
-                return self._publish([])
-            current = self.inflight = self._launcher.verify(launched)
-            upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
-            while self.meanwhile:
-                self.meanwhile[0]()
-                self.meanwhile.popleft()  # only now: an interrupt must not skip one
-            outcome = self._read(current)  # the round's one device-to-host read
-            alone = upcoming is None and self._brings_first_tokens_alone(current)
-            draft = None if alone else self._launcher.draft_steps(current, outcome)  # the draft prefill is done
-            upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
-            head_has_read = isinstance(current.verification, DraftedVerification)
-            committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
-            owners = self._retire(current, committed)
-            if self._departures.expected:
-                drafts = partial(self._launcher.drafts_for, current, committed, draft)
-                self._departures.leave(owners, self.scheduler, self.executor, drafts)
-            if alone:  # whoever waits for a first token has it before the device goes on
-                self._following = partial(self._after_first_tokens, current, committed, outcome)
-            else:
-                self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
-            self._report(committed, owners)  # text and stop strings, while the device drafts
+        once, before = None, self.reported
+        with self._change:
+            try:
+                self._round()
+            except Exception as error:
+                if is_from_signal(error):
+                    raise
+                once = self._run_again(error, [] if self.reported is before else self.reported)
+        if once is not None:
+            try:
+                raise once
+            finally:
+                del once
         return self.reported
+
+    def _run_again(self, error: Exception, reported: list[Update]) -> Exception | None:
+        """Treat an exception of a round as an interrupt, and run what it struck once more: rounds, until every request
+        that was in it has come further, and one more, which has one in flight before it. What is raised again ends
+        the requests.
+
+        Args:
+            reported: by the round before it was struck, and handed out to nobody.
+
+        Returns:
+            The exception, where all went through.
+        """
+        struck = {request.id: request.progress for request in self._in_round()}
+        self._mend()
+        self._kept, over = reported, False
+        try:
+            while True:
+                self._round()
+                if over or not self._requests:
+                    return error
+                over = not any(struck.get(r.id) == r.progress for r in self.scheduler.running)
+                self._kept = self.reported
+        except Exception as again:
+            if is_from_signal(again):
+                raise
+            self._fail_round(again, struck)
+            return None
+        finally:
+            self._kept = []
+
+    def _round(self) -> None:
+        """What `step` does."""
+        if self.moving.active:
+            self._begin_moving()
+        launched = self._launched() or self._launcher.first()  # first: fill the pipeline
+        if launched is None:
+            self.moving.pause(bool(self.scheduler.waiting))
+            self._publish([])
+            return
+        current = self.inflight = self._launcher.verify(launched)
+        upcoming = self._lookahead.before_read(current)  # without drafts only token ids are unknown
+        while self.meanwhile:
+            self.meanwhile[0]()
+            self.meanwhile.popleft()  # only now: an interrupt must not skip one
+        outcome = self._read(current)  # the round's one device-to-host read
+        alone = upcoming is None and self._brings_first_tokens_alone(current)
+        draft = None if alone else self._launcher.draft_steps(current, outcome)  # the draft prefill is done
+        upcoming = upcoming or self._lookahead.before_commit(current, outcome, draft)  # every row goes on
+        head_has_read = isinstance(current.verification, DraftedVerification)
+        committed = commit(current.schedule, current.target, outcome, self.table, head_has_read)
+        owners = self._retire(current, committed)
+        if self._departures.expected:
+            drafts = partial(self._launcher.drafts_for, current, committed, draft)
+            self._departures.leave(owners, self.scheduler, self.executor, drafts)
+        if alone:  # whoever waits for a first token has it before the device goes on
+            self._following = partial(self._after_first_tokens, current, committed, outcome)
+        else:
+            self.inflight = upcoming or self._launcher.after(current, committed, draft)  # who is in it is new
+        self._report(committed, owners)  # text and stop strings, while the device drafts
 
     def _launched(self) -> LaunchedRound | None:
         """The round in flight; the one after first tokens is launched now."""
@@ -377,24 +430,19 @@ class Engine(Visited):
         for request, share in zip(owners, committed.rounds, strict=True):
             if request is None:
                 continue
-            with Isolated() as fault:
-                update = request.take(share, now)
-            if fault.error is not None:
-                update = Update(request.id, [], "", error=request_failed(fault.error, "its text or stop strings"))
-            updates.append(self._departures.reported(request, update))
+            updates.append(self._departures.reported(request, _taken(request, share, now)))
         self._publish(updates)
 
-    def _publish(self, updates: list[Update]) -> list[Update]:
+    def _publish(self, updates: list[Update]) -> None:
         """Report updates, and the requests that were refused a row. From the assignment on they count as reported."""
         refused = self.scheduler.refused
         if refused:
             updates += [Update(r.id, [], "", error=request_failed(e, "its parameters")) for r, e in refused]
             refused.clear()
-        self.reported = updates
+        self.reported = [*self._kept, *updates]
         for request in self._note(updates):
             self.scheduler.remove(request)
         self._settle()
-        return updates
 
     def _note(self, updates: Sequence[Update]) -> list[Request]:
         """Note what was reported and forget the requests that are ended; returns those. Idempotent."""
@@ -423,9 +471,25 @@ class Engine(Visited):
         self._counters.add_preemptions(preempted)
         self._start(waiting)
 
-    def _fail_round(self, error: Exception) -> None:
-        """End the requests of a failed round: all but those that only waited."""
+    def _in_round(self) -> list[Request]:
+        """The requests of a round that has just failed: all but those that only waited."""
         spared = {r.id for r in self.scheduler.waiting} | {r.id for r, _ in self.scheduler.refused}
-        failed = [request for request in self._requests.values() if request.id not in spared]
-        self.reported = [Update(request.id, [], "", error=round_failed(error, len(failed))) for request in failed]
+        return [request for request in self._requests.values() if request.id not in spared]
+
+    def _fail_round(self, error: Exception, struck: Container[int] = ()) -> None:
+        """End the requests of a failed round, and those that an exception struck before; all where nobody got in."""
+        inside = {request.id for request in self._in_round()}
+        failed = [r for r in self._requests.values() if r.id in inside or r.id in struck] or [*self._requests.values()]
+        errors = [Update(request.id, [], "", error=round_failed(error, len(failed))) for request in failed]
+        self.reported = [*self._kept, *errors]
         self._mend()
+
+
+def _taken(request: Request, share: RowRound, now: float) -> Update:
+    """What a round brings for a request: its error where its text or stop strings cannot be made."""
+    taken: list[Update] = []
+    undo = partial(request.give_back, len(request.new_tokens), len(request.rounds), request.finish_reason)
+    fault = raised_twice(lambda: taken.append(request.take(share, now)), undo)
+    if fault is not None:
+        return Update(request.id, [], "", error=request_failed(fault, "its text or stop strings"))
+    return taken[-1]

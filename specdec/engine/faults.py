@@ -1,36 +1,50 @@
-"""Where a fault of one request is kept from its neighbours."""
+"""Where a fault of one request is kept from its neighbours, and told from an exception that came from outside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import TracebackType
 
 from specdec.errors import RequestFailedError, RoundFailedError
+from specdec.interrupts import is_from_signal
 
 
-class Isolated:
-    """A with-block whose error ends one request, not the round.
+def raised_twice(job: Callable[[], object], undo: Callable[[], object] | None = None) -> Exception | None:
+    """Run something that may fail, and keep its fault: an exception that it raises when it is run once more, too.
 
-    Whatever a request brings along (its tokenizer, its stop strings, its parameters) may raise any exception: it is
-    kept in `error`, for whoever reports the request's end. An interrupt (KeyboardInterrupt, SystemExit) goes on.
+    Whatever a request brings along (its tokenizer, its stop strings, its parameters) may raise any exception, and so
+    may a signal handler meanwhile, or another thread. That is for the caller on this thread.
+
+    Args:
+        undo: called before the second time.
+
+    Returns:
+        The fault, for whoever reports the request's end; None where there is none.
+
+    Raises:
+        Exception: one that was raised once. BaseException: an interrupt (KeyboardInterrupt, SystemExit).
     """
+    try:
+        job()
+        return None
+    except Exception as error:
+        first = error
+    try:
+        if not is_from_signal(first):
+            _once_more(job, undo)
+    except Exception as error:
+        if is_from_signal(error):
+            raise
+        return error
+    try:
+        raise first
+    finally:
+        del first
 
-    def __init__(self, handle: Callable[[Exception], None] | None = None) -> None:
-        """handle: called with the error, outside of the block."""
-        self.error: Exception | None = None
-        self._handle = handle
 
-    def __enter__(self) -> Isolated:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool:
-        if isinstance(error, Exception):
-            self.error = error
-            if self._handle is not None:
-                self._handle(error)
-        return self.error is not None
+def _once_more(job: Callable[[], object], undo: Callable[[], object] | None) -> None:
+    if undo is not None:
+        undo()
+    job()
 
 
 def round_failed(error: Exception, count: int) -> RoundFailedError:

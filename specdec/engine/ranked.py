@@ -10,7 +10,7 @@ NCCL, and with gloo end the process.)
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -249,10 +249,19 @@ class LeadingEngine(Engine):
     def _tell(self, target: TargetArrays) -> None:
         self._link.send(Launching(digest_of(target)))
 
-    def _fail_round(self, error: Exception) -> None:
+    def _run_again(self, error: Exception, reported: list[Update]) -> None:
+        """Not with ranks, which stand at different places."""
+        self._kept = reported
+        try:
+            self._fail_round(error)
+        finally:
+            self._kept = []
+
+    def _fail_round(self, error: Exception, struck: Container[int] = ()) -> None:
         reason = self._link.workers.found_loss() or f"a round failed on rank 0 ({type(error).__name__}: {error})"
         lost = self._link.workers.give_up(reason)
-        self.reported = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
+        errors = [Update(request_id, [], "", error=_copy(lost, error)) for request_id in self._requests]
+        self.reported = [*self._kept, *errors]
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -380,5 +389,5 @@ class FollowingEngine(Engine):
                 f"{target.drafts.tolist()} drafts)"
             )
 
-    def _fail_round(self, error: Exception) -> None:
+    def _run_again(self, error: Exception, reported: list[Update]) -> None:
         raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -17,7 +18,7 @@ from drafters.loops.lengths import num_drafts_allowed
 from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.aside import release_aside
 from specdec.engine.crossing import Crossing
-from specdec.engine.faults import Isolated
+from specdec.engine.faults import raised_twice
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.stats import Counters
 from specdec.engine.waiting import WaitingRequests
@@ -290,12 +291,11 @@ class Scheduler(Crossing):
             if (promised + own > self._free_besides(found)).any():
                 break
             promised += own
-            with Isolated() as fault:
-                self._open(request, prefill, found)
+            fault = raised_twice(partial(self._open, request, prefill, found))
             self.waiting.popleft()
-            if fault.error is not None:
+            if fault is not None:
                 promised -= own
-                self.refused.append((request, fault.error))
+                self.refused.append((request, fault))
                 continue
             rows.append(request.row)
             chunks.append(min(int(self._table.pending(np.array([request.row]))[0]), budget))

@@ -28,6 +28,7 @@ from threading import get_ident
 
 import torch
 
+from attention.hf.gate import use_own_threads
 from specdec.engine.calls import Call
 from specdec.engine.engine import Engine
 from specdec.engine.scheduler import Usage
@@ -49,6 +50,13 @@ _CLOSED = (
     "load one that was divided among ranks by its name"
 )
 _CLOSED_MEANWHILE = "the SpeculativeModel was closed while this request was running; read what is wanted before close()"
+_READ_ELSEWHERE = (
+    "another thread was waiting for this stream when the process was forked, and it is not in this process; ask again"
+)
+_NO_DEVICE = (
+    "this process is a fork of the one that loaded the model onto a GPU, which no fork can use; load the model in a "
+    "process that is a program of its own (multiprocessing: 'spawn')"
+)
 
 _engines: weakref.WeakSet[SharedEngine] = weakref.WeakSet()
 
@@ -57,7 +65,7 @@ class SharedEngine:
     """Lets threads share an `Engine`. Everything that touches the engine holds `_lock`; `_holder` says which thread.
 
     `_line` has the threads that want it or have it, in the order in which they came, and what each is woken by;
-    `_in_round`: one has it for a round.
+    `_in_round`: one has it for a round. `forked`: this process is a fork of the one that made it.
     """
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
@@ -73,10 +81,14 @@ class SharedEngine:
         self._calls: dict[int, Call] = {}
         self._sleeping: dict[Call, None] = {}
         self._leading: Call | None = None
-        self._refused = False
+        self._refused = self.forked = False
         self._abandoned: deque[int] = deque()
         self._delivered: list[Update] = engine.reported
         _engines.add(self)
+
+    @property
+    def _without_device(self) -> bool:
+        return self.forked and self._device_type == "cuda"
 
     @property
     def stats(self) -> EngineStats:
@@ -169,7 +181,7 @@ class SharedEngine:
         """
         me = self._outside()
         try:
-            while call.places:
+            while call.places or call.refusal is not None:
                 if call.refusal is not None:
                     raise call.refusal
                 update = call.take()
@@ -210,11 +222,14 @@ class SharedEngine:
 
         May be called on any thread at any moment, by a finalizer inside a round too: it waits for nothing.
         """
+        self._let_go(call)
+        self._pass_on()
+
+    def _let_go(self, call: Call) -> None:
         left = list(call.places)
         call.places.clear()
         self._abandoned.extend(left)
         call.inbox.put(None)
-        self._pass_on()
 
     @contextlib.contextmanager
     def between_rounds(self) -> Iterator[bool]:
@@ -261,8 +276,10 @@ class SharedEngine:
             following.put(None)
 
     def _outside(self) -> int:
-        """This thread. Raises SpecdecError when it is inside a round."""
+        """This thread. Raises SpecdecError when it is inside a round, or in a fork without the device."""
         me = get_ident()
+        if self._without_device:
+            raise SpecdecError(_NO_DEVICE)
         if self._holder == me:
             raise SpecdecError("the model was called from inside one of its own rounds (by its tokenizer or a hook)")
         return me
@@ -362,7 +379,8 @@ class SharedEngine:
 
         Whoever holds the lock comes here after; so what is left to do while it is held is never left undone.
         """
-        while self._abandoned and self._holder is None and self._lock.acquire(blocking=False):
+        usable = not self._without_device
+        while usable and self._abandoned and self._holder is None and self._lock.acquire(blocking=False):
             try:
                 self._holder = get_ident()
                 self._forget_abandoned()
@@ -375,6 +393,7 @@ class SharedEngine:
 
     def _at_home(self) -> AbstractContextManager[object]:
         """What is a thread's own in torch, the same for every round: device, stream, no autocast."""
+        use_own_threads()
         autocast = torch.is_autocast_enabled(self._device_type)
         if self._stream is None and not autocast:
             return nullcontext()
@@ -388,11 +407,16 @@ class SharedEngine:
 
     def _after_fork(self) -> None:
         """In a child process: only the thread that forked is left, and nobody else's round goes on."""
-        gone = [*self._sleeping, *([self._leading] if self._leading else [])]
-        self._lock, self._holder, self._leading, self._sleeping = threading.Lock(), None, None, {}
-        self._line, self._in_round = {}, False
+        gone, me = list(self._sleeping), get_ident()
+        own = self._holder == me  # it forked inside a round, from a hook for example: that goes on here as well
+        if not own:
+            gone += [self._leading] if self._leading else []
+            self._lock, self._holder, self._leading, self._in_round = threading.Lock(), None, None, False
+        self.forked = True
+        self._sleeping, self._line = {}, {me: self._line[me]} if own and me in self._line else {}
         for call in gone:
-            self.abandon(call)
+            call.refusal = SpecdecError(_READ_ELSEWHERE)  # for the thread that forked, if it has this stream, too
+            self._let_go(call)
 
 
 def _has_something(call: Call) -> bool:

@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from transformers.utils.peft_utils import find_adapter_config_file
 
 from specdec.errors import InvalidInputError, ModelLoadError, UnsupportedModelError
+from specdec.interrupts import interrupt_in
 from specdec.loading.checkpoint import Adapter, Checkpoint, Merge, find_checkpoint
 from specdec.loading.load_errors import loading_named
 from specdec.user_warnings import warn_user
@@ -150,7 +151,9 @@ def _config(checkpoint: Checkpoint, what: str) -> Mapping[str, Any] | None:
         file = find_adapter_config_file(
             checkpoint.path, revision=checkpoint.revision, local_files_only=checkpoint.local_files_only
         )
-    except OSError:
+    except OSError as error:
+        if interrupt_in(error) is not None:
+            raise
         return None  # no such model: reported where it is loaded
     if file is None:
         return None

@@ -12,6 +12,7 @@ from specdec.config import EngineConfig
 from specdec.errors import InvariantError, KernelBuildError
 from specdec.execution.base import Drafter, Executor
 from specdec.execution.eager import EagerExecutor
+from specdec.interrupts import interrupt_in
 from specdec.loading.backends import GraphChoice
 from specdec.loading.progress import log
 from specdec.loading.warming import loading_thread
@@ -53,6 +54,8 @@ class Graphs:
         try:
             self._made = GraphExecutor(*self._parts)
         except Exception as error:
+            if interrupt_in(error) is not None:
+                raise
             self._error = error
 
     def executor(self) -> Executor:
@@ -73,7 +76,7 @@ class Graphs:
         except Exception as error:
             if self._made is not None:
                 self._made.release()
-            if self._choice.required or isinstance(error, _NO_REASON):
+            if self._choice.required or isinstance(error, _NO_REASON) or interrupt_in(error) is not None:
                 raise
             self._give_up(_in_words(error))
         else:

@@ -324,8 +324,13 @@ def is_fork() -> bool:
 
 
 def _keep_group() -> None:
-    """In a fork: the group stays at its end, which would wait for threads that were not forked."""
+    """In a fork: the group stays at its end, which would wait for threads that were not forked.
+
+    Locks that those threads held are open, so that whoever asks for a model's ranks hears that they are not there.
+    """
     if is_fork():
+        assert _open is not None
+        _open.lock, _open._watched.changed = threading.RLock(), threading.Condition()
         for group in dist.distributed_c10d._world.pg_map:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 

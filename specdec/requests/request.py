@@ -169,6 +169,14 @@ class Request:
         self.row, self.arrival = -1, None
         self.committed = np.append(self.committed[: self.prompt_len], np.array(self.new_tokens, np.int32))
 
+    def give_back(self, num_tokens: int, num_rounds: int, finish_reason: FinishReason | None) -> None:
+        """Back to where it had so many new tokens and rounds, before a round's were taken in part or as a whole."""
+        del self.new_tokens[num_tokens:]
+        del self.rounds[num_rounds:]
+        del self.drafts[num_rounds:]
+        self.finish_reason = finish_reason
+        self.stream.rewind(self.new_tokens, self.progress.num_characters)
+
     def take(self, round_: RowRound, now: float) -> Update:
         """Append a round's tokens; find stop ids and stop strings; finish when the row has ended.
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
+from attention.cached import cached_property
 from specdec.requests.sampling import SamplingArrays
 from specdec.rounds.rows import RowTable
 from specdec.rounds.uniforms import Role, uniforms

@@ -6,12 +6,12 @@ Pure functions of the schedule, the row table and the block tables. How they get
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 
 from attention.batch.host import HostBatch, offsets_within, rows_batch
 from attention.batch.transforms.windowed import windowed_batch
+from attention.cached import cached_property
 from attention.checking import checking
 from attention.recurrence.index import FoldRule, StateIndex, folded_after, replay_of, slots_of_rows
 from drafters.loops.lengths import draft_room, tokens_accepted

@@ -26,6 +26,7 @@ from attention.recurrence.index import StateIndex
 from attention.recurrence.runner import StateRunner
 from attention.runner import GroupRunner
 from specdec.errors import UNNAMED_ERRORS, SpecdecError, UnsupportedModelError
+from specdec.interrupts import interrupt_in
 from specdec.target.probing import TargetProbe, probe_target
 from specdec.target.rereading import (
     all_committed,
@@ -131,6 +132,8 @@ def _errors(probed: TargetProbe, low: Sequence[Threshold], max_model_len: int) -
         try:
             said = _wrong(twin, max_model_len)
         except UnsupportedModelError as error:
+            if interrupt_in(error) is not None:
+                raise
             return f"is refused: {error}"
         if said is None:
             return None
@@ -152,6 +155,8 @@ def _build(probed: TargetProbe, low: Sequence[str], seed: int) -> TargetProbe:
                 read_eager(twin, [torch.arange(1, _SHORTEST)])
             small = probe_target(twin)
         except (*UNNAMED_ERRORS, SpecdecError) as error:
+            if interrupt_in(error) is not None:
+                raise
             reason = error
             continue
         if not _variants(probed.calls) <= _variants(small.calls):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from attention.batch.host import HostBatch, rows_batch
+from attention.cached import cached_property
 from drafters.loops.base import DraftingRows, DraftInput, LoopSize
 from drafters.loops.chain.index import (
     AcceptedRows,

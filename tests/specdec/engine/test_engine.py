@@ -162,7 +162,7 @@ def test_an_error_in_a_round_leaves_the_engine_usable(monkeypatch: pytest.Monkey
 
     def failing(*args: object) -> object:
         calls.append(1)
-        if len(calls) == 4:
+        if len(calls) in (4, 5):
             raise torch.OutOfMemoryError("planted")
         return real(*args)
 

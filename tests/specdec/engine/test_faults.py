@@ -1,28 +1,42 @@
-"""A fault of one request ends that request: everything but an interrupt is kept."""
+"""A fault of one request ends that request: what is raised once is no fault."""
 
 from __future__ import annotations
 
 import pytest
 
-from specdec.engine.faults import Isolated, request_failed, round_failed
+from specdec.engine.faults import raised_twice, request_failed, round_failed
 from specdec.errors import RequestFailedError, RoundFailedError
 
 
-def test_an_error_is_kept_and_the_next_block_is_clean() -> None:
-    with Isolated() as fault:
-        raise ValueError("planted")
-    assert isinstance(fault.error, ValueError)
-    with Isolated() as fault:
-        pass
-    assert fault.error is None
+def test_a_fault_is_what_is_raised_twice() -> None:
+    undone: list[str] = []
+    fault = raised_twice(lambda: int("planted"), lambda: undone.append("undone"))
+    assert isinstance(fault, ValueError) and undone == ["undone"]
+    assert raised_twice(lambda: None) is None
+
+
+def test_what_is_raised_once_came_from_outside() -> None:
+    left = [TimeoutError("from outside")]
+
+    def job() -> None:
+        if left:
+            raise left.pop()
+
+    with pytest.raises(TimeoutError, match="from outside"):
+        raised_twice(job)
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
 def test_an_interrupt_goes_on(interrupt: type[BaseException]) -> None:
-    fault = Isolated()
-    with pytest.raises(interrupt), fault:
+    calls: list[int] = []
+
+    def job() -> None:
+        calls.append(1)
         raise interrupt
-    assert fault.error is None
+
+    with pytest.raises(interrupt):
+        raised_twice(job)
+    assert len(calls) == 1
 
 
 def test_the_errors_name_their_cause() -> None:

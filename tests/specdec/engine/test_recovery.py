@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.engine.faults import Isolated
 from specdec.engine.recovery import Change
 
 
@@ -34,24 +33,3 @@ def test_an_interrupt_of_the_mending_leaves_it_to_do() -> None:
         raise AssertionError("not entered")
     with change:
         assert tries == [0, 1]
-
-
-def test_an_error_that_is_handled_inside_leaves_nothing_to_mend() -> None:
-    handled: list[Exception] = []
-    change = Change(lambda: pytest.fail("nothing is torn"))
-    with change, Isolated(handled.append):
-        raise ValueError("of a round")
-    with change:
-        assert [str(error) for error in handled] == ["of a round"]
-
-
-def test_an_interrupt_of_the_handler_is_mended() -> None:
-    def interrupted(error: Exception) -> None:
-        raise KeyboardInterrupt
-
-    mended: list[int] = []
-    change = Change(lambda: mended.append(1))
-    with pytest.raises(KeyboardInterrupt), change, Isolated(interrupted):
-        raise ValueError
-    with change:
-        assert mended == [1]

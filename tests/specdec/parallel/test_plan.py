@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -197,8 +198,6 @@ def test_operators_of_a_rank_alone_say_so_and_have_shapes_for_the_compiler() -> 
 
 
 def test_an_interrupt_comes_after_what_all_ranks_do(interruptible: None) -> None:
-    import signal
-
     done = []
     with pytest.raises(KeyboardInterrupt), HeldInterrupt():
         signal.raise_signal(signal.SIGINT)
@@ -209,3 +208,23 @@ def test_an_interrupt_comes_after_what_all_ranks_do(interruptible: None) -> None
         signal.raise_signal(signal.SIGINT)
         done.append("more")
     assert done == ["all of it"] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGALRM"), reason="no alarms here")
+def test_an_alarm_comes_after_what_all_ranks_do() -> None:
+    def late(number: int, frame: object) -> None:
+        raise TimeoutError(number)
+
+    done, before = [], signal.signal(signal.SIGALRM, late)
+    try:
+        with pytest.raises(TimeoutError), HeldInterrupt(), HeldInterrupt():
+            signal.raise_signal(signal.SIGALRM)
+            done.append("all of it")
+        assert done == ["all of it"] and signal.getsignal(signal.SIGALRM) is late
+        with pytest.raises(TimeoutError), HeldInterrupt():
+            signal.raise_signal(signal.SIGALRM)
+            signal.raise_signal(signal.SIGALRM)
+            done.append("more")
+        assert done == ["all of it"] and signal.getsignal(signal.SIGALRM) is late
+    finally:
+        signal.signal(signal.SIGALRM, before)

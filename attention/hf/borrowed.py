@@ -1,0 +1,58 @@
+"""Attributes of a user's model that have other values for the duration of one forward of ours.
+
+They are put back when the forward ends. In a forked child it never ends if it ran on another thread than the one that
+forked: that thread is not there. So what is borrowed is listed here, and the child puts it back at its start.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
+from typing import Any
+
+Value = tuple[Any, str, Any]
+"""(an object, the name of its attribute, a value)."""
+
+_ABSENT = object()
+_borrowed: dict[int, dict[int, list[Value]]] = {}
+"""By thread, the values before of each `borrowed` that is open there, by their id."""
+
+
+@contextmanager
+def borrowed(values: Iterable[Value]) -> Iterator[None]:
+    """Give attributes these values inside; after it they are as they were, those of classes uncovered."""
+    values = list(values)
+    before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in values]
+    own = _borrowed.setdefault(get_ident(), {})
+    own[id(before)] = before  # first: a thread that forks between any two lines is to find all of them
+    try:
+        for owner, name, value in values:
+            setattr(owner, name, value)
+        yield
+    finally:
+        _put_back(before)
+        own.pop(id(before), None)
+        if not own:
+            _borrowed.pop(get_ident(), None)
+
+
+def _put_back(before: list[Value]) -> None:
+    """Idempotent."""
+    for owner, name, old in before:
+        if old is not _ABSENT:
+            setattr(owner, name, old)
+        elif name in vars(owner):
+            delattr(owner, name)
+
+
+def put_back_after_fork() -> None:
+    """In a child process: undo what threads have borrowed that are not there."""
+    for thread in [thread for thread in _borrowed if thread != get_ident()]:
+        for before in reversed(list(_borrowed.pop(thread).values())):
+            _put_back(before)
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=put_back_after_fork)
