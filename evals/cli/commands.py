@@ -139,9 +139,9 @@ def compare(a: str, b: str, **options: Any) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
 @click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
 @click.option(
-    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per prompt and configuration."
+    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per place and configuration."
 )
-@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places that are sampled.")
+@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places of each trial.")
 @click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
 @shared.run_dir_option
 @shared.ray_option
