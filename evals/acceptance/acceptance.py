@@ -125,6 +125,7 @@ def definitions() -> dict[str, str]:
         **{metric.key: metric.definition for metric in metrics.METRICS},
         "conditional": metrics.CONDITIONAL,
         "unconditional": metrics.UNCONDITIONAL,
+        "per_position_vllm": metrics.VLLM_POSITIONS,
         "histogram": metrics.HISTOGRAM,
         "interval": bootstrap.DEFINITION,
         "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",

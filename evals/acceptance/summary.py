@@ -92,11 +92,8 @@ def _by_key(key: str) -> Metric:
 
 def _positions(sums: Columns, resampling: Resampling, k: int) -> Json:
     """Acceptance at each of k draft positions."""
-    conditional, unconditional = position_metrics(k)
-    return {
-        "conditional": [_value(resampling.value(metric, sums)) for metric in conditional],
-        "unconditional": [_value(resampling.value(metric, sums)) for metric in unconditional],
-    }
+    kinds = zip(("conditional", "unconditional", "per_position_vllm"), position_metrics(k), strict=True)
+    return {kind: [_value(resampling.value(metric, sums)) for metric in metrics] for kind, metrics in kinds}
 
 
 def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool, k: int) -> Json:

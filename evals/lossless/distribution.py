@@ -23,8 +23,8 @@ from evals.runs.runner import Asking, Configuration, Model, question_seed
 from evals.runs.worker import Worker
 from specdec.requests.sampling import SamplingParams
 
-CONTROL_SHARE = 4
-"""Against exact probabilities, the target alone draws one of so many samples: it is the control, not the reference."""
+CONTROL = 250
+"""Samples of a place that the target alone draws at most against exact probabilities: as a control, not a reference."""
 DEFINITION = (
     "Answers are sampled with top-k, top-p, min-p and all three (without penalties), K+2 tokens long, at places where "
     "the target hesitates. float32: every token after the first against the exact distribution after its prefix, "
@@ -113,7 +113,7 @@ class DistributionTest:
     def _against_exact(self, worker: Worker, spots: Sequence[Spot], nodes: Sequence[Nodes]) -> list[ConfigurationFit]:
         found = []
         for arm in self.arms:
-            drawn = self._draw(worker, arm, spots, 1 if arm.k else CONTROL_SHARE)
+            drawn = self._draw(worker, arm, spots, self.samples if arm.k else CONTROL)
             evidence = [measure(one, known) for one, known in zip(drawn, nodes, strict=True)]
             found.append(exact_fit(arm, evidence, drawn))
         return found
@@ -121,20 +121,20 @@ class DistributionTest:
     def _against_baseline(
         self, worker: Worker, spots: Sequence[Spot], nodes: Sequence[Nodes]
     ) -> list[ConfigurationFit]:
-        baseline = self._draw(worker, self.arms[0], spots, 1)
+        baseline = self._draw(worker, self.arms[0], spots, self.samples)
         evidence = [measure(one, known, is_exact=False) for one, known in zip(baseline, nodes, strict=True)]
         return [
-            against(arm, baseline, evidence, self._draw(worker, arm, spots, 1), nodes) for arm in self.arms[1:]
+            against(arm, baseline, evidence, self._draw(worker, arm, spots, self.samples), nodes) for arm in self.arms[1:]
         ]
 
-    def _draw(self, worker: Worker, arm: Configuration, spots: Sequence[Spot], share: int) -> list[Sampled]:
+    def _draw(self, worker: Worker, arm: Configuration, spots: Sequence[Spot], most: int) -> list[Sampled]:
         model, seed = worker.models[arm.model], self.asking.seed
         return [
             sample(
                 model,
                 spot.place.prompt,
                 arm,
-                replace(spot.sampling, samples=max(spot.sampling.samples // share, 1)),
+                replace(spot.sampling, samples=min(spot.sampling.samples, most)),
                 f"{seed}/{spot.trial}/{spot.place}",
             )
             for spot in spots

@@ -15,8 +15,10 @@ import numpy as np
 from evals.lossless.defects import DEFECTS, Node
 
 LEAST_EXPECTED = 5.0
-MOST_NODES = 1000
-"""Nodes of a place that are replayed, those with the most samples first."""
+MOST_NODES = 300
+"""Nodes of a place that are replayed at most, and at most half as many as samples: those with the most samples first,
+where a bonus token counts as _BONUS_COUNTS samples."""
+_BONUS_COUNTS = 4
 BONUS = next(i for i, defect in enumerate(DEFECTS) if defect.change is None)
 
 Tokens = tuple[int, ...]
@@ -74,12 +76,16 @@ class Evidence:
     looked_at: np.ndarray
 
 
-def branches(tokens: np.ndarray) -> list[Branch]:
-    """The nodes of drafted tokens [samples, tokens], those with the most samples first; the first token has no draft.
+def branches(sampled: Sampled) -> list[Branch]:
+    """The nodes of drafted tokens, those with the most samples first; the first token has no draft.
 
-    >>> [(b.prefix, b.following.tolist()) for b in branches(np.array([[1, 5], [2, 5], [1, 6]]))]
+    Which ones are left out depends on nothing that a node has still to draw.
+
+    >>> sampled = Sampled(np.array([[1, 5], [2, 5], [1, 6]]), np.zeros((3, 2), bool))
+    >>> [(b.prefix, b.following.tolist()) for b in branches(sampled)]
     [((1,), [5, 6]), ((2,), [5])]
     """
+    tokens = sampled.tokens
     found: list[Branch] = []
     group = np.zeros(len(tokens), np.int64)
     for depth in range(1, tokens.shape[1]):
@@ -88,12 +94,16 @@ def branches(tokens: np.ndarray) -> list[Branch]:
         group = group.ravel()
         for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
             found.append(Branch(tuple(tokens[rows[0], :depth].tolist()), rows, tokens[rows, depth]))
-    return sorted(found, key=lambda branch: -len(branch.rows))[:MOST_NODES]
+    return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[: min(MOST_NODES, len(tokens) // 2 + 1)]
+
+
+def _weight(branch: Branch, bonus: np.ndarray) -> int:
+    return len(branch.rows) + _BONUS_COUNTS * int(bonus[branch.rows, len(branch.prefix)].sum())
 
 
 def measure(sampled: Sampled, nodes: Nodes, is_exact: bool = True) -> Evidence:
     """Compare the samples of one place with the distribution of every prefix. is_exact: its probabilities are exact."""
-    followed = branches(sampled.tokens)
+    followed = branches(sampled)
     known = nodes([branch.prefix for branch in followed])
     count, width = len(sampled.tokens), len(DEFECTS)
     scores, expected = np.zeros((count, width)), np.zeros((count, width))
@@ -146,8 +156,8 @@ def chi_square(observed: np.ndarray, expected: np.ndarray) -> tuple[float, int]:
 def homogeneity(left: Sampled, right: Sampled) -> tuple[float, int]:
     """Chi-square of two samples of one place, node by node, and its degrees of freedom."""
     statistic, degrees = 0.0, 0
-    others = {branch.prefix: branch for branch in branches(right.tokens)}
-    for branch in branches(left.tokens):
+    others = {branch.prefix: branch for branch in branches(right)}
+    for branch in branches(left):
         other = others.get(branch.prefix)
         if other is None:
             continue

@@ -154,12 +154,13 @@ def _compared_power(evidence: Sequence[Evidence]) -> tuple[np.ndarray, np.ndarra
     from scipy.stats import norm
 
     right, wrong = (np.array([getattr(one, side) for one in evidence]) for side in ("right", "wrong"))
-    shift = wrong[:, 0] - right[:, 0] + OUTSIDE * np.array([one.outside for one in evidence])
-    noise, both = 2 * right[:, 1], right[:, 1] + wrong[:, 1]
+    outside = np.array([one.outside for one in evidence])
+    shift = wrong[:, 0] - right[:, 0] + OUTSIDE * outside
+    noise = right[:, 1] + wrong[:, 1] + OUTSIDE**2 * outside
     level = ALPHA / 2
     limits = norm.isf(level * np.exp(-_everywhere())), norm.isf(level * np.exp(-_alone(len(evidence))))
-    everywhere = _exceeds(limits[0] * np.sqrt(noise.sum(0)), shift.sum(0), both.sum(0))
-    return everywhere, _exceeds(limits[1] * np.sqrt(noise), shift, both)
+    everywhere = _exceeds(limits[0] * np.sqrt(noise.sum(0)), shift.sum(0), noise.sum(0))
+    return everywhere, _exceeds(limits[1] * np.sqrt(noise), shift, noise)
 
 
 def _exceeds(limit: np.ndarray | float, mean: np.ndarray, variance: np.ndarray) -> np.ndarray:

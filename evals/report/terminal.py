@@ -14,6 +14,10 @@ from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 
 
+POSITIONS = ("conditional", "unconditional", "per_position_vllm")
+"""The kinds of acceptance at a draft position, in the order in which they are shown."""
+
+
 class RunProgress:
     """A progress bar: questions done, τ so far, time left. Use as a context manager; call with finished answers."""
 
@@ -62,7 +66,7 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
-    _print_table(console, "acceptance per draft position: conditional / unconditional", _position_table(arms))
+    _print_table(console, "acceptance per draft position: conditional / unconditional / vLLM's", _position_table(arms))
     if "timing" in document:
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
@@ -155,10 +159,7 @@ def _position_table(arms: Sequence[Json]) -> Table:
     for arm in drafting:
         table.add_column(arm["name"], justify="right")
     for j in range(max((arm["k"] for arm in drafting), default=0)):
-        cells = [
-            f"{show(arm['conditional'][j])} / {show(arm['unconditional'][j])}" if j < arm["k"] else ""
-            for arm in drafting
-        ]
+        cells = [" / ".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
         table.add_row(str(j + 1), *cells)
     return table
 

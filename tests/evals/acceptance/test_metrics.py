@@ -53,14 +53,46 @@ def test_hand_worked_example() -> None:
     assert value("tau_sglang", sums) == (8 + 2) / 4
     assert value("acceptance_rate", sums) == 5 / 7
     assert value("acceptance_rate_vllm", sums) == 6 / 8
-    assert value("acceptance_rate_sglang", sums) == 5 / (4 * 3)
+    assert value("acceptance_rate_sglang", sums) == 6 / (4 * 3)
     assert value("speedup", sums) == (10 / 4.0) / (8 / 2.0)
     assert value("speedup_spec_bench", sums) == pytest.approx((10 / 4.0) / ((6 - 1) / 2.0))
     assert value("drafts_per_s", sums) == 8 / 4.0
-    conditional, unconditional = position_metrics(3)
+    conditional, unconditional, vllm = position_metrics(3)
     assert [total(metric, sums) for metric in unconditional] == [1.0, 2 / 3, 0.0]
+    assert [total(metric, sums) for metric in vllm] == [3 / 3, 2 / 3, 1 / 3]
     assert [total(metric, sums) for metric in conditional[:2]] == [1.0, 2 / 3] and np.isnan(total(conditional[2], sums))
     assert histogram([answer([(3, 1, 2), (3, 3, 2)])], 3) == [0, 1, 1, 0]
+
+
+def positions(rounds: list[tuple[int, int, int]], k: int) -> list[list[float]]:
+    """Per kind, the acceptance at each position."""
+    sums = columns([answer(rounds)], k)
+    return [[total(metric, sums) for metric in kind] for kind in position_metrics(k)]
+
+
+def test_a_round_cut_by_a_limit_counts_against_every_position_for_vllm() -> None:
+    """vllm/v1/spec_decode/metrics.py: accepted at each position / num_drafts, a round with any drafts being one."""
+    _, unconditional, vllm = positions([(3, 3, 4), (3, 1, 2), (1, 1, 2), (0, 0, 1)], 3)
+    assert unconditional == [3 / 3, 1 / 2, 1 / 2]
+    assert vllm == [3 / 3, 1 / 3, 1 / 3]
+
+
+def test_a_round_cut_by_a_stop_counts_what_was_accepted_after_it_for_vllm_and_sglang() -> None:
+    """vLLM observes a round before it looks for the stop; SGLang counts a list that its cut at the stop leaves whole."""
+    rounds = [(3, 0, 1), (3, 3, 1)]  # the stop is the first of three accepted drafts
+    _, unconditional, vllm = positions(rounds, 3)
+    assert (unconditional[0], vllm) == (1 / 2, [1 / 2, 1 / 2, 1 / 2])
+    assert unconditional[1] == 0.0  # the drafts after the stop count neither as offered nor as accepted
+    sums = columns([answer(rounds)], 3)
+    assert value("acceptance_rate", sums) == 1 / 4
+    assert value("acceptance_rate_vllm", sums) == value("acceptance_rate_sglang", sums) == 3 / 6
+    assert value("tau_vllm", sums) == 1 + 3 / 2 and value("tau", sums) == 2 / 2
+
+
+def test_the_mean_of_vllms_positions_is_its_mean_acceptance_length() -> None:
+    rounds = [(3, 3, 2), (3, 1, 2), (2, 2, 3), (1, 0, 1), (0, 0, 1)]
+    sums = columns([answer(rounds)], 3)
+    assert 1 + sum(positions(rounds, 3)[2]) == pytest.approx(value("tau_vllm", sums))
 
 
 def test_without_speculation_tau_is_one() -> None:
@@ -75,7 +107,7 @@ def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
     answers = planted(plant, plant.Model(rates=rates, length=200), 300)
     sums = columns(answers, 3)
     resampling = Resampling(len(answers), seed=1)
-    conditional, unconditional = position_metrics(3)
+    conditional, unconditional, _ = position_metrics(3)
     for metric, truth in zip(conditional, rates, strict=True):
         found = resampling.value(metric, sums)
         assert found.low < truth < found.high and found.high - found.low < 0.03
