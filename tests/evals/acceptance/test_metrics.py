@@ -177,3 +177,46 @@ def test_every_metric_has_a_definition_and_known_columns() -> None:
     for metric in METRICS:
         assert metric.definition.endswith(".") and {*metric.over, *metric.under} <= set(sums)
     assert len({metric.key for metric in METRICS}) == len(METRICS)
+
+
+def covered(rng: np.random.Generator, questions: int) -> bool:
+    """Whether the interval of a rate of 0.7 has it: questions differ, as real ones do."""
+    rates = np.clip(rng.normal(0.7, 0.15, questions), 0, 1)
+    sums = {"accepted": rng.binomial(200, rates).astype(float), "drafted": np.full(questions, 200.0)}
+    found = Resampling(questions, seed=int(rng.integers(1 << 30)), draws=200).value(BY_KEY["acceptance_rate"], sums)
+    return bool(found.low <= 0.7 <= found.high)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("questions", [5, 12])
+def test_few_questions_are_covered_as_often_as_is_said(questions: int) -> None:
+    """Percentiles of five questions covered 82 % of 2,000."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(3)
+    assert 0.92 < np.mean([covered(rng, questions) for _ in range(400)]) < 0.98
+
+
+def timed(rng: np.random.Generator, runs: int, questions: int) -> list[dict[str, np.ndarray]]:
+    """Runs of a speed-up of 2, each 10 % faster or slower as a whole, and its questions 2 %."""
+    made = []
+    for _ in range(runs):
+        wall = 1.0 * rng.normal(1.0, 0.1) * rng.normal(1.0, 0.02, questions)
+        made.append({
+            "new_tokens": np.full(questions, 100.0), "wall_s": wall,
+            "base_wall_s": np.full(questions, 2.0), "base_new_tokens": np.full(questions, 100.0),
+        })  # fmt: skip
+    return made
+
+
+@pytest.mark.slow
+def test_the_interval_of_a_speedup_has_the_scatter_of_runs() -> None:
+    """Of one run the interval has the questions' scatter alone: it misses another run's number most of the time."""
+    pytest.importorskip("scipy")
+    rng, metric = np.random.default_rng(1), BY_KEY["speedup"]
+    inside = {"one run": 0, "five": 0}
+    for _ in range(100):
+        runs, resampling = timed(rng, 5, 25), Resampling(25, seed=0, draws=200)
+        one, five = resampling.value(metric, runs[0]), resampling.repeated(metric, runs)
+        inside["one run"] += one.low <= 2.0 <= one.high
+        inside["five"] += five.low <= 2.0 <= five.high
+    assert inside["one run"] < 30 and inside["five"] >= 89
