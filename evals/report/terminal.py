@@ -10,6 +10,7 @@ from rich.table import Table
 
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import Json
+from evals.report.headline import cautions, headline
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 
@@ -63,6 +64,7 @@ def make_console() -> Console:
 def print_acceptance(console: Console, document: Json, explain: bool = False) -> None:
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
+    console.print(f"\n[bold]{headline(document)}[/bold]", highlight=False)
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
@@ -83,8 +85,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
         console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
-    if arms[0]["questions"] < 2:
-        console.print("one question: numbers have no interval; ask more of them", style="yellow")
+    for text in cautions(document):
+        console.print(text, style="yellow", highlight=False)
     if explain:
         _print_definitions(console, document)
     else:
@@ -180,10 +182,21 @@ def _print_best(console: Console, prediction: Json) -> None:
     for size in prediction["round_seconds"]:
         found = prediction["best"].get(size)
         if found is None:
-            console.print(f"batch {size}: no K is faster than the target alone")
+            text = f"batch {size}: no K up to the largest measured is predicted to be faster than the target alone"
         else:
-            beyond = " (beyond what was measured)" if found["extrapolated"] else ""
-            console.print(f"batch {size}: best K is {found['k']}, predicted speed-up {found['speedup']:.2f}{beyond}")
+            text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
+            text += f"{found['speedup']:.2f} × the target alone"
+        console.print(text + untried(prediction, size), highlight=False)
+
+
+def untried(prediction: Json, size: str) -> str:
+    """What to measure where the extrapolation is above everything within the measured K; "" where it is not."""
+    cells = [cell for cell in prediction["table"] if str(cell["batch_size"]) == size]
+    beyond = [cell for cell in cells if cell["extrapolated"]]
+    within = max([1.0, *(cell["speedup"] for cell in cells if not cell["extrapolated"])])
+    if not beyond or max(cell["speedup"] for cell in beyond) <= within:
+        return ""
+    return f"; larger K may be faster, which nothing here has measured: try --k {min(cell['k'] for cell in beyond)}"
 
 
 def _difference_table(found: Json) -> Table:
