@@ -97,8 +97,12 @@ def _paired(arm: str, kept: list[Answer], repeated: Sequence[dict[str, list[Answ
 
 
 def _document(
-    executor: Executor, plan: Plan, store: RunStore, answers: Sequence[Answer], kept: dict[str, list[Answer]],
-    repeated: Sequence[dict[str, list[Answer]]]
+    executor: Executor,
+    plan: Plan,
+    store: RunStore,
+    answers: Sequence[Answer],
+    kept: dict[str, list[Answer]],
+    repeated: Sequence[dict[str, list[Answer]]],
 ) -> Json:
     baseline = kept.get(BASELINE)
     seed = plan.asking.seed

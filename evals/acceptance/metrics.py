@@ -90,8 +90,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tau_sglang",
         "accept length (SGLang)",
-        "SGLang's spec_accept_length, requests pooled: completion tokens / verification rounds, the token of the prompt "
-        "pass counted, tokens after a stop not.",
+        "SGLang's spec_accept_length, requests pooled: completion tokens / verification rounds, the token of the "
+        "prompt pass counted, tokens after a stop not.",
         ("new_tokens",),
         ("rounds",),
     ),
@@ -112,8 +112,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "acceptance_rate_sglang",
         "accept rate (SGLang)",
-        "SGLang's spec_accept_rate (EAGLE): accepted drafts / (rounds x K), drafts after a stop included, and K counted "
-        "also where a length limit leaves fewer drafts.",
+        "SGLang's spec_accept_rate (EAGLE): accepted drafts / (rounds x K), drafts after a stop included, and K "
+        "counted also where a length limit leaves fewer drafts.",
         ("raw_accepted",),
         ("slots",),
     ),
@@ -180,8 +180,8 @@ METRICS: tuple[Metric, ...] = (
 CONDITIONAL = "P(draft j accepted | drafts 1..j-1 accepted and draft j existed): accepted at j / rounds that reached j."
 UNCONDITIONAL = "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j."
 VLLM_POSITIONS = (
-    "vLLM's per-position acceptance rate: rounds that accepted drafts 1..j / all rounds that had drafts, also those that "
-    "a limit left fewer than j, drafts after a stop included."
+    "vLLM's per-position acceptance rate: rounds that accepted drafts 1..j / all rounds that had drafts, also those "
+    "that a limit left fewer than j, drafts after a stop included."
 )
 HISTOGRAM = "Rounds by the number of accepted drafts that were kept."
 

@@ -128,7 +128,7 @@ class Node:
 
     @classmethod
     def made(cls, ids: np.ndarray, probs: np.ndarray, others: np.ndarray, clear: bool = True) -> Node:
-        """From probabilities: ids, probs [S], others [S, D] under each defect (less than 1 in all: the rest is outside)."""
+        """From probabilities: ids, probs [S], others [S, D] under each defect (what lacks to 1 is outside)."""
         outside = np.clip(1 - others.sum(0), 0.0, 1.0)
         outside[outside < 1e-9] = 0.0
         scores = np.log(SOFT + (1 - SOFT) * others / probs[:, None])

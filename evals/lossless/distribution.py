@@ -28,12 +28,12 @@ CONTROL = 250
 DEFINITION = (
     "Answers are sampled with top-k, top-p, min-p and all three (without penalties), K+2 tokens long, at places where "
     "the target hesitates. float32: every token after the first against the exact distribution after its prefix, "
-    "replayed in float64, the target alone as a control; half precision: against samples of the target alone. Two tests: "
-    "chi-square over all prefixes, cells with fewer than five expected samples pooled, and likelihood ratios of the "
-    f"named defects. A configuration that is right fails with probability {ALPHA:g} at most (half of it from each test; "
-    "the likelihood ratios keep it exactly in float32, chi-square and half precision for many samples). Named defects: "
-    f"{', '.join(defect.name for defect in DEFECTS)} (the bonus token after K accepted drafts is drawn from what is left "
-    f"of p without the last draft). A PASS is blind for a defect found with probability below {POWER:g}. NOT TESTED: "
+    "replayed in float64, the target alone as a control; half precision: against samples of the target alone. Two "
+    "tests: chi-square over all prefixes, cells with fewer than five expected samples pooled, and likelihood ratios of "
+    f"the named defects. A configuration that is right fails with probability {ALPHA:g} at most (half of it from each "
+    "test; the likelihood ratios keep it exactly in float32, chi-square and half precision for many samples). Named "
+    f"defects: {', '.join(defect.name for defect in DEFECTS)} (the bonus token after K accepted drafts is drawn from "
+    f"what is left of p without the last draft). A PASS is blind for a defect found with probability below {POWER:g}. NOT TESTED: "
     "no drafted token was open, or no draft was verified."
 )
 
@@ -124,7 +124,8 @@ class DistributionTest:
         baseline = self._draw(worker, self.arms[0], spots, self.samples)
         evidence = [measure(one, known, is_exact=False) for one, known in zip(baseline, nodes, strict=True)]
         return [
-            against(arm, baseline, evidence, self._draw(worker, arm, spots, self.samples), nodes) for arm in self.arms[1:]
+            against(arm, baseline, evidence, self._draw(worker, arm, spots, self.samples), nodes)
+            for arm in self.arms[1:]
         ]
 
     def _draw(self, worker: Worker, arm: Configuration, spots: Sequence[Spot], most: int) -> list[Sampled]:

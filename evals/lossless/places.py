@@ -141,9 +141,7 @@ def search(
         if start >= _CHUNK and all(_content(_chosen(texts, trial, wanted), wanted) for trial in trials):
             break
     chosen = (_chosen(texts, trial, wanted) for trial in trials)
-    return Search(
-        tuple(one for one in chosen if one.places), len(texts), sum(len(text.answer) for text in texts)
-    )
+    return Search(tuple(one for one in chosen if one.places), len(texts), sum(len(text.answer) for text in texts))
 
 
 def _content(chosen: Chosen, wanted: int) -> bool:

@@ -190,8 +190,13 @@ def _numbers(fit: Json) -> str:
 
 def _power_table(fit: Json, places: list[str]) -> Table:
     """The probability with which each named defect would have been found, everywhere and at each place alone."""
-    table = Table("would have been found", "everywhere", *places, caption="probability if the defect is everywhere; "
-                  "if it is at that place alone", caption_justify="left")
+    table = Table(
+        "would have been found",
+        "everywhere",
+        *places,
+        caption="probability if the defect is everywhere; if it is at that place alone",
+        caption_justify="left",
+    )
     for power in fit["powers"]:
         table.add_row(power["defect"], *(f"{chance:.2f}" for chance in (power["everywhere"], *power["places"])))
     return table

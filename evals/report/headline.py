@@ -40,8 +40,8 @@ def _speed(value: Json) -> str:
     estimate, low, high = value["estimate"], value["low"], value["high"]
     span = "" if low is None else f" [{low:.2f}, {high:.2f}]"
     if low is not None and low <= 1 <= high:
-        return f"no clear speed-up, {estimate:.2f} ×{span} the target alone's speed"
-    return f"{estimate:.2f} ×{span} {'faster than' if estimate > 1 else 'the speed of'} the target alone"
+        return f"no clear speed-up, {estimate:.2f} × the target alone's speed{span}"
+    return f"{estimate:.2f} × {'faster than' if estimate > 1 else 'the speed of'} the target alone{span}"
 
 
 def _answers(document: Json, arm: Json) -> str:

@@ -80,8 +80,8 @@ def _pictures(document: Json) -> list[dict[str, Any]]:
         found.append(
             _picture(
                 "Speed-up over K",
-                f"Black points, measured: {definitions['speedup_decode']} {_BARS} Dotted lines, predicted for a batch size: "
-                f"{definitions['prediction']} A guess where K was not measured. Grey line: the target alone.",
+                f"Black points, measured: {definitions['speedup_decode']} {_BARS} Dotted lines, predicted for a batch "
+                f"size: {definitions['prediction']} A guess where K was not measured. Grey line: the target alone.",
                 pictures.speedup_over_k(arms, prediction),
                 values.of_speedup(arms, prediction),
             )

@@ -14,7 +14,6 @@ from evals.report.headline import cautions, headline
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
 
-
 POSITIONS = ("conditional", "unconditional", "per_position_vllm")
 """The kinds of acceptance at a draft position, in the order in which they are shown."""
 
@@ -68,7 +67,11 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
-    _print_table(console, "acceptance per draft position: conditional / unconditional / vLLM's", _position_table(arms))
+    _print_table(
+        console,
+        "acceptance per draft position; below each other: conditional, unconditional, as vLLM",
+        _position_table(arms),
+    )
     if "timing" in document:
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
@@ -161,7 +164,7 @@ def _position_table(arms: Sequence[Json]) -> Table:
     for arm in drafting:
         table.add_column(arm["name"], justify="right")
     for j in range(max((arm["k"] for arm in drafting), default=0)):
-        cells = [" / ".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
+        cells = ["\n".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
         table.add_row(str(j + 1), *cells)
     return table
 

@@ -19,13 +19,13 @@ class Values:
 
 def of_positions(arms: Sequence[Json]) -> Values:
     """Acceptance at each draft position; vLLM's is in the table alone."""
-    header = ("draft position", *(f"{arm['name']} {_NAMES[kind]}" for arm in arms for kind in POSITIONS))
     width = max(arm["k"] for arm in arms)
     rows = (
-        (str(j + 1), *(show(arm[kind][j]) if j < arm["k"] else "" for arm in arms for kind in POSITIONS))
-        for j in range(width)
+        (f"{arm['name']} {_NAMES[kind]}", *(show(arm[kind][j]) if j < arm["k"] else "" for j in range(width)))
+        for arm in arms
+        for kind in POSITIONS
     )
-    return Values(header, tuple(rows))
+    return Values(("draft position", *(str(j + 1) for j in range(width))), tuple(rows))
 
 
 _NAMES = {"conditional": "conditional", "unconditional": "unconditional", "per_position_vllm": "as vLLM"}

@@ -78,7 +78,7 @@ def test_a_round_cut_by_a_limit_counts_against_every_position_for_vllm() -> None
 
 
 def test_a_round_cut_by_a_stop_counts_what_was_accepted_after_it_for_vllm_and_sglang() -> None:
-    """vLLM observes a round before it looks for the stop; SGLang counts a list that its cut at the stop leaves whole."""
+    """vLLM observes a round before it looks for the stop; SGLang counts a list that this cut leaves whole."""
     rounds = [(3, 0, 1), (3, 3, 1)]  # the stop is the first of three accepted drafts
     _, unconditional, vllm = positions(rounds, 3)
     assert (unconditional[0], vllm) == (1 / 2, [1 / 2, 1 / 2, 1 / 2])

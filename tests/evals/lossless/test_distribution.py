@@ -28,7 +28,7 @@ SAMPLING = Sampling(samples=2000, tokens=K + 2)
 
 
 class SampledModel:
-    """Samples tokens with PROBS; `rule` says how a token after the first is drawn. Each round accepts all its drafts."""
+    """Samples tokens with PROBS; `rule` says how a token after the first is drawn. Rounds accept all their drafts."""
 
     def __init__(self, rule: Any) -> None:
         self.asked: list[SamplingParams] = []
@@ -112,7 +112,7 @@ def test_the_judge_and_the_library_agree_on_what_is_kept(trial: Any, temperature
 
 
 def test_places_are_chosen_where_their_defect_shows() -> None:
-    """A text of six tokens: certain but for the fourth; the fifth repeats it, so that a bonus drawn without it shows."""
+    """The fourth of six tokens is open; the fifth repeats it, so that a bonus drawn without it shows."""
     answer = [5, 6, 7, 8, 8, 9]
     logits = torch.full((len(answer) + 2, 20), -40.0)
     for at, token in enumerate(answer, 1):

@@ -94,9 +94,7 @@ PLACES = tuple(Place(number, sampling) for number, sampling in enumerate(TRIALS)
 
 def once(rng: np.random.Generator, defect: int, samples: int, only: int | None = None) -> ConfigurationFit:
     """One run of the test. only: the place that has the defect, None: all."""
-    drawn = [
-        place.draw(rng, defect if only in (None, i) else RIGHT, samples) for i, place in enumerate(PLACES)
-    ]
+    drawn = [place.draw(rng, defect if only in (None, i) else RIGHT, samples) for i, place in enumerate(PLACES)]
     return exact_fit(ARM, [measure(one, place) for one, place in zip(drawn, PLACES, strict=True)], drawn)
 
 
@@ -166,7 +164,9 @@ def test_what_is_right_fails_as_seldom_as_is_stated(runs: int) -> None:
     rng = np.random.default_rng(5)
     fits = [once(rng, RIGHT, 200) for _ in range(runs)]
     failed = sum(fit.verdict is Verdict.FAIL for fit in fits)
-    print(f"right: {failed} of {runs} failed; p of chi-square below 0.05: {np.mean([fit.p_value < 0.05 for fit in fits])}")
+    print(
+        f"right: {failed} of {runs} failed; p of chi-square below 0.05: {np.mean([fit.p_value < 0.05 for fit in fits])}"
+    )
     assert failed <= ALPHA * runs + 3 * np.sqrt(ALPHA * runs)
     assert np.mean([fit.p_value < 0.05 for fit in fits]) < 0.05 + 3 * np.sqrt(0.05 / runs)
     assert not any(fit.impossible for fit in fits)

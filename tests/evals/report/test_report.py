@@ -118,16 +118,23 @@ def told(speedup: tuple[float, float | None, float | None], same: int = 8, **mor
     arm = {"name": "K=5", "k": 5, "questions": 8, "timing": {"speedup": value}, "identical_to_target_alone": identical}
     params = {"temperature": more.pop("temperature", 0.0)}
     settings = {"settings": {"asking": {"params": params}}}
-    document = {"arms": [{"name": "target alone", "k": 0, "questions": 8}, arm], "not_measured": [], "provenance": settings}
+    document = {
+        "arms": [{"name": "target alone", "k": 0, "questions": 8}, arm],
+        "not_measured": [],
+        "provenance": settings,
+    }
     return {**document, "timing": {"runs": 1}, **more}
 
 
 HEADLINES = [
-    (told((2.6, 2.4, 2.8)), "K=5: 2.60 × [2.40, 2.80] faster than the target alone; answers unchanged (8 of 8 equal)."),
-    (told((1.1, 0.9, 1.3)), "K=5: no clear speed-up, 1.10 × [0.90, 1.30] the target alone's speed"),
-    (told((0.7, 0.6, 0.8)), "K=5: 0.70 × [0.60, 0.80] the speed of the target alone"),
+    (told((2.6, 2.4, 2.8)), "K=5: 2.60 × faster than the target alone [2.40, 2.80]; answers unchanged (8 of 8 equal)."),
+    (told((1.1, 0.9, 1.3)), "K=5: no clear speed-up, 1.10 × the target alone's speed [0.90, 1.30]"),
+    (told((0.7, 0.6, 0.8)), "K=5: 0.70 × the speed of the target alone [0.60, 0.80]"),
     (told((2.6, None, None), same=6), "2 of 8 answers differ from the target alone's (`specdec eval lossless` says"),
-    (told((2.6, 2.4, 2.8), same=0, temperature=1.0), "8 of 8 answers differ from the target alone's, as sampled ones do"),
+    (
+        told((2.6, 2.4, 2.8), same=0, temperature=1.0),
+        "8 of 8 answers differ from the target alone's, as sampled ones do",
+    ),
     (told((2.6, 2.4, 2.8), not_measured=["K=5"]), "Nothing measured: no draft was verified."),
 ]
 
@@ -147,7 +154,9 @@ def test_an_extrapolation_is_no_advice() -> None:
     cells = [(1, 1.5, False), (2, 1.8, False), (3, 1.9, True)]
     table = [{"batch_size": 1, "k": k, "speedup": speed, "extrapolated": beyond} for k, speed, beyond in cells]
     assert untried({"table": table}, "1") == "; larger K may be faster, which nothing here has measured: try --k 3"
-    assert untried({"table": table[:2]}, "1") == untried({"table": [*table[:2], {**table[2], "speedup": 1.7}]}, "1") == ""
+    assert (
+        untried({"table": table[:2]}, "1") == untried({"table": [*table[:2], {**table[2], "speedup": 1.7}]}, "1") == ""
+    )
 
 
 def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_path: Path) -> None:
