@@ -24,7 +24,7 @@ FEW = 20
 DEFINITION = (
     f"{LEVEL:.0%} interval: percentiles over {DRAWS} bootstrap resamples of whole questions, shared by all arms; below "
     f"{FEW} questions Student's t with the standard error of the resamples. Of times that were measured in several "
-    "runs: Student's t with the scatter of questions and of runs; of one run it has the scatter of questions alone, and "
+    "runs: Student's t with the scatter of questions and of runs; of one run it has that of questions alone, and "
     "another run on the same machine can lie outside."
 )
 

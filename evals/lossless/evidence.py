@@ -16,8 +16,9 @@ from evals.lossless.defects import DEFECTS, Node
 
 LEAST_EXPECTED = 5.0
 MOST_NODES = 300
-"""Nodes of a place that are replayed at most, and at most half as many as samples: those with the most samples first,
-where a bonus token counts as _BONUS_COUNTS samples."""
+"""Nodes of a place that are replayed at most, with few samples _FEWEST: those with the most samples first, where a bonus
+token counts as _BONUS_COUNTS samples."""
+_FEWEST = 64
 _BONUS_COUNTS = 4
 BONUS = next(i for i, defect in enumerate(DEFECTS) if defect.change is None)
 
@@ -94,7 +95,9 @@ def branches(sampled: Sampled) -> list[Branch]:
         group = group.ravel()
         for rows in np.split(order, np.flatnonzero(np.diff(group[order])) + 1):
             found.append(Branch(tuple(tokens[rows[0], :depth].tolist()), rows, tokens[rows, depth]))
-    return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[: min(MOST_NODES, len(tokens) // 2 + 1)]
+    return sorted(found, key=lambda one: -_weight(one, sampled.bonus))[
+        : min(MOST_NODES, max(len(tokens) // 2, _FEWEST))
+    ]
 
 
 def _weight(branch: Branch, bonus: np.ndarray) -> int:
