@@ -33,7 +33,7 @@ DEFINITION = (
     f"the named defects. A configuration that is right fails with probability {ALPHA:g} at most (half of it from each "
     "test; the likelihood ratios keep it exactly in float32, chi-square and half precision for many samples). Named "
     f"defects: {', '.join(defect.name for defect in DEFECTS)} (the bonus token after K accepted drafts is drawn from "
-    f"what is left of p without the last draft). It is called blind for a defect found with probability below {POWER:g}. "
+    f"what is left of p without the last draft). It is blind for a defect found with probability below {POWER:g}. "
     "NOT TESTED: no drafted token was open, or no draft was verified."
 )
 

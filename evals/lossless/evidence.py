@@ -16,8 +16,8 @@ from evals.lossless.defects import DEFECTS, Node
 
 LEAST_EXPECTED = 5.0
 MOST_NODES = 300
-"""Nodes of a place that are replayed at most, with few samples _FEWEST: those with the most samples first, where a bonus
-token counts as _BONUS_COUNTS samples."""
+"""Nodes of a place that are replayed at most, with few samples _FEWEST: those with the most samples first, where a
+bonus token counts as _BONUS_COUNTS samples."""
 _FEWEST = 64
 _BONUS_COUNTS = 4
 BONUS = next(i for i, defect in enumerate(DEFECTS) if defect.change is None)
