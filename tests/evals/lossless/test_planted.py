@@ -53,6 +53,8 @@ def changed(change: Callable[[SamplingTensors], SamplingTensors]) -> Callable[..
 def bonus_from_the_residual(drafts: torch.Tensor, num_drafts: torch.Tensor, inputs: SampledInputs) -> Any:
     """The token after all drafts is drawn from p without the last draft."""
     right = accept_sampled(drafts, num_drafts, inputs)
+    if not drafts.shape[1]:
+        return right
     is_full = (right.num_accepted == num_drafts) & (num_drafts > 0)
     p = inputs.target_probs[torch.arange(len(drafts)), right.num_accepted].clone()
     last = drafts.gather(1, (num_drafts - 1).clamp(min=0)[:, None])
