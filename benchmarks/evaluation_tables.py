@@ -72,7 +72,10 @@ def lossless(document: Line) -> list[list[str]]:
         result = f"{arm['identical']} identical, {arm['near_ties']} near ties, {arm['defects']} defects"
         table.append(["greedy", arm["name"], f"{arm['questions']} questions", result, short(arm["passed"])])
     for arm in document["sampled"]["arms"]:
-        result = f"p = {arm['p_value']:.3f}, {arm['degrees']} degrees of freedom, finds {arm['detectable']:.3f}"
+        finds = min((power["everywhere"] for power in arm.get("powers", ())), default=None)
+        result = f"p = {arm['p_value']:.3f}, {arm['degrees']} degrees of freedom"
+        if finds is not None:
+            result += f", finds every named defect with probability {finds:.2f} or more"
         table.append(["sampled", arm["arm"], f"{arm['samples']} samples", result, short(arm["passed"])])
     return table
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from evals.acceptance import bootstrap, metrics, predict
-from evals.acceptance.summary import Json, by_arm, differences, question_rows, summarize
+from evals.acceptance.summary import Json, Repeats, by_arm, differences, question_rows, summarize
 from evals.data.datasets import DataSet, digest
 from evals.errors import DataError
 from evals.runs.answers import Answer
@@ -33,6 +33,7 @@ class Plan:
         batch_size: questions generated together. warmup: passes over the first chunk that are not kept.
         predict_batch_sizes: batch sizes to measure round times at, for the prediction, beside the run's own.
         worst: how many questions of lowest τ are shown with their drafts.
+        repeats: runs over all questions, whose times are taken together. No setting of the run: more can be added.
     """
 
     data: DataSet
@@ -42,6 +43,7 @@ class Plan:
     warmup: int = 1
     predict_batch_sizes: tuple[int, ...] = ()
     worst: int = 0
+    repeats: int = 1
 
 
 def sweep(ks: Sequence[int]) -> tuple[Configuration, ...]:
@@ -76,15 +78,36 @@ def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json
     kept = by_arm(answers, plan.arms)
     if not kept[plan.arms[0].name]:
         raise DataError(f"every question failed; the first error: {next(a.error for a in answers if a.error)}")
-    return _document(executor, plan, store, answers, kept)
+    repeated = [_repeat(executor, plan, store, report, number) for number in range(2, plan.repeats + 1)]
+    return _document(executor, plan, store, answers, kept, repeated)
+
+
+def _repeat(executor: Executor, plan: Plan, store: RunStore, report: Report, number: int) -> dict[str, list[Answer]]:
+    """The answers of a further run by configuration, to those questions that failed in none of its configurations."""
+    arms = [replace(arm, name=f"{arm.name}, run {number}") for arm in plan.arms]
+    answers = collect(executor, plan.data, arms, plan.asking, store, batch_size=plan.batch_size, report=report)
+    found = by_arm(answers, arms)
+    return {arm.name: found[repeat.name] for arm, repeat in zip(plan.arms, arms, strict=True)}
+
+
+def _paired(arm: str, kept: list[Answer], repeated: Sequence[dict[str, list[Answer]]]) -> Repeats:
+    """The further runs of one configuration beside the target alone's, where all questions have answers."""
+    pairs = [(run[arm], run.get(BASELINE)) for run in repeated]
+    return [pair for pair in pairs if [a.question_id for a in pair[0]] == [a.question_id for a in kept]]
 
 
 def _document(
-    executor: Executor, plan: Plan, store: RunStore, answers: Sequence[Answer], kept: dict[str, list[Answer]]
+    executor: Executor,
+    plan: Plan,
+    store: RunStore,
+    answers: Sequence[Answer],
+    kept: dict[str, list[Answer]],
+    repeated: Sequence[dict[str, list[Answer]]],
 ) -> Json:
     baseline = kept.get(BASELINE)
     seed = plan.asking.seed
-    summaries = [summarize(arm, kept[arm.name], baseline, seed) for arm in plan.arms]
+    repeats = {arm.name: _paired(arm.name, kept[arm.name], repeated) for arm in plan.arms}
+    summaries = [summarize(arm, kept[arm.name], baseline, seed, repeats[arm.name]) for arm in plan.arms]
     document: Json = {
         "schema": "specdec.acceptance",
         "schema_version": SCHEMA_VERSION,
@@ -108,7 +131,8 @@ def _document(
         document["definitions"]["speed_ratio"] = SPEED_RATIO
     else:
         document["definitions"]["prediction"] = predict.DEFINITION
-        document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries)}
+        runs = 1 + min(len(each) for each in repeats.values())
+        document["timing"] = {"prediction": _prediction(executor, plan, kept, summaries), "runs": runs}
     return document
 
 
@@ -125,6 +149,7 @@ def definitions() -> dict[str, str]:
         **{metric.key: metric.definition for metric in metrics.METRICS},
         "conditional": metrics.CONDITIONAL,
         "unconditional": metrics.UNCONDITIONAL,
+        "per_position_vllm": metrics.VLLM_POSITIONS,
         "histogram": metrics.HISTOGRAM,
         "interval": bootstrap.DEFINITION,
         "identical_to_target_alone": "Questions whose token ids, over all turns, equal those of the target alone.",

@@ -90,7 +90,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "tau_sglang",
         "accept length (SGLang)",
-        "SGLang's per-request figure: completion tokens / verification rounds, the token of the prompt pass counted.",
+        "SGLang's spec_accept_length, requests pooled: completion tokens / verification rounds, the token of the "
+        "prompt pass counted, tokens after a stop not.",
         ("new_tokens",),
         ("rounds",),
     ),
@@ -111,8 +112,9 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "acceptance_rate_sglang",
         "accept rate (SGLang)",
-        "SGLang's: accepted drafts up to the stop / (rounds x K), also where a length limit leaves fewer drafts.",
-        ("accepted",),
+        "SGLang's spec_accept_rate (EAGLE): accepted drafts / (rounds x K), drafts after a stop included, and K "
+        "counted also where a length limit leaves fewer drafts.",
+        ("raw_accepted",),
         ("slots",),
     ),
     Metric(
@@ -176,19 +178,25 @@ METRICS: tuple[Metric, ...] = (
 )
 
 CONDITIONAL = "P(draft j accepted | drafts 1..j-1 accepted and draft j existed): accepted at j / rounds that reached j."
-UNCONDITIONAL = "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j (as vLLM)."
+UNCONDITIONAL = "P(drafts 1..j all accepted | draft j existed): accepted at j / rounds that had a draft j."
+VLLM_POSITIONS = (
+    "vLLM's per-position acceptance rate: rounds that accepted drafts 1..j / all rounds that had drafts, also those "
+    "that a limit left fewer than j, drafts after a stop included."
+)
 HISTOGRAM = "Rounds by the number of accepted drafts that were kept."
 
 
-def position_metrics(width: int) -> tuple[tuple[Metric, ...], tuple[Metric, ...]]:
-    """The conditional and the unconditional acceptance of each of `width` draft positions."""
-    conditional = [_at(f"conditional_{j}", CONDITIONAL, j, "reached") for j in range(1, width + 1)]
-    unconditional = [_at(f"unconditional_{j}", UNCONDITIONAL, j, "offered") for j in range(1, width + 1)]
-    return tuple(conditional), tuple(unconditional)
+def position_metrics(width: int) -> tuple[tuple[Metric, ...], tuple[Metric, ...], tuple[Metric, ...]]:
+    """The conditional, the unconditional and vLLM's acceptance of each of `width` draft positions."""
+    places = range(1, width + 1)
+    conditional = [_at("conditional", CONDITIONAL, j, f"accepted_at_{j}", f"reached_{j}") for j in places]
+    unconditional = [_at("unconditional", UNCONDITIONAL, j, f"accepted_at_{j}", f"offered_{j}") for j in places]
+    vllm = [_at("per_position_vllm", VLLM_POSITIONS, j, f"raw_accepted_at_{j}", "drafting_rounds") for j in places]
+    return tuple(conditional), tuple(unconditional), tuple(vllm)
 
 
-def _at(key: str, definition: str, position: int, under: str) -> Metric:
-    return Metric(key, f"position {position}", definition, (f"accepted_at_{position}",), (f"{under}_{position}",))
+def _at(key: str, definition: str, position: int, over: str, under: str) -> Metric:
+    return Metric(f"{key}_{position}", f"position {position}", definition, (over,), (under,))
 
 
 def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None = None) -> dict[str, np.ndarray]:
@@ -214,6 +222,7 @@ def _question_sums(answer: Answer, k: int) -> dict[str, float]:
         sums[f"accepted_at_{j + 1}"] = stats.accepted_at[j] if inside else 0
         sums[f"reached_{j + 1}"] = stats.reached[j] if inside else 0
         sums[f"offered_{j + 1}"] = stats.offered[j] if inside else 0
+        sums[f"raw_accepted_at_{j + 1}"] = sum(record.accepted > j for record in answer.rounds)
     return sums
 
 

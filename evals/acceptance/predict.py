@@ -76,9 +76,11 @@ def predict(
 
 
 def best(table: Sequence[Prediction]) -> dict[int, Prediction]:
-    """The fastest cell of each batch size; K = 0 (speed-up 1) when no K is faster."""
+    """The fastest cell of each batch size within what was measured; none when no K there is faster than K = 0."""
     fastest: dict[int, Prediction] = {}
     for cell in table:
+        if cell.extrapolated:
+            continue
         rival = fastest.get(cell.batch_size)
         if cell.speedup > (rival.speedup if rival else 1.0):
             fastest[cell.batch_size] = cell

@@ -24,23 +24,35 @@ def by_arm(answers: Sequence[Answer], arms: Sequence[Configuration]) -> dict[str
     return {arm.name: [answer for answer in kept if answer.arm == arm.name] for arm in arms}
 
 
-def summarize(arm: Configuration, answers: Sequence[Answer], baseline: Sequence[Answer] | None, seed: int) -> Json:
+Repeats = Sequence[tuple[Sequence[Answer], Sequence[Answer] | None]]
+"""The answers of further runs, and the target alone's in the same run."""
+
+
+def summarize(
+    arm: Configuration,
+    answers: Sequence[Answer],
+    baseline: Sequence[Answer] | None,
+    seed: int,
+    repeats: Repeats = (),
+) -> Json:
     """Everything about one configuration; wall-time figures lie under "timing".
 
     baseline: the target-alone answers to the same questions, or None when there is no such configuration.
+    repeats: of the same questions in further runs, whose times count too.
     """
     sums = columns(answers, arm.k, baseline)
+    runs = [sums, *(columns(own, arm.k, alone) for own, alone in repeats)]
     resampling = Resampling(len(answers), seed)
     return {
         "name": arm.name,
         "k": arm.k,
         "model": arm.model,
-        **_metrics(sums, resampling, baseline is not None),
+        **_metrics(runs, resampling, baseline is not None),
         **_positions(sums, resampling, arm.k),
         "histogram": histogram(answers, arm.k),
         "identical_to_target_alone": _identical(answers, baseline),
-        "by_task": _groups(sums, [a.task for a in answers], seed, baseline is not None, arm.k),
-        "by_category": _groups(sums, [a.category for a in answers], seed, baseline is not None, arm.k),
+        "by_task": _groups(runs, [a.task for a in answers], seed, baseline is not None, arm.k),
+        "by_category": _groups(runs, [a.category for a in answers], seed, baseline is not None, arm.k),
     }
 
 
@@ -92,14 +104,11 @@ def _by_key(key: str) -> Metric:
 
 def _positions(sums: Columns, resampling: Resampling, k: int) -> Json:
     """Acceptance at each of k draft positions."""
-    conditional, unconditional = position_metrics(k)
-    return {
-        "conditional": [_value(resampling.value(metric, sums)) for metric in conditional],
-        "unconditional": [_value(resampling.value(metric, sums)) for metric in unconditional],
-    }
+    kinds = zip(("conditional", "unconditional", "per_position_vllm"), position_metrics(k), strict=True)
+    return {kind: [_value(resampling.value(metric, sums)) for metric in metrics] for kind, metrics in kinds}
 
 
-def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool, k: int) -> Json:
+def _groups(runs: Sequence[Columns], labels: Sequence[str], seed: int, has_baseline: bool, k: int) -> Json:
     """Metrics of each group of questions; {} when all questions are of one group."""
     names = list(dict.fromkeys(labels))
     if len(names) < 2:
@@ -107,18 +116,20 @@ def _groups(sums: Columns, labels: Sequence[str], seed: int, has_baseline: bool,
     groups = {}
     for name in names:
         inside = np.array([label == name for label in labels])
-        part = {key: column[inside] for key, column in sums.items()}
+        parts = [{key: column[inside] for key, column in sums.items()} for sums in runs]
         own = Resampling(int(inside.sum()), seed)
-        groups[name] = {**_metrics(part, own, has_baseline), **_positions(part, own, k)}
+        groups[name] = {**_metrics(parts, own, has_baseline), **_positions(parts[0], own, k)}
     return groups
 
 
-def _metrics(sums: Columns, resampling: Resampling, has_baseline: bool) -> Json:
+def _metrics(runs: Sequence[Columns], resampling: Resampling, has_baseline: bool) -> Json:
     found: Json = {"questions": resampling.questions, "metrics": {}, "timing": {}}
     for metric in METRICS:
         if has_baseline or not metric.baseline:
             place = found["timing" if metric.timing else "metrics"]
-            place[metric.key] = _value(resampling.value(metric, sums))
+            is_repeated = metric.timing and len(runs) > 1
+            found_value = resampling.repeated(metric, runs) if is_repeated else resampling.value(metric, runs[0])
+            place[metric.key] = _value(found_value)
     return found
 
 

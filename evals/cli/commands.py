@@ -41,6 +41,13 @@ EXIT_FAILED = 1
 @shared.asking_options
 @click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Passes that are not measured.")
 @click.option(
+    "--repeats",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Runs over all questions: intervals of times have their scatter too. A finished run can be given more.",
+)
+@click.option(
     "--predict-batch-sizes",
     type=shared.Numbers(1),
     default=None,
@@ -65,7 +72,7 @@ def acceptance(**options: Any) -> None:
     def plan(asking: Any) -> Plan:
         arms = sweep(options["ks"])
         worst = options["worst"] if options["report"] else 0
-        return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst)
+        return Plan(data, arms, asking, options["batch_size"], options["warmup"], sizes, worst, options["repeats"])
 
     _evaluate(options, specs, plan, data)
 
@@ -139,9 +146,9 @@ def compare(a: str, b: str, **options: Any) -> None:
 @click.option("--batch-size", type=click.IntRange(1), default=32, show_default=True, help="Questions at a time.")
 @click.option("--mode", type=click.Choice(["both", "greedy", "sampled"]), default="both", show_default=True)
 @click.option(
-    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per prompt and configuration."
+    "--samples", type=click.IntRange(100), default=1000, show_default=True, help="Samples per place and configuration."
 )
-@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places that are sampled.")
+@click.option("--sample-prompts", type=click.IntRange(1), default=2, show_default=True, help="Places of each trial.")
 @click.option("--output", type=shared.PATH, default=None, help="Write the JSON document here.")
 @shared.run_dir_option
 @shared.ray_option
@@ -252,7 +259,7 @@ def _evaluate(
         plan = make_plan(shared.settle(shared.make_asking(options), facts))
         with (
             _store(options, plan, facts) as store,
-            RunProgress(progress_console, len(data.questions), len(plan.arms)) as progress,
+            RunProgress(progress_console, len(data.questions) * plan.repeats, len(plan.arms)) as progress,
         ):
             document = run(executor, plan, store, progress)
     print_acceptance(console, document, options["explain"])

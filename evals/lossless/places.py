@@ -1,9 +1,9 @@
 """Where sampled answers can be tested at all: places in the text at which the target hesitates.
 
 A trained model is all but certain of most tokens. Where one token has the whole probability every rule of acceptance
-gives that token, so that a sample there shows nothing. The search reads the target's own greedy answers, looks at the
-filtered distribution of every token of them, and starts the samples right before tokens that are open. The first token
-of a sample comes from the prompt's forward pass, without drafts; so only openness of the tokens after it counts.
+gives that token, so that a sample there shows nothing. The search reads the target's own greedy answers and computes
+for every token how well a sample there tells a named defect from the truth. The first token of a sample comes from the
+prompt's forward pass, without drafts; so only the tokens after it count.
 """
 
 from __future__ import annotations
@@ -15,12 +15,16 @@ from typing import Protocol
 import torch
 
 from evals.data.datasets import Question
+from evals.lossless.defects import DEFECTS, Defect, Sampling, kept, softened
 
-LEAST_EXPECTED = 5.0
 TEMPERATURES = (1.0, 2.0, 4.0)
 WINDOW = 64
 """Tokens of a greedy answer that are looked at."""
-_MOST_QUESTIONS, _CHUNK = 64, 8
+ENOUGH = 30.0
+"""Expected log likelihood ratio of the places of a trial with which the search is content."""
+LEAST = 0.5
+"""Expected log likelihood ratio below which a place shows nothing."""
+_MOST_QUESTIONS, _CHUNK, _CANDIDATES = 64, 8, 64
 
 
 class ScoresText(Protocol):
@@ -31,19 +35,32 @@ class ScoresText(Protocol):
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How the test samples.
+class Trial:
+    """One way of sampling, and the defects that its places are chosen for.
 
     Attributes:
-        samples: per prompt and configuration. tokens: first tokens in a cell.
-        top_k, temperature, top_p: of the sampling.
+        name: shown in tables. sampling: its temperature is set by the search. aims: names of DEFECTS.
     """
 
-    samples: int = 1000
-    tokens: int = 3
-    top_k: int = 3
-    temperature: float = 1.0
-    top_p: float = 1.0
+    name: str
+    sampling: Sampling
+    aims: tuple[str, ...]
+
+
+def trials(samples: int, k: int) -> tuple[Trial, ...]:
+    """The trials of the test: each filter with top-k, and all filters together.
+
+    Answers are K + 2 tokens long, so that the bonus token after K accepted drafts is reached. Every trial keeps at most
+    _CANDIDATES tokens. Penalties will be one more trial: their samples' prefixes are known where `Node`s are made.
+    """
+    common = Sampling(samples=samples, tokens=k + 2)
+    temperature = ("temperature 10 % too high", "temperature 10 % too low")
+    return (
+        Trial("top_k", replace(common, top_k=4), temperature),
+        Trial("top_p", replace(common, top_k=40, top_p=0.8), ("top_p 0.1 too high", "top_p 0.1 too low")),
+        Trial("min_p", replace(common, top_k=40, min_p=0.1), ("min_p twice as large", "min_p half as large")),
+        Trial("all filters", replace(common, top_k=20, top_p=0.95, min_p=0.01), ("bonus from the residual",)),
+    )
 
 
 @dataclass(frozen=True)
@@ -52,46 +69,56 @@ class Place:
 
     Attributes:
         question_id: of which question; position: tokens of the greedy answer that belong to the prompt.
-        prompt: token ids. openness: expected samples that leave the most probable path at a drafted token.
+        prompt: token ids. telling: expected log likelihood ratio of the trial's defects along the greedy answer.
     """
 
     question_id: str
     position: int
     prompt: tuple[int, ...]
-    openness: float
+    telling: float
+
+    def __str__(self) -> str:
+        return f"{self.question_id}/{self.position}"
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A trial at its temperature, and its places: at most as many as were wanted."""
+
+    trial: Trial
+    places: tuple[Place, ...]
+
+    @property
+    def sampling(self) -> Sampling:
+        """How its places are sampled."""
+        return self.trial.sampling
 
 
 @dataclass(frozen=True)
 class Search:
-    """What the search found.
+    """What the search found: chosen: the trials that have places; questions, positions: how many were read."""
 
-    Attributes:
-        places: the chosen ones, at most as many as were wanted. temperature: at which they are open.
-        questions, positions: how many were read; open_positions: tokens whose second most probable candidate
-            has at least LEAST_EXPECTED expected samples.
-    """
-
-    places: tuple[Place, ...]
-    temperature: float
+    chosen: tuple[Chosen, ...]
     questions: int
     positions: int
-    open_positions: int
 
     def __str__(self) -> str:
-        return (
-            f"{self.open_positions} of {self.positions} tokens of {self.questions} greedy answers are open at "
-            f"temperature {self.temperature:g}"
+        found = "; ".join(
+            f"{one.trial.name}: {len(one.places)} place(s) at temperature {one.sampling.temperature:g}"
+            for one in self.chosen
         )
+        return f"{self.positions} tokens of {self.questions} greedy answers read; {found or 'no open place'}"
 
 
 @dataclass(frozen=True)
 class _Text:
-    """One greedy answer: what the target said after every token. logits: [new tokens, V]."""
+    """One greedy answer: what the target said before every token. logits, ids: [new tokens, candidates]."""
 
     question_id: str
     prompt: tuple[int, ...]
     answer: tuple[int, ...]
     logits: torch.Tensor
+    ids: torch.Tensor
 
 
 Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], Sequence[int]]]]
@@ -99,84 +126,90 @@ Answer = Callable[[Sequence[Question]], Sequence[tuple[Question, Sequence[int], 
 
 
 def search(
-    answer: Answer, scores: ScoresText, questions: Sequence[Question], sampling: Sampling, wanted: int
+    answer: Answer, scores: ScoresText, questions: Sequence[Question], wanted: int, trials: Sequence[Trial]
 ) -> Search:
-    """Find `wanted` open places, of different questions where there are such.
+    """Find `wanted` places for each trial, of different questions where there are such.
 
-    Questions are read until there are enough, at most _MOST_QUESTIONS. Where none is open at temperature 1, the next of
-    TEMPERATURES is tried on the same texts: acceptance must be right at every temperature.
+    Questions are read until every trial is content at temperature 1, at most _MOST_QUESTIONS. Where it is not, the next
+    of TEMPERATURES are tried on the same texts: acceptance must be right at every temperature.
     """
     texts: list[_Text] = []
     for start in range(0, min(len(questions), _MOST_QUESTIONS), _CHUNK):
         texts += _read(answer, scores, questions[start : start + _CHUNK])
-        if len({place.question_id for place in _all_places(texts, sampling, TEMPERATURES[0])}) >= wanted:
+        if all(_content(_choose(texts, trial, TEMPERATURES[0], wanted), wanted) for trial in trials):
             break
-    found = [_search_at(texts, sampling, temperature, wanted) for temperature in TEMPERATURES]
-    enough = next((one for one in found if len(one.places) >= wanted), None)
-    return enough or max(found, key=lambda one: len(one.places))
+        if start >= _CHUNK and all(_content(_chosen(texts, trial, wanted), wanted) for trial in trials):
+            break
+    chosen = (_chosen(texts, trial, wanted) for trial in trials)
+    return Search(tuple(one for one in chosen if one.places), len(texts), sum(len(text.answer) for text in texts))
+
+
+def _content(chosen: Chosen, wanted: int) -> bool:
+    return len(chosen.places) >= wanted and min(place.telling for place in chosen.places) >= ENOUGH
+
+
+def _chosen(texts: Sequence[_Text], trial: Trial, wanted: int) -> Chosen:
+    """The trial at the first temperature whose places are telling enough, else at the most telling one."""
+    found = [_choose(texts, trial, temperature, wanted) for temperature in TEMPERATURES]
+    enough = next((one for one in found if _content(one, wanted)), None)
+    return enough or max(found, key=lambda one: sum(min(place.telling, ENOUGH) for place in one.places))
 
 
 def _read(answer: Answer, scores: ScoresText, questions: Sequence[Question]) -> list[_Text]:
     texts = []
     for question, prompt, new in answer(questions):
         new = list(new)[:WINDOW]
+        if not new:
+            continue
         logits = scores.all_logits([*prompt, *new])[len(prompt) - 1 : -1]
-        texts.append(_Text(question.id, tuple(prompt), tuple(new), logits))
+        best = logits.double().topk(min(_CANDIDATES, logits.shape[-1]))
+        texts.append(_Text(question.id, tuple(prompt), tuple(new), best.values, best.indices))
     return texts
 
 
-def _search_at(texts: Sequence[_Text], sampling: Sampling, temperature: float, wanted: int) -> Search:
-    places = sorted(_all_places(texts, sampling, temperature), key=lambda place: -place.openness)
+def _choose(texts: Sequence[_Text], trial: Trial, temperature: float, wanted: int) -> Chosen:
+    warm = replace(trial, sampling=replace(trial.sampling, temperature=temperature))
+    places = sorted((place for text in texts for place in _places(text, warm)), key=lambda place: -place.telling)
     best: dict[str, Place] = {}
     for place in places:
         best.setdefault(place.question_id, place)
-    chosen = [*best.values(), *(place for place in places if place is not best[place.question_id])][:wanted]
-    is_open = [_seconds(text, sampling, temperature) * sampling.samples >= LEAST_EXPECTED for text in texts]
-    return Search(
-        tuple(chosen), temperature, len(texts), sum(len(t.answer) for t in texts), sum(int(o.sum()) for o in is_open)
-    )
+    others = (place for place in places if place is not best[place.question_id])
+    return Chosen(warm, tuple([*best.values(), *others][:wanted]))
 
 
-def _all_places(texts: Sequence[_Text], sampling: Sampling, temperature: float) -> list[Place]:
-    return [place for text in texts for place in _places(text, sampling, temperature)]
-
-
-def _places(text: _Text, sampling: Sampling, temperature: float) -> list[Place]:
-    """Starts from which an open token is reached, with drafts before it, often enough."""
-    second = _seconds(text, sampling, temperature)
-    greedy = 1.0 - second  # at most: a third candidate may have some of it
+def _places(text: _Text, trial: Trial) -> list[Place]:
+    """Starts from which telling tokens are reached, with drafts before them."""
+    sampling = trial.sampling
+    probs = kept(text.logits, sampling)
+    taken = (text.ids == torch.tensor(text.answer)[:, None]).double()
+    path = (probs * taken).sum(-1).tolist()
+    aims = [_told(text, probs, sampling, defect) for defect in DEFECTS if defect.name in trial.aims]
     found = []
-    for start in range(len(text.answer)):
-        reached, openness = 1.0, 0.0
-        for place in range(start, min(start + sampling.tokens, len(text.answer))):
-            if place > start:
-                openness = max(openness, reached * float(second[place]) * sampling.samples)
-            reached *= float(greedy[place])
-        if openness >= 2 * LEAST_EXPECTED:
-            found.append(Place(text.question_id, start, (*text.prompt, *text.answer[:start]), openness))
+    for start in range(len(path)):
+        last = min(start + sampling.tokens, len(path))
+        told = []
+        for of_token, is_bonus in aims:
+            reached, total = 1.0, 0.0
+            for at in range(start, last):
+                if at - start == sampling.tokens - 1 or (at > start and not is_bonus):
+                    total += reached * of_token[at] * sampling.samples
+                reached *= path[at]
+            told.append(total)
+        telling = min(told, default=0.0)
+        if telling >= LEAST:
+            found.append(Place(text.question_id, start, (*text.prompt, *text.answer[:start]), telling))
     return found
 
 
-def _seconds(text: _Text, sampling: Sampling, temperature: float) -> torch.Tensor:
-    """[new tokens] probability of the second candidate of each token under the test's sampling."""
-    if not len(text.answer):
-        return torch.zeros(0)
-    probs = kept(text.logits, replace(sampling, temperature=temperature))
-    return probs.topk(2).values[:, 1] if probs.shape[-1] > 1 else torch.zeros(len(text.answer))
-
-
-def kept(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Exact probabilities [..., V] of the next token under the test's sampling, in the dtype of the logits.
-
-    Written apart from the library's own filters, which it judges.
-
-    >>> kept(torch.tensor([0.0, 2.0, 1.0, -9.0]).double(), Sampling(top_k=3, top_p=0.9)).round(decimals=2).tolist()
-    [0.0, 0.73, 0.27, 0.0]
-    """
-    ordered, token_ids = (logits / sampling.temperature).sort(descending=True, stable=True)
-    k = min(sampling.top_k, logits.shape[-1])
-    ordered = ordered.masked_fill(ordered < ordered[..., k - 1 : k], -torch.inf)
-    probs = ordered.softmax(-1)
-    above = probs.cumsum(-1) - probs  # of all more probable tokens; the token that crosses top_p stays
-    probs = probs.masked_fill((above >= sampling.top_p) & (above > 0), 0.0)
-    return torch.zeros_like(probs).scatter(-1, token_ids, probs / probs.sum(-1, keepdim=True))
+def _told(text: _Text, probs: torch.Tensor, sampling: Sampling, defect: Defect) -> tuple[list[float], bool]:
+    """What one sample of each token tells of a defect, as its log likelihood ratio; whether of bonus tokens alone."""
+    is_bonus = defect.change is None
+    if is_bonus:
+        before = torch.tensor([text.prompt[-1], *text.answer[:-1]])
+        other = defect.residual(probs, (text.ids == before[:, None]).double())
+    else:
+        other = kept(text.logits, defect.changed(sampling))
+    inside = probs > 0
+    ratio = torch.where(inside, softened(other, probs).clamp(min=1e-12).log(), 0.0)
+    told = (other * ratio).sum(-1) + torch.where(inside, 0.0, other).sum(-1) * ENOUGH
+    return told.tolist(), is_bonus

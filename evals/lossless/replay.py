@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from transformers import AutoModelForCausalLM
 from specdec.errors import OutOfDeviceMemoryError
 
 _HIGHER = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float32}
+_AT_ONCE = 32
+"""Texts of one forward pass."""
 
 
 class Replay:
@@ -35,6 +38,8 @@ class Replay:
         self._model.set_experts_implementation("eager")  # grouped matmuls know no float64
         self._model.load_state_dict(hf_model.state_dict())
         self._model.eval()
+        known = signature(self._model.forward).parameters
+        self._last_alone = {"logits_to_keep": 1} if "logits_to_keep" in known else {}
 
     @classmethod
     def of(cls, model: Any) -> Replay:
@@ -59,6 +64,14 @@ class Replay:
     def all_logits(self, token_ids: Sequence[int]) -> torch.Tensor:
         """Logits after every one of `token_ids`: [T, V], in the copy's dtype, on the CPU."""
         return self._forward(token_ids).cpu()
+
+    @torch.inference_mode()
+    def next_logits(self, texts: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits of the token after each of several texts of one length: [texts, V], on the CPU."""
+        device = self._model.device
+        chunks = (texts[start : start + _AT_ONCE] for start in range(0, len(texts), _AT_ONCE))
+        ids = (torch.tensor([list(text) for text in chunk], device=device) for chunk in chunks)
+        return torch.cat([self._model(some, use_cache=False, **self._last_alone).logits[:, -1].cpu() for some in ids])
 
     def _forward(self, token_ids: Sequence[int]) -> torch.Tensor:
         ids = torch.tensor([list(token_ids)], device=self._model.device)

@@ -11,15 +11,16 @@ from rich.table import Table
 from evals.acceptance.acceptance import BASELINE, Plan, settings, sweep
 from evals.acceptance.summary import Json, by_arm
 from evals.data.datasets import DataSet
-from evals.lossless import distribution
-from evals.lossless.distribution import DistributionTest, Sampling
+from evals.lossless import distribution, verdicts
+from evals.lossless.defects import Sampling
+from evals.lossless.distribution import DistributionTest
 from evals.lossless.greedy import compare_greedy
 from evals.runs.executor import Executor, Report, collect
 from evals.runs.runner import Asking
 from evals.runs.store import RunStore
 from evals.runs.verdict import Verdict, together
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Check:
     asking: Asking
     batch_size: int = 8
     mode: str = "both"
-    samples: int = 1000
+    samples: int = Sampling.samples
 
     @cached_property
     def greedy(self) -> Plan:
@@ -70,14 +71,16 @@ def _greedy(executor: Executor, plan: Check, store: RunStore, report: Report) ->
 
 
 def _sampled(executor: Executor, plan: Check, places: int) -> Json:
-    sampling = Sampling(samples=plan.samples)
-    questions = plan.data.questions
-    tested = executor.on_one(DistributionTest(questions, plan.greedy.arms, plan.asking, sampling, places))
+    test = DistributionTest(plan.data.questions, plan.greedy.arms, plan.asking, plan.samples, places)
+    tested = executor.on_one(test)
+    found = tested.search
     return {
         "definition": distribution.DEFINITION,
-        "sampling": {**asdict(sampling), "temperature": tested.search.temperature},
-        "search": {**asdict(tested.search), "places": [asdict(place) for place in tested.search.places]},
-        "searched": str(tested.search),
+        "alpha": verdicts.ALPHA,
+        "searched": str(found),
+        "questions": found.questions,
+        "positions": found.positions,
+        "places": [{"name": str(spot), **asdict(spot)} for spot in tested.spots],
         "arms": [asdict(fit) for fit in tested.fits],
         "verdict": together(fit.verdict for fit in tested.fits),
     }
@@ -90,7 +93,36 @@ def print_check(console: Console, document: Json) -> None:
     if "sampled" in document:
         _print_sampled(console, document["sampled"])
     verdict = Verdict(document["verdict"])
-    console.print(f"{verdict.value}: {_MEANING[verdict]}", style=_STYLE[verdict], highlight=False)
+    meaning = _MEANING[verdict]
+    if verdict is Verdict.PASS:
+        meaning = "; ".join([meaning, *_reach(document)])
+    console.print(f"{verdict.value}: {meaning}", style=_STYLE[verdict], highlight=False, soft_wrap=True)
+
+
+def _reach(document: Json) -> list[str]:
+    """What a PASS is worth: the defects that would have been found, where, and those that it is blind for."""
+    if "sampled" not in document:
+        return ["greedy only: nothing is said of sampling"]
+    return [text for fit in document["sampled"]["arms"] if fit["k"] for text in _reach_of(fit)]
+
+
+def _reach_of(fit: Json) -> list[str]:
+    seen = [power for power in fit["powers"] if power["everywhere"] >= verdicts.POWER]
+    missed = [power for power in fit["powers"] if power["everywhere"] < verdicts.POWER]
+    texts = []
+    if seen:
+        texts.append(f"sampled, {fit['arm']}, would have been found: {', '.join(_chance(power) for power in seen)}")
+    if missed:
+        texts.append(f"{fit['arm']} is BLIND for: {', '.join(_chance(power) for power in missed)}")
+    return texts
+
+
+def _chance(power: Json) -> str:
+    """One defect with its probability, and in how many places it alone would be enough."""
+    alone = sum(one >= verdicts.POWER for one in power["places"])
+    places = len(power["places"])
+    where = f"at {alone} of {places} places also there alone" if alone else f"at no one of {places} places alone"
+    return f"{power['defect']} ({power['everywhere']:.2f}; {where})"
 
 
 _MEANING = {
@@ -129,7 +161,7 @@ def _divergence_table(divergences: list[Json]) -> Table:
 
 
 def _print_sampled(console: Console, sampled: Json) -> None:
-    console.print(f"sampled: {sampled['searched']}, {len(sampled['search']['places'])} chosen", highlight=False)
+    console.print(f"sampled: {sampled['searched']}", highlight=False)
     if not sampled["arms"]:
         console.print(
             "sampled: NOT TESTED, no place where a drafted token is open; give other --data, more --samples, or a "
@@ -140,6 +172,8 @@ def _print_sampled(console: Console, sampled: Json) -> None:
     for fit in sampled["arms"]:
         name = fit["arm"] if fit["arm"] != BASELINE else f"{BASELINE} (control)"
         console.print(f"sampled, {name}: {fit['verdict']}, {_numbers(fit)}", highlight=False)
+        if fit["powers"]:
+            console.print(_power_table(fit, [place["name"] for place in sampled["places"]]))
     console.print(sampled["definition"], style="dim", highlight=False)
 
 
@@ -149,6 +183,20 @@ def _numbers(fit: Json) -> str:
         return f"0 degrees of freedom, {fit['impossible']} impossible; {drawn}"
     return (
         f"p = {fit['p_value']:.3g} (chi-square {fit['statistic']:.1f}, {fit['degrees']} degrees of freedom), "
-        f"{fit['impossible']} impossible; {drawn}, {fit['accepted']:,} accepted; a distance of {fit['detectable']:.3f} "
-        f"or more would be found with probability {distribution.POWER:g}"
+        f"p <= {fit['p_named']:.3g} for the named defects, {fit['impossible']} impossible; {drawn}, "
+        f"{fit['accepted']:,} accepted"
     )
+
+
+def _power_table(fit: Json, places: list[str]) -> Table:
+    """The probability with which each named defect would have been found, everywhere and at each place alone."""
+    table = Table(
+        "would have been found",
+        "everywhere",
+        *places,
+        caption="probability if the defect is everywhere; if it is at that place alone",
+        caption_justify="left",
+    )
+    for power in fit["powers"]:
+        table.add_row(power["defect"], *(f"{chance:.2f}" for chance in (power["everywhere"], *power["places"])))
+    return table

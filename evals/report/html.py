@@ -10,8 +10,9 @@ from jinja2 import Environment, StrictUndefined
 
 from evals.acceptance.metrics import METRICS
 from evals.acceptance.summary import Json
-from evals.report import pictures
-from evals.report.terminal import groupings, show
+from evals.report import pictures, values
+from evals.report.headline import cautions, headline
+from evals.report.terminal import groupings, show, untried
 
 
 def render(document: Json) -> str:
@@ -27,6 +28,9 @@ def render(document: Json) -> str:
         pictures=_pictures(document),
         provenance=json.dumps(document["provenance"], indent=2, ensure_ascii=False),
         title=_title(document),
+        headline=headline(document),
+        cautions=cautions(document),
+        untried=untried,
     )
 
 
@@ -36,18 +40,54 @@ def _title(document: Json) -> str:
     return f"Acceptance of {' and '.join(sorted({str(model['target']) for model in models}))} on {data}"
 
 
+_BARS = "Bars at the points: the intervals defined at the top of the page."
+
+
 def _pictures(document: Json) -> list[dict[str, Any]]:
-    arms = [arm for arm in document["arms"] if arm["k"]]
-    drawn = [
-        ("Acceptance per draft position", "conditional", pictures.acceptance_per_position(arms)),
-        ("Accepted drafts in a round", "histogram", pictures.accepted_histogram(arms)),
+    """Each with its title, a caption that defines what is drawn, the drawing, and its values."""
+    arms, definitions = [arm for arm in document["arms"] if arm["k"]], document["definitions"]
+    found = [
+        _picture(
+            "Acceptance per draft position",
+            f"Solid, conditional: {definitions['conditional']} Dashed, unconditional: {definitions['unconditional']} "
+            f"{_BARS} In the table also, as vLLM: {definitions['per_position_vllm']}",
+            pictures.acceptance_per_position(arms),
+            values.of_positions(arms),
+        ),
+        _picture(
+            "Accepted drafts in a round",
+            f"{definitions['histogram']} Height of a bar: share of all rounds of its configuration; rounds without "
+            "drafts, where a length limit leaves no room for any, count as 0.",
+            pictures.accepted_histogram(arms),
+            values.of_histogram(arms),
+        ),
     ]
     for title, group in groupings(arms[0]):
-        drawn.append((f"τ {title}", "tau", pictures.by_group(arms, group, "metrics", "tau", "τ")))
+        metrics = [("metrics", "tau", "τ")]
         if "timing" in document:
-            speed = pictures.by_group(arms, group, "timing", "speedup", "speed-up")
-            drawn.append((f"Speed-up {title}", "speedup", speed))
+            metrics.append(("timing", "speedup", "Speed-up"))
+        for section, key, label in metrics:
+            found.append(
+                _picture(
+                    f"{label} {title}",
+                    f"{definitions[key]} Lines at the ends of bars: the intervals defined at the top of the page.",
+                    pictures.by_group(arms, group, section, key, label),
+                    values.of_groups(arms, group, section, key),
+                )
+            )
     if "timing" in document:
-        curve = pictures.speedup_over_k(arms, document["timing"]["prediction"])
-        drawn.append(("Speed-up over K", "prediction", curve))
-    return [{"title": title, "definition": document["definitions"][key], "svg": svg} for title, key, svg in drawn]
+        prediction = document["timing"]["prediction"]
+        found.append(
+            _picture(
+                "Speed-up over K",
+                f"Black points, measured: {definitions['speedup_decode']} {_BARS} Dotted lines, predicted for a batch "
+                f"size: {definitions['prediction']} A guess where K was not measured. Grey line: the target alone.",
+                pictures.speedup_over_k(arms, prediction),
+                values.of_speedup(arms, prediction),
+            )
+        )
+    return found
+
+
+def _picture(title: str, caption: str, svg: str, table: values.Values) -> dict[str, Any]:
+    return {"title": title, "caption": caption, "svg": svg, "values": table}

@@ -10,8 +10,12 @@ from rich.table import Table
 
 from evals.acceptance.metrics import METRICS, Metric
 from evals.acceptance.summary import Json
+from evals.report.headline import cautions, headline
 from evals.runs.answers import Answer
 from specdec.requests.stats import pool
+
+POSITIONS = ("conditional", "unconditional", "per_position_vllm")
+"""The kinds of acceptance at a draft position, in the order in which they are shown."""
 
 
 class RunProgress:
@@ -59,10 +63,15 @@ def make_console() -> Console:
 def print_acceptance(console: Console, document: Json, explain: bool = False) -> None:
     """Print the document. explain: with the sentence that defines each number."""
     arms = document["arms"]
+    console.print(f"\n[bold]{headline(document)}[/bold]", highlight=False)
     _print_table(console, f"{arms[0]['questions']} questions", _metric_table(arms))
     for title, key in groupings(arms[0]):
         _print_table(console, title, _group_table(arms, key))
-    _print_table(console, "acceptance per draft position: conditional / unconditional", _position_table(arms))
+    _print_table(
+        console,
+        "acceptance per draft position; below each other: conditional, unconditional, as vLLM",
+        _position_table(arms),
+    )
     if "timing" in document:
         prediction = document["timing"]["prediction"]
         title = "predicted speed-up, decode only (* beyond what was measured)"
@@ -79,8 +88,8 @@ def print_acceptance(console: Console, document: Json, explain: bool = False) ->
     for name in document["not_measured"]:
         text = "no draft was verified; acceptance and equal answers say nothing here. Raise --max-new-tokens"
         console.print(f"{name}: NOT MEASURED, {text}", style="bold yellow", highlight=False)
-    if arms[0]["questions"] < 2:
-        console.print("one question: numbers have no interval; ask more of them", style="yellow")
+    for text in cautions(document):
+        console.print(text, style="yellow", highlight=False)
     if explain:
         _print_definitions(console, document)
     else:
@@ -155,10 +164,7 @@ def _position_table(arms: Sequence[Json]) -> Table:
     for arm in drafting:
         table.add_column(arm["name"], justify="right")
     for j in range(max((arm["k"] for arm in drafting), default=0)):
-        cells = [
-            f"{show(arm['conditional'][j])} / {show(arm['unconditional'][j])}" if j < arm["k"] else ""
-            for arm in drafting
-        ]
+        cells = ["\n".join(show(arm[kind][j]) for kind in POSITIONS) if j < arm["k"] else "" for arm in drafting]
         table.add_row(str(j + 1), *cells)
     return table
 
@@ -179,10 +185,21 @@ def _print_best(console: Console, prediction: Json) -> None:
     for size in prediction["round_seconds"]:
         found = prediction["best"].get(size)
         if found is None:
-            console.print(f"batch {size}: no K is faster than the target alone")
+            text = f"batch {size}: no K up to the largest measured is predicted to be faster than the target alone"
         else:
-            beyond = " (beyond what was measured)" if found["extrapolated"] else ""
-            console.print(f"batch {size}: best K is {found['k']}, predicted speed-up {found['speedup']:.2f}{beyond}")
+            text = f"batch {size}: K={found['k']} is predicted to be the fastest up to the largest measured, "
+            text += f"{found['speedup']:.2f} × the target alone"
+        console.print(text + untried(prediction, size), highlight=False)
+
+
+def untried(prediction: Json, size: str) -> str:
+    """What to measure where the extrapolation is above everything within the measured K; "" where it is not."""
+    cells = [cell for cell in prediction["table"] if str(cell["batch_size"]) == size]
+    beyond = [cell for cell in cells if cell["extrapolated"]]
+    within = max([1.0, *(cell["speedup"] for cell in cells if not cell["extrapolated"])])
+    if not beyond or max(cell["speedup"] for cell in beyond) <= within:
+        return ""
+    return f"; larger K may be faster, which nothing here has measured: try --k {min(cell['k'] for cell in beyond)}"
 
 
 def _difference_table(found: Json) -> Table:

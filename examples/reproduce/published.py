@@ -3,7 +3,7 @@
     python examples/reproduce/published.py mt_bench.json --arm K=3 --metric tau_vllm --value 2.60 --source "vLLM, chain"
 
 The document is what `specdec eval acceptance --output` wrote; a metric is one of its `metrics` or `timing`, or
-position_1, position_2, …: the share of rounds in which so many drafts were accepted.
+position_1, position_2, …: the share of rounds with drafts in which so many were accepted, as vLLM counts it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def number_of(document: dict[str, Any], arm: str, metric: str) -> float:
     if found is None:
         raise NotMeasuredError(f"no configuration {arm!r}; there are {[each['name'] for each in document['arms']]}")
     if metric.startswith("position_"):
-        values = {f"position_{i}": rate for i, rate in enumerate(found["unconditional"], 1)}
+        values = {f"position_{i}": rate for i, rate in enumerate(found["per_position_vllm"], 1)}
     else:
         values = {**found["metrics"], **found["timing"]}
     estimate = values[metric]["estimate"] if metric in values else None

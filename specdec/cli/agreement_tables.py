@@ -41,7 +41,7 @@ def agreement_lines(agreement: Agreement) -> list[str]:
     rounds = agreement.rounds
     lines = [
         f"agreement: {_VERDICTS[agreement.verdict]}: τ = {rounds.tau:.2f} in {rounds.rounds} rounds over "
-        f"{agreement.num_tokens} tokens of {agreement.num_answers} answers; accepted, of all rounds: "
+        f"{agreement.num_tokens} tokens of {agreement.num_answers} answers; accepted, of rounds with that draft: "
         f"{percentages(rounds.unconditional)}"
     ]
     if agreement.best is not None:

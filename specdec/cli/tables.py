@@ -53,7 +53,7 @@ def _rows(pooled: AcceptanceStats) -> list[tuple[str, str]]:
     return [
         ("acceptance length τ", f"{pooled.tau:.2f}"),
         ("accepted, given those before", percentages(pooled.conditional)),
-        ("accepted, of all rounds", percentages(pooled.unconditional)),
+        ("accepted, of rounds with that draft", percentages(pooled.unconditional)),
         ("rounds", str(pooled.rounds)),
     ]
 

@@ -239,7 +239,7 @@ def test_a_number_below_the_published_one_fails(tmp_path: Path, measured: Any, o
         "name": "K=3",
         "metrics": {"tau_vllm": {"estimate": measured}},
         "timing": {},
-        "unconditional": [{"estimate": p} for p in (0.7, 0.5)],
+        "per_position_vllm": [{"estimate": p} for p in (0.7, 0.5)],
     }
     document = tmp_path / "a.json"
     document.write_text(json.dumps({"arms": [arm]}))

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
-from evals.lossless.distribution import ConfigurationFit, Sampled, combined, homogeneity, sample
-from evals.lossless.places import Place, Sampling
+from evals.lossless.distribution import NodesAt, against, sample
+from evals.lossless.evidence import Evidence, Sampled, measure
+from evals.lossless.places import Place
 from evals.lossless.replay import Replay
+from evals.lossless.verdicts import ConfigurationFit
 from evals.runs.runner import Configuration
 from evals.runs.verdict import Verdict
 from evals.runs.worker import ModelSpec, Worker
@@ -27,7 +30,7 @@ from tests.sampled_rounds import DEFECTS, OF_Q, planted
 pytest.importorskip("scipy")
 
 SAMPLES = 6000
-SAMPLING = Sampling(SAMPLES, HOT.tokens, HOT.top_k, HOT.temperature, HOT.top_p)
+SAMPLING = replace(HOT, samples=SAMPLES)
 
 
 @contextmanager
@@ -50,11 +53,15 @@ def built_in(draft_sampling: str, defect: str = "", backend: str = "flashinfer")
 
 
 @cache
-def alone() -> tuple[tuple[Place, ...], tuple[Sampled, ...]]:
+def alone() -> tuple[tuple[Place, ...], tuple[NodesAt, ...], tuple[Sampled, ...], tuple[Evidence, ...]]:
     """Two places where the pair hesitates, and what the target says there without drafts."""
     with built_in("probabilistic") as model:
-        places = hot_places(model, Replay(model.hf_model))
-        return places, tuple(drawn(model, places, ALONE))
+        replay = Replay(model.hf_model)
+        places = hot_places(model, replay)
+        baseline = tuple(drawn(model, places, ALONE))
+        nodes = tuple(NodesAt(replay, place.prompt, SAMPLING) for place in places)
+        evidence = tuple(measure(one, known, is_exact=False) for one, known in zip(baseline, nodes, strict=True))
+        return places, nodes, baseline, evidence
 
 
 def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration) -> list[Sampled]:
@@ -62,11 +69,10 @@ def drawn(model: SpeculativeModel, places: tuple[Place, ...], arm: Configuration
 
 
 def fit(draft_sampling: str, defect: str = "", backend: str = "flashinfer") -> ConfigurationFit:
-    places, baseline = alone()
+    places, nodes, baseline, evidence = alone()
     with built_in(draft_sampling, defect, backend) as model:
         found = drawn(model, places, SPECULATIVE)
-    fits = [homogeneity(a.counts, b.counts) for a, b in zip(baseline, found, strict=True)]
-    return combined(SPECULATIVE, SAMPLES // 2, fits, found)
+    return against(SPECULATIVE, baseline, evidence, found, nodes)
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "batch_invariant"])
@@ -82,7 +88,7 @@ def test_the_evaluation_passes(draft_sampling: str) -> None:
     """As `specdec eval lossless --mode sampled` runs it."""
     with built_in(draft_sampling) as model:
         worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
-        tested = distribution_test(Sampling(samples=2000))(worker)
+        tested = distribution_test(samples=2000, places=2)(worker)
     assert [found.verdict for found in tested.fits] == [Verdict.PASS]
     assert 0 < tested.fits[0].accepted < tested.fits[0].drafts
 

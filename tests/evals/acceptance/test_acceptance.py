@@ -79,7 +79,7 @@ def test_predicted_speedup_follows_from_the_planted_times(plant: SimpleNamespace
     cell = next(c for c in prediction["table"] if (c["batch_size"], c["k"]) == (1, 3))
     expected = (1 + 0.8 + 0.64 + 0.512) / (1 + 0.1 * 3)
     assert cell["speedup"] == pytest.approx(expected, rel=0.05) and not cell["extrapolated"]
-    best = max(range(1, 9), key=lambda k: sum(0.8**j for j in range(k + 1)) / (1 + 0.1 * k))
+    best = max(range(1, 5), key=lambda k: sum(0.8**j for j in range(k + 1)) / (1 + 0.1 * k))
     assert abs(prediction["best"]["1"]["k"] - best) <= 1
     assert {c["k"] for c in prediction["table"] if c["extrapolated"]} == {5, 6, 7, 8}
 
@@ -233,3 +233,18 @@ def test_worst_questions_are_shown_with_their_drafts(plant: SimpleNamespace, tmp
     assert {"accepted", "rejected", "target"} == {kind for kind, _ in pieces}
     kept = "".join(text for kind, text in pieces if kind != "rejected")
     assert len(kept) == 39 and set("".join(text for kind, text in pieces if kind == "rejected")) == {"?"}
+
+
+def test_more_runs_can_be_added_to_a_finished_one(plant: SimpleNamespace, tmp_path: Path) -> None:
+    """Answers of the first run are kept; their times and those of the others are taken together."""
+    once = evaluate(plant, tmp_path / "run", plant.Model(), plan_of(plant, 4, ks=(3,)))
+    model = plant.Model(seconds=0.3)  # slower in its further runs
+    again = evaluate(plant, tmp_path / "run", model, plan_of(plant, 4, ks=(3,), repeats=3))
+    assert (once["timing"]["runs"], again["timing"]["runs"]) == (1, 3)
+    assert sum(model.calls) == 2 * 2 * 2 * 4  # runs, configurations, turns, questions
+    assert without_times(once["arms"]) == without_times(again["arms"])
+    assert len({answer for _, answer in RunStore(tmp_path / "run", settings_of(plant)).answers}) == 6
+
+
+def settings_of(plant: SimpleNamespace) -> dict[str, Any]:
+    return settings(plan_of(plant, 4, ks=(3,)), executor(plant, main=plant.Model()).facts())

@@ -53,14 +53,46 @@ def test_hand_worked_example() -> None:
     assert value("tau_sglang", sums) == (8 + 2) / 4
     assert value("acceptance_rate", sums) == 5 / 7
     assert value("acceptance_rate_vllm", sums) == 6 / 8
-    assert value("acceptance_rate_sglang", sums) == 5 / (4 * 3)
+    assert value("acceptance_rate_sglang", sums) == 6 / (4 * 3)
     assert value("speedup", sums) == (10 / 4.0) / (8 / 2.0)
     assert value("speedup_spec_bench", sums) == pytest.approx((10 / 4.0) / ((6 - 1) / 2.0))
     assert value("drafts_per_s", sums) == 8 / 4.0
-    conditional, unconditional = position_metrics(3)
+    conditional, unconditional, vllm = position_metrics(3)
     assert [total(metric, sums) for metric in unconditional] == [1.0, 2 / 3, 0.0]
+    assert [total(metric, sums) for metric in vllm] == [3 / 3, 2 / 3, 1 / 3]
     assert [total(metric, sums) for metric in conditional[:2]] == [1.0, 2 / 3] and np.isnan(total(conditional[2], sums))
     assert histogram([answer([(3, 1, 2), (3, 3, 2)])], 3) == [0, 1, 1, 0]
+
+
+def positions(rounds: list[tuple[int, int, int]], k: int) -> list[list[float]]:
+    """Per kind, the acceptance at each position."""
+    sums = columns([answer(rounds)], k)
+    return [[total(metric, sums) for metric in kind] for kind in position_metrics(k)]
+
+
+def test_a_round_cut_by_a_limit_counts_against_every_position_for_vllm() -> None:
+    """vllm/v1/spec_decode/metrics.py: accepted at each position / num_drafts, a round with any drafts being one."""
+    _, unconditional, vllm = positions([(3, 3, 4), (3, 1, 2), (1, 1, 2), (0, 0, 1)], 3)
+    assert unconditional == [3 / 3, 1 / 2, 1 / 2]
+    assert vllm == [3 / 3, 1 / 3, 1 / 3]
+
+
+def test_a_round_cut_by_a_stop_counts_what_was_accepted_after_it_for_vllm_and_sglang() -> None:
+    """vLLM observes a round before it looks for the stop; SGLang counts a list that this cut leaves whole."""
+    rounds = [(3, 0, 1), (3, 3, 1)]  # the stop is the first of three accepted drafts
+    _, unconditional, vllm = positions(rounds, 3)
+    assert (unconditional[0], vllm) == (1 / 2, [1 / 2, 1 / 2, 1 / 2])
+    assert unconditional[1] == 0.0  # the drafts after the stop count neither as offered nor as accepted
+    sums = columns([answer(rounds)], 3)
+    assert value("acceptance_rate", sums) == 1 / 4
+    assert value("acceptance_rate_vllm", sums) == value("acceptance_rate_sglang", sums) == 3 / 6
+    assert value("tau_vllm", sums) == 1 + 3 / 2 and value("tau", sums) == 2 / 2
+
+
+def test_the_mean_of_vllms_positions_is_its_mean_acceptance_length() -> None:
+    rounds = [(3, 3, 2), (3, 1, 2), (2, 2, 3), (1, 0, 1), (0, 0, 1)]
+    sums = columns([answer(rounds)], 3)
+    assert 1 + sum(positions(rounds, 3)[2]) == pytest.approx(value("tau_vllm", sums))
 
 
 def test_without_speculation_tau_is_one() -> None:
@@ -75,7 +107,7 @@ def test_planted_rates_are_inside_the_intervals(plant: SimpleNamespace) -> None:
     answers = planted(plant, plant.Model(rates=rates, length=200), 300)
     sums = columns(answers, 3)
     resampling = Resampling(len(answers), seed=1)
-    conditional, unconditional = position_metrics(3)
+    conditional, unconditional, _ = position_metrics(3)
     for metric, truth in zip(conditional, rates, strict=True):
         found = resampling.value(metric, sums)
         assert found.low < truth < found.high and found.high - found.low < 0.03
@@ -145,3 +177,46 @@ def test_every_metric_has_a_definition_and_known_columns() -> None:
     for metric in METRICS:
         assert metric.definition.endswith(".") and {*metric.over, *metric.under} <= set(sums)
     assert len({metric.key for metric in METRICS}) == len(METRICS)
+
+
+def covered(rng: np.random.Generator, questions: int) -> bool:
+    """Whether the interval of a rate of 0.7 has it: questions differ, as real ones do."""
+    rates = np.clip(rng.normal(0.7, 0.15, questions), 0, 1)
+    sums = {"accepted": rng.binomial(200, rates).astype(float), "drafted": np.full(questions, 200.0)}
+    found = Resampling(questions, seed=int(rng.integers(1 << 30)), draws=200).value(BY_KEY["acceptance_rate"], sums)
+    return bool(found.low <= 0.7 <= found.high)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("questions", [5, 12])
+def test_few_questions_are_covered_as_often_as_is_said(questions: int) -> None:
+    """Percentiles of five questions covered 82 % of 2,000."""
+    pytest.importorskip("scipy")
+    rng = np.random.default_rng(3)
+    assert 0.92 < np.mean([covered(rng, questions) for _ in range(400)]) < 0.98
+
+
+def timed(rng: np.random.Generator, runs: int, questions: int) -> list[dict[str, np.ndarray]]:
+    """Runs of a speed-up of 2, each 10 % faster or slower as a whole, and its questions 2 %."""
+    made = []
+    for _ in range(runs):
+        wall = 1.0 * rng.normal(1.0, 0.1) * rng.normal(1.0, 0.02, questions)
+        made.append({
+            "new_tokens": np.full(questions, 100.0), "wall_s": wall,
+            "base_wall_s": np.full(questions, 2.0), "base_new_tokens": np.full(questions, 100.0),
+        })  # fmt: skip
+    return made
+
+
+@pytest.mark.slow
+def test_the_interval_of_a_speedup_has_the_scatter_of_runs() -> None:
+    """Of one run the interval has the questions' scatter alone: it misses another run's number most of the time."""
+    pytest.importorskip("scipy")
+    rng, metric = np.random.default_rng(1), BY_KEY["speedup"]
+    inside = {"one run": 0, "five": 0}
+    for _ in range(100):
+        runs, resampling = timed(rng, 5, 25), Resampling(25, seed=0, draws=200)
+        one, five = resampling.value(metric, runs[0]), resampling.repeated(metric, runs)
+        inside["one run"] += one.low <= 2.0 <= one.high
+        inside["five"] += five.low <= 2.0 <= five.high
+    assert inside["one run"] < 30 and inside["five"] >= 89

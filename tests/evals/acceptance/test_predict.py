@@ -19,6 +19,12 @@ def test_by_hand() -> None:
     assert best(table)[1].k == 2
 
 
+def test_what_was_not_measured_is_never_the_best() -> None:
+    """All of it accepted, each draft for nothing: the prediction grows with K for ever."""
+    table = predict([1.0, 1.0], {1: {0: 1.0, 2: 1.0}}, (1, 2, 3, 8))
+    assert table[-1].speedup > table[1].speedup and best(table)[1].k == 2
+
+
 def test_drafts_that_cost_more_than_they_bring_have_no_best_k() -> None:
     assert best(predict([0.1], {4: {0: 1.0, 1: 2.0}}, (1, 2, 3))) == {}
 

@@ -17,24 +17,17 @@ from fakes import backend_of_ours, launch_ahead
 from attention.checking import check_mode
 from evals.data.datasets import Question, load
 from evals.data.prompts import render
-from evals.lossless.distribution import (
-    ConfigurationFit,
-    DistributionTest,
-    Tokens,
-    combined,
-    exact_joint,
-    exact_next,
-    goodness_of_fit,
-    sample,
-)
-from evals.lossless.places import Place, Sampling, search
+from evals.lossless.defects import Sampling
+from evals.lossless.distribution import DistributionTest, NodesAt, sample
+from evals.lossless.evidence import measure
+from evals.lossless.places import Place, Trial, search
 from evals.lossless.replay import Replay
+from evals.lossless.verdicts import ConfigurationFit, exact_fit
 from evals.runs.runner import Asking, Configuration
 from evals.runs.verdict import Verdict
 from evals.runs.worker import ModelSpec, Worker
 from specdec.execution.graphs import GraphExecutor
 from specdec.model import SpeculativeModel
-from specdec.requests.request import Completion
 from specdec.requests.sampling import SamplingParams
 from tests.sampled_rounds import DEFECTS, OF_Q, kernels_by_reference, planted
 from tests.specdec.execution.test_graphs import FixedPlaceBackend, compile_nothing, record_on_cpu
@@ -44,7 +37,7 @@ pytest.importorskip("triton", reason="Triton is not installed")
 
 DRAWN = ("probabilistic", "greedy")
 ALONE, SPECULATIVE = Configuration("target alone", 0), Configuration("K=3", 3)
-HOT = Sampling(samples=800, top_k=6, top_p=0.9, temperature=6.0)
+HOT = Sampling(samples=800, tokens=5, top_k=6, top_p=0.9, temperature=6.0)
 """The pair is all but certain of its tokens: hot enough that every filter and every rejection counts."""
 
 SEEN_IN = {
@@ -96,9 +89,9 @@ def short_questions() -> tuple[Question, ...]:
     return tuple(sorted(questions, key=lambda question: len(question.turns[0]))[:8])
 
 
-def distribution_test(sampling: Sampling) -> DistributionTest:
+def distribution_test(samples: int, places: int) -> DistributionTest:
     asking = Asking(SamplingParams(max_new_tokens=48), templated=True)
-    return DistributionTest(short_questions(), (ALONE, SPECULATIVE), asking, sampling)
+    return DistributionTest(short_questions(), (ALONE, SPECULATIVE), asking, samples, places)
 
 
 def hot_places(model: SpeculativeModel, replay: Replay) -> tuple[Place, ...]:
@@ -110,36 +103,26 @@ def hot_places(model: SpeculativeModel, replay: Replay) -> tuple[Place, ...]:
         done = model.generate(prompts, SamplingParams(max_new_tokens=48, num_speculative_tokens=0))
         return [(*each, c.token_ids) for *each, c in zip(questions, prompts, done, strict=True)]
 
-    places = search(answered, replay, short_questions(), HOT, 2).places
-    assert len(places) == 2
-    return places
-
-
-@dataclass(frozen=True)
-class PromptsOnce:
-    """The model, but samples of one prompt share its pages: reading it anew for each is most of their time.
-
-    `sample` reads it for each, as `test_the_evaluation_passes_in_graphs` does.
-    """
-
-    model: SpeculativeModel
-
-    def generate(self, prompts: Sequence[list[int]], params: Sequence[SamplingParams]) -> list[Completion]:
-        return self.model.generate(prompts, [replace(each, cache_prefix=True) for each in params])
+    wanted = Trial("hot", HOT, ("temperature 10 % too high", "temperature 10 % too low"))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("evals.lossless.places.TEMPERATURES", (HOT.temperature,))
+        (chosen,) = search(answered, replay, short_questions(), 2, (wanted,)).chosen
+    assert len(chosen.places) == 2
+    return chosen.places
 
 
 @dataclass(frozen=True)
 class Open:
-    """Places where the pair hesitates, and the exact probabilities of the first tokens there under HOT."""
+    """Places where the pair hesitates, and the exact distributions after every prefix there under HOT."""
 
     places: tuple[Place, ...]
-    exact: tuple[dict[Tokens, float], ...]
+    nodes: tuple[NodesAt, ...]
 
     def fit(self, draft_sampling: str, samples: int = HOT.samples) -> ConfigurationFit:
-        model, sampling = PromptsOnce(built_in(draft_sampling)), replace(HOT, samples=samples)
+        model, sampling = built_in(draft_sampling), replace(HOT, samples=samples)
         drawn = [sample(model, place.prompt, SPECULATIVE, sampling, place.question_id) for place in self.places]
-        fits = [goodness_of_fit(one.counts, cells) for one, cells in zip(drawn, self.exact, strict=True)]
-        return combined(SPECULATIVE, samples, fits, drawn)
+        evidence = [measure(one, known) for one, known in zip(drawn, self.nodes, strict=True)]
+        return exact_fit(SPECULATIVE, evidence, drawn)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +130,7 @@ def hot(graphs_for_all: None) -> Open:
     model = built_in("greedy")
     replay = Replay(model.hf_model)
     places = hot_places(model, replay)
-    exact = exact_next(replay.logits, HOT)
-    return Open(places, tuple(exact_joint(exact, place.prompt, HOT.tokens) for place in places))
+    return Open(places, tuple(NodesAt(replay, place.prompt, HOT) for place in places))
 
 
 @pytest.mark.slow
@@ -156,7 +138,7 @@ def test_the_evaluation_passes_in_graphs(graphs_for_all: None) -> None:
     """As `specdec eval lossless --mode sampled` runs it: the places and the temperature are found by its own search."""
     model = built_in("probabilistic")
     worker = Worker({"main": ModelSpec("gsm-llama")}, lambda spec: model)
-    tested = distribution_test(Sampling(samples=100))(worker)
+    tested = distribution_test(samples=60, places=1)(worker)
     alone, speculative = tested.fits
     assert (alone.verdict, speculative.verdict) == (Verdict.PASS, Verdict.PASS)
     assert 0 < speculative.accepted < speculative.drafts and alone.drafts == 0

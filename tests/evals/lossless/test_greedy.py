@@ -1,30 +1,16 @@
-"""Verdicts on divergences, and a distribution test that passes what is right and fails planted wrong rules."""
+"""Verdicts on divergences."""
 
 from __future__ import annotations
 
-import random
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from evals.acceptance.acceptance import sweep
 from evals.lossless import greedy as lossless
-from evals.lossless.distribution import (
-    Fit,
-    Sampled,
-    Sampling,
-    combined,
-    detectable_distance,
-    exact_joint,
-    goodness_of_fit,
-    homogeneity,
-    sample,
-)
 from evals.lossless.greedy import compare_greedy, first_difference
 from evals.lossless.replay import Replay
 from evals.runs.answers import Answer
@@ -32,8 +18,6 @@ from evals.runs.executor import LocalExecutor
 from evals.runs.runner import Configuration, run_chunk
 from evals.runs.verdict import Verdict
 from evals.runs.worker import ModelSpec, Worker
-
-pytest.importorskip("scipy")
 
 
 def tiny_llama(dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
@@ -137,111 +121,3 @@ def test_replay_agrees_with_the_model_and_is_more_precise() -> None:
     assert found.dtype == torch.float64
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     assert Replay(tiny_llama(torch.bfloat16)).logits(ids).dtype == torch.float32
-
-
-PROBS = {10: 0.6, 11: 0.3, 12: 0.1}
-
-
-class SampledModel:
-    """Samples three tokens with PROBS; `rule` says how a token after the first is drawn."""
-
-    def __init__(self, plant: SimpleNamespace, rule: Any) -> None:
-        self.tokenizer = plant.Tokenizer()
-        self._rule = rule
-
-    def generate(self, prompts: Any, params: Any) -> list[Any]:
-        done = []
-        for one in params:
-            rng = random.Random(one.seed)
-            first = rng.choices(list(PROBS), list(PROBS.values()))[0]
-            rest = [self._rule(rng) for _ in range(one.max_new_tokens - 1)]
-            stats = SimpleNamespace(rounds=())
-            done.append(SimpleNamespace(token_ids=[first, *rest], stats=stats))
-        return done
-
-
-def right(rng: random.Random) -> int:
-    """Speculative sampling with a uniform draft, done right."""
-    draft = rng.choice(list(PROBS))
-    if rng.random() < min(1.0, PROBS[draft] * 3):
-        return draft
-    left = {token: max(p - 1 / 3, 0.0) for token, p in PROBS.items()}
-    return rng.choices(list(left), list(left.values()))[0]
-
-
-def resamples_from_p(rng: random.Random) -> int:
-    """The planted defect: after a rejection it draws from p, not from the remainder."""
-    draft = rng.choice(list(PROBS))
-    if rng.random() < min(1.0, PROBS[draft] * 3):
-        return draft
-    return rng.choices(list(PROBS), list(PROBS.values()))[0]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("rule", "passes"), [(right, True), (resamples_from_p, False)])
-def test_the_distribution_test_tells_right_rules_from_wrong(plant: SimpleNamespace, rule: Any, passes: bool) -> None:
-    sampling = Sampling(samples=2000)
-    exact = exact_joint(lambda ids: PROBS, [1], 3)
-    counts = [sample(SampledModel(plant, rule), [1], Configuration("k", 2), sampling, name).counts for name in "ab"]
-    found = combined_(Configuration("k", 2), sampling.samples, [goodness_of_fit(c, exact) for c in counts])
-    assert found.verdict.value == ("PASS" if passes else "FAIL") and found.degrees > 20
-    baseline = [
-        sample(SampledModel(plant, right), [1], Configuration("alone", 0), sampling, name).counts for name in "ab"
-    ]
-    fits = [homogeneity(a, b) for a, b in zip(baseline, counts, strict=True)]
-    assert combined_(Configuration("k", 2), sampling.samples // 2, fits).verdict.value == ("PASS" if passes else "FAIL")
-
-
-@pytest.mark.slow
-def test_p_values_are_uniform_when_nothing_is_wrong() -> None:
-    rng = np.random.default_rng(0)
-    exact = exact_joint(lambda ids: PROBS, [1], 2)
-    cells, mass = list(exact), np.array(list(exact.values()))
-    p_values = []
-    for _ in range(300):
-        drawn = rng.multinomial(1000, mass)
-        fit = goodness_of_fit(dict(zip(cells, drawn.tolist(), strict=True)), exact)
-        p_values.append(combined_(Configuration("k", 1), 1000, [fit]).p_value)
-    assert 0.4 < np.mean(p_values) < 0.6 and np.mean(np.array(p_values) < 0.05) < 0.1
-
-
-@pytest.mark.slow
-def test_the_stated_distance_is_found_as_often_as_it_says() -> None:
-    rng = np.random.default_rng(1)
-    exact = exact_joint(lambda ids: PROBS, [1], 2)
-    cells, mass = list(exact), np.array(list(exact.values()))
-    distance = detectable_distance(4000, len(cells) - 1)
-    shifted = mass.copy()
-    shifted[:2] += (-distance, distance)  # total variation `distance`
-    failed = 0
-    for _ in range(200):
-        counts = dict(zip(cells, rng.multinomial(4000, shifted).tolist(), strict=True))
-        failed += combined_(Configuration("k", 1), 4000, [goodness_of_fit(counts, exact)]).verdict is Verdict.FAIL
-    assert failed >= 195
-
-
-def test_a_sample_outside_the_support_fails() -> None:
-    exact = exact_joint(lambda ids: PROBS, [1], 1)
-    fit = goodness_of_fit(Counter({(10,): 600, (11,): 300, (12,): 99, (13,): 1}), exact)
-    assert fit.impossible == 1 and combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.FAIL
-
-
-def test_rare_cells_are_pooled() -> None:
-    exact = {(0,): 0.99, (1,): 0.004, (2,): 0.004, (3,): 0.002}
-    fit = goodness_of_fit({(0,): 990, (1,): 4, (2,): 4, (3,): 2}, exact)
-    assert fit == Fit(pytest.approx(0.0), 1, 0, drafted_degrees=0)
-
-
-def test_what_only_the_first_token_shows_is_not_tested() -> None:
-    """The first token comes from the prompt's forward pass: no draft had a part in it."""
-    fit = goodness_of_fit({(0, 5): 500, (1, 5): 500}, {(0, 5): 0.5, (1, 5): 0.5})
-    assert fit.degrees == 1 and fit.drafted_degrees == 0
-    assert combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.NOT_TESTED
-    fit = goodness_of_fit({(0, 5): 500, (0, 6): 500}, {(0, 5): 0.5, (0, 6): 0.5})
-    assert fit.drafted_degrees == 1 and combined_(Configuration("k", 1), 1000, [fit]).verdict is Verdict.PASS
-    assert combined(Configuration("k", 1), 1000, [fit], [Sampled(Counter())]).verdict is Verdict.NOT_TESTED  # no drafts
-
-
-def combined_(arm: Configuration, samples: int, fits: list[Fit]) -> Any:
-    """The test of a configuration whose drafts were verified."""
-    return combined(arm, samples, fits, [Sampled(Counter(), drafts=1, accepted=1)])

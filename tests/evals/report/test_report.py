@@ -17,7 +17,8 @@ from rich.console import Console
 from evals.acceptance.acceptance import Plan, run, settings, sweep
 from evals.acceptance.metrics import METRICS
 from evals.report import html as html_report
-from evals.report.terminal import RunProgress, print_acceptance
+from evals.report.headline import cautions, headline
+from evals.report.terminal import RunProgress, print_acceptance, show, untried
 from evals.runs.executor import LocalExecutor
 from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
@@ -73,7 +74,8 @@ def test_table_prints_every_metric_with_its_definition(plant: SimpleNamespace, t
         assert metric.label in text and metric.definition in text
     tau = document["arms"][2]["metrics"]["tau"]
     assert f"{tau['estimate']:.3f} [{tau['low']:.3f}, {tau['high']:.3f}]" in text
-    assert "best K is" in text and "failed: question 4" in text
+    assert "is predicted to be the fastest up to the largest measured" in text and "failed: question 4" in text
+    assert text.lstrip().startswith(headline(document)) and all(each in text for each in cautions(document))
     assert "23 of 23 answers equal the target alone's" in text
 
 
@@ -90,6 +92,14 @@ def test_page_says_the_same_and_loads_nothing(plant: SimpleNamespace, tmp_path: 
     links = [v for _, attrs in parsed.tags for k, v in attrs.items() if k in ("src", "href", "xlink:href") and v]
     assert all(link.startswith("#") for link in links)
     assert "writing &amp; &lt;b&gt;" in page and "<b>" not in page
+    assert headline(document) in page and "answers unchanged (23 of 23 equal)" in page
+    assert sum(tag == "details" for tag, _ in parsed.tags) == 5 + 1  # the values of each picture, and provenance
+    (third,) = (arm for arm in document["arms"] if arm["k"] == 3)
+    for drawn in ("conditional", "unconditional", "per_position_vllm"):
+        assert all(page.count(show(value)) for value in third[drawn])
+    assert all(f"{count:,} (" in page for count in third["histogram"])
+    captions = "".join(re.findall(r"<figcaption>(.*?)</figcaption>", page, re.S))
+    assert all(word in captions for word in ("Solid, conditional", "Dashed, unconditional", "Dotted lines, predicted"))
     classes = {attrs.get("class") for tag, attrs in parsed.tags if tag == "span"}
     assert {"accepted", "rejected", "target"} <= classes
 
@@ -99,6 +109,54 @@ def test_comparison_without_a_baseline_renders_too(plant: SimpleNamespace, tmp_p
     document = document_of(plant, tmp_path, (Configuration("one", 1), Configuration("three", 3)))
     assert "three less one, paired" in printed(document)
     assert "three less one, paired" in html_report.render(document)
+
+
+def told(speedup: tuple[float, float | None, float | None], same: int = 8, **more: Any) -> dict[str, Any]:
+    """A document with one drafting configuration."""
+    value = dict(zip(("estimate", "low", "high"), speedup, strict=True))
+    identical = {"questions": 8, "identical": same}
+    arm = {"name": "K=5", "k": 5, "questions": 8, "timing": {"speedup": value}, "identical_to_target_alone": identical}
+    params = {"temperature": more.pop("temperature", 0.0)}
+    settings = {"settings": {"asking": {"params": params}}}
+    document = {
+        "arms": [{"name": "target alone", "k": 0, "questions": 8}, arm],
+        "not_measured": [],
+        "provenance": settings,
+    }
+    return {**document, "timing": {"runs": 1}, **more}
+
+
+HEADLINES = [
+    (told((2.6, 2.4, 2.8)), "K=5: 2.60 × faster than the target alone [2.40, 2.80]; answers unchanged (8 of 8 equal)."),
+    (told((1.1, 0.9, 1.3)), "K=5: no clear speed-up, 1.10 × the target alone's speed [0.90, 1.30]"),
+    (told((0.7, 0.6, 0.8)), "K=5: 0.70 × the speed of the target alone [0.60, 0.80]"),
+    (told((2.6, None, None), same=6), "2 of 8 answers differ from the target alone's (`specdec eval lossless` says"),
+    (
+        told((2.6, 2.4, 2.8), same=0, temperature=1.0),
+        "8 of 8 answers differ from the target alone's, as sampled ones do",
+    ),
+    (told((2.6, 2.4, 2.8), not_measured=["K=5"]), "Nothing measured: no draft was verified."),
+]
+
+
+@pytest.mark.parametrize(("document", "text"), HEADLINES)
+def test_the_headline_says_in_words_what_was_found(document: dict[str, Any], text: str) -> None:
+    assert text in headline(document)
+
+
+def test_what_the_intervals_leave_out_is_said_beside_them() -> None:
+    few, one_run = cautions(told((2.6, 2.4, 2.8)))
+    assert "8 questions: intervals are Student's t" in few and "--repeats 5" in one_run
+    assert len(cautions(told((2.6, 2.4, 2.8), timing={"runs": 5}))) == 1
+
+
+def test_an_extrapolation_is_no_advice() -> None:
+    cells = [(1, 1.5, False), (2, 1.8, False), (3, 1.9, True)]
+    table = [{"batch_size": 1, "k": k, "speedup": speed, "extrapolated": beyond} for k, speed, beyond in cells]
+    assert untried({"table": table}, "1") == "; larger K may be faster, which nothing here has measured: try --k 3"
+    assert (
+        untried({"table": table[:2]}, "1") == untried({"table": [*table[:2], {**table[2], "speedup": 1.7}]}, "1") == ""
+    )
 
 
 def test_progress_counts_questions_and_pools_tau(plant: SimpleNamespace, tmp_path: Path) -> None:
