@@ -190,7 +190,7 @@ def covered(rng: np.random.Generator, questions: int) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("questions", [5, 12])
 def test_few_questions_are_covered_as_often_as_is_said(questions: int) -> None:
-    """Percentiles of five questions covered 82 % of 2,000."""
+    """Percentiles of so few cover less than they say."""
     pytest.importorskip("scipy")
     rng = np.random.default_rng(3)
     assert 0.92 < np.mean([covered(rng, questions) for _ in range(400)]) < 0.98
