@@ -16,7 +16,7 @@ from specdec.loading.builtin import builtin_names
 pytestmark = pytest.mark.skipif("gsm-llama" not in builtin_names(), reason="no built-in targets")
 SIZES: dict[str, Any] = {"max_num_seqs": 4, "max_model_len": 512, "kv_cache_tokens": 4096, "num_speculative_tokens": 5}
 PROMPT = "A farmer has 12 hens. Each lays 3 eggs a day. How many eggs in a week?"
-GREEDY = SamplingParams(max_new_tokens=24)
+GREEDY = SamplingParams(max_new_tokens=24, ignore_eos=True)
 Undo = Callable[[], Any]
 
 
@@ -28,7 +28,8 @@ def loaded(dtype: str = "float32") -> Any:
 def own_text(model: Any, tokenizer: Any) -> list[int]:
     ids = torch.tensor([tokenizer.encode(PROMPT)], device=model.device)
     with torch.no_grad():
-        given = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False)
+        endless = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": -1}
+        given = model.generate(ids, attention_mask=torch.ones_like(ids), **endless)
     return given[0, ids.shape[1] :].tolist()
 
 
