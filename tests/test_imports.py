@@ -122,6 +122,7 @@ ROOMS = [
     "drafters/oracle.py",
     "drafters/training",
     "specdec/shadowing.py",
+    "specdec/torch_state.py",
     "specdec/errors.py",
     "specdec/user_warnings.py",
     "specdec/values.py",
