@@ -123,6 +123,7 @@ ROOMS = [
     "drafters/oracle.py",
     "drafters/training",
     "specdec/shadowing.py",
+    "specdec/torch_state.py",
     "specdec/errors.py",
     "specdec/interrupts.py",
     "specdec/user_warnings.py",

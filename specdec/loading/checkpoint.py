@@ -34,7 +34,9 @@ _HEADS = frozenset(
 
 _INDEX = "model.safetensors.index.json"
 _MOST_TENSORS_OF_A_HEAD = 100
-_LAYER_COUNTS = frozenset({"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"})
+_LAYER_COUNTS = frozenset(
+    {"num_hidden_layers", "num_layers", "n_layer", "n_layers", "decoder_layers", "encoder_layers"}
+)
 _MOST_LAYERS = 1024
 """Eight times those of the deepest models. transformers makes modules of every layer before it looks at any weight."""
 

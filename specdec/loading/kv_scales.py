@@ -240,7 +240,11 @@ def _in_words(scheme: Mapping[str, Any]) -> str:
 def _read(file: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):  # there is none for most; a damaged one is refused by `check_target_folder`
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ):  # there is none for most; a damaged one is refused by `check_target_folder`
         return {}
     return found if isinstance(found, dict) else {}
 

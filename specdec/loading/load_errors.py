@@ -41,6 +41,11 @@ _ERRORS: tuple[type[BaseException], ...] = (
 """Files may hold anything: what a wrong value in one of them makes transformers raise is any of Python's own errors."""
 
 _FOREIGN_OPTION = re.compile(r"\b(?!trust_remote_code\b|revision\b)\w+`?\s?=\s?[`'\"<\w]")
+_ADVICE = re.compile(
+    r"\b(weights_only|use_safetensors|token|use_auth_token|ignore_mismatched_sizes|from_tf|from_flax|force_download|"
+    r"local_files_only|device_map|low_cpu_mem_usage|strict)\b"
+)
+"""Options of transformers and torch that their messages recommend."""
 _MOST_LETTERS = 600
 
 
@@ -101,7 +106,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _plain(error: BaseException) -> str:
-    """The error's words on one line, without sentences that recommend an option this library lacks."""
-    sentences = re.split(r"(?<=[.!?])\s+|\n+", str(error).strip())
-    text = " ".join(s for s in sentences if s and not _FOREIGN_OPTION.search(s)) or type(error).__name__
+    """The error's words on one line, without sentences that recommend an option this library lacks.
+
+    Where no other is left they say what is wrong ("`tie_word_embeddings=True` is not supported …"), and stay without
+    those that name such an option.
+    """
+    sentences = [s for s in re.split(r"(?<=[.!?])\s+|\n+", str(error).strip()) if s]
+    kept = [s for s in sentences if not _FOREIGN_OPTION.search(s)] or [s for s in sentences if not _ADVICE.search(s)]
+    text = " ".join(kept) or f"{type(error).__name__}, without a reason"
     return text if len(text) <= _MOST_LETTERS else f"{text[:_MOST_LETTERS]}…"

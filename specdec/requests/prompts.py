@@ -66,7 +66,9 @@ def split_prompts(prompts: Prompts) -> list[Any]:
 def _check_not_mixed(prompts: Sequence[Any]) -> None:
     """Refuse a list of token ids in which something is none, by what that is: no list of prompts has ids in it."""
     odd = [item for item in prompts if not is_whole(item)]
-    if len(odd) < len(prompts) and not any(isinstance(item, (str, Sequence, Mapping)) or _is_array(item) for item in odd):
+    if len(odd) < len(prompts) and not any(
+        isinstance(item, (str, Sequence, Mapping)) or _is_array(item) for item in odd
+    ):
         place = next(i for i, item in enumerate(prompts) if not is_whole(item))
         raise InvalidInputError(
             f"a prompt of token ids has {_shown(odd[0])} ({type(odd[0]).__name__}) at index {place}, which is no whole "

@@ -149,13 +149,13 @@ def relative_errors(ours: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def likely_cause(model: PreTrainedModel) -> str:
-    """Why a model probably comes out wrong through the paged attention, to end a sentence; "" where nothing is known.
+    """Why a model probably comes out wrong through the paged attention, in brackets; "" where nothing is known.
 
     Asked is its own eager forward: which positions a text has for it, and whether it reads those that it is given.
     """
     indexed = next((type(module).__name__ for module in model.modules() if reads_indices(module)), None)
     if indexed is not None:
-        return f". {indexed} attends to keys that an indexer chooses, in another way than those that are served"
+        return f" ({indexed} attends to keys that an indexer chooses, in another way than those that are served)"
     ids, count = torch.ones((1, _ASKED), dtype=torch.long, device=model.device), torch.arange(_ASKED)
     try:
         with attention_implementation(attention_configs(model), "eager"):
@@ -166,9 +166,9 @@ def likely_cause(model: PreTrainedModel) -> str:
     except UNNAMED_ERRORS:
         return ""
     if _differ(plain, plain[:1]) and not _differ(plain, stretched):
-        return ". It counts positions itself, from 0 in every forward, and does not read position_ids"
+        return " (it counts positions itself, from 0 in every forward, and does not read position_ids)"
     if _differ(plain, given):
-        return ". Its own positions of a text do not count from 0: position_ids that do mean other ones to it"
+        return " (its own positions of a text do not count from 0, as the position_ids do that it is given)"
     return ""
 
 

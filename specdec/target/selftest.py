@@ -147,11 +147,11 @@ def _self_test(target: Target, longest: int) -> float:
         if _fits(target, error):
             return error
     hint = "; the KV cache is in 8 bits: give kv_cache_scales, or kv_cache_dtype='auto'" if _eight_bits(target) else ""
+    cause = "" if hint else likely_cause(target.hf_model)
     found = "logits with NaN" if error != error else f"relative logit error {error:.2g}"
     raise UnsupportedModelError(
-        f"{type(target.hf_model).__name__} comes out wrong through the paged attention: {found} "
-        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {_limit(target, error):g})"
-        f"{hint or likely_cause(target.hf_model)}"
+        f"{type(target.hf_model).__name__} comes out wrong through the paged attention{cause}: {found} "
+        f"against its own eager forward{chosen} (allowed for {target.hf_model.dtype}: {_limit(target, error):g}){hint}"
     )
 
 

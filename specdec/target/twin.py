@@ -99,7 +99,7 @@ def twin_test(probed: TargetProbe, max_model_len: int) -> TwinReport:
         guilty = list(reach)
     if not guilty:
         raise UnsupportedModelError(
-            f"{name} comes out wrong through the paged attention: a small copy of it {error}{likely_cause(model)}"
+            f"{name} comes out wrong through the paged attention{likely_cause(model)}: a small copy of it {error}"
         )
     least = min(threshold.value for threshold in guilty)
     raise UnsupportedModelError(

@@ -197,6 +197,10 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str]] = {
     "weights at an absolute path": (away("{}/away.safetensors"), "files outside of its folder"),
     "a configuration nested deep": (content("config.json", NESTED), "config.json cannot be read as JSON: .*recursion"),
     "an index nested deep": (sharded(NESTED), "index.json cannot be read as JSON: .*recursion"),
+    "a configuration of a wrong kind": (
+        settings(model_type="csm_depth_decoder_model", tie_word_embeddings=True),
+        r"`tie_word_embeddings=True` is not supported for Csm",
+    ),
     "a million layers": (settings(num_hidden_layers=10**6), "num_hidden_layers=1000000; at most 1024"),
     "a million layers in a part": (settings(text_config={"num_layers": 10**6}), "num_layers=1000000; at most 1024"),
 }

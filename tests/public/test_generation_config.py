@@ -65,42 +65,88 @@ HARMLESS: dict[str, Any] = {
 }
 
 SERVED: dict[str, Any] = {
-    **{"max_new_tokens": NEW, "max_length": 9 + NEW, "eos_token_id": UNSAID, "num_return_sequences": 1},
-    **{"stop_strings": ["zzzz"], "do_sample": False, "temperature": 0.5, "top_k": 5, "top_p": 0.5, "min_p": 0.1},
+    "max_new_tokens": NEW,
+    "max_length": 9 + NEW,
+    "eos_token_id": UNSAID,
+    "num_return_sequences": 1,
+    "stop_strings": ["zzzz"],
+    "do_sample": False,
+    "temperature": 0.5,
+    "top_k": 5,
+    "top_p": 0.5,
+    "min_p": 0.1,
 }
 """In a caller's config: what is done as transformers does it; without sampling these values leave the greedy tokens."""
 NO_EFFECT: dict[str, Any] = {
-    **{"bos_token_id": 5, "pad_token_id": 5, "decoder_start_token_id": 5, "transformers_version": "5.0.0"},
-    **{"use_cache": False, "cache_implementation": "static", "cache_config": {"nbits": 4}, "max_cache_len": 50},
-    **{"prefill_chunk_size": 2, "low_memory": True, "disable_compile": True, "compile_config": {"dynamic": True}},
-    **{"continuous_batching_config": {"block_size": 2}, "remove_invalid_values": True, "renormalize_logits": True},
-    **{"length_penalty": 2.0, "early_stopping": True, "diversity_penalty": 0.5},
+    "bos_token_id": 5,
+    "pad_token_id": 5,
+    "decoder_start_token_id": 5,
+    "transformers_version": "5.0.0",
+    "use_cache": False,
+    "cache_implementation": "static",
+    "cache_config": {"nbits": 4},
+    "max_cache_len": 50,
+    "prefill_chunk_size": 2,
+    "low_memory": True,
+    "disable_compile": True,
+    "compile_config": {"dynamic": True},
+    "continuous_batching_config": {"block_size": 2},
+    "remove_invalid_values": True,
+    "renormalize_logits": True,
+    "length_penalty": 2.0,
+    "early_stopping": True,
+    "diversity_penalty": 0.5,
 }
 CALLS_ONLY: dict[str, Any] = {
-    **{"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "output_attentions": True},
-    **{"output_hidden_states": True, "prompt_lookup_num_tokens": 3, "use_mtp": True, "speculation_type": "dflash"},
-    **{"max_matching_ngram_size": 3, "num_assistant_tokens": 3, "num_assistant_tokens_schedule": "heuristic"},
-    **{"assistant_confidence_threshold": 0.0, "assistant_early_exit": 2, "assistant_lookbehind": 3},
-    **{"target_lookbehind": 3},
+    "return_dict_in_generate": True,
+    "output_scores": True,
+    "output_logits": True,
+    "output_attentions": True,
+    "output_hidden_states": True,
+    "prompt_lookup_num_tokens": 3,
+    "use_mtp": True,
+    "speculation_type": "dflash",
+    "max_matching_ngram_size": 3,
+    "num_assistant_tokens": 3,
+    "num_assistant_tokens_schedule": "heuristic",
+    "assistant_confidence_threshold": 0.0,
+    "assistant_early_exit": 2,
+    "assistant_lookbehind": 3,
+    "target_lookbehind": 3,
 }
 """Refused in a caller's config; a model's own may have it."""
 REFUSED: dict[str, Any] = {
     **{name: value for name, value in ALTERING.items() if name not in SERVED},
-    **{"typical_p": 0.5, "top_h": 0.5, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "num_beam_groups": 2},
-    **{"constraints": [1], "force_words_ids": [[3]], "dola_layers": "high", "is_assistant": True},
-    **{"assistant_ensemble_weight": 0.5},
+    "typical_p": 0.5,
+    "top_h": 0.5,
+    "epsilon_cutoff": 0.1,
+    "eta_cutoff": 0.1,
+    "num_beam_groups": 2,
+    "constraints": [1],
+    "force_words_ids": [[3]],
+    "dola_layers": "high",
+    "is_assistant": True,
+    "assistant_ensemble_weight": 0.5,
 }
-OLDEST = set("""assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind
-bad_words_ids begin_suppress_tokens bos_token_id cache_config cache_implementation compile_config constraints
-continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample dola_layers early_stopping
-encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id epsilon_cutoff eta_cutoff
-exponential_decay_length_penalty force_words_ids forced_bos_token_id forced_eos_token_id guidance_scale is_assistant
-length_penalty low_memory max_cache_len max_length max_matching_ngram_size max_new_tokens max_time min_length
-min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams
-num_return_sequences output_attentions output_hidden_states output_logits output_scores pad_token_id penalty_alpha
-prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty
-return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind temperature
-token_healing top_h top_k top_p transformers_version typical_p use_cache use_mtp watermarking_config""".split())
+OLDEST = frozenset(
+    word
+    for line in (
+        "assistant_confidence_threshold assistant_early_exit assistant_ensemble_weight assistant_lookbehind",
+        "bad_words_ids begin_suppress_tokens bos_token_id cache_config cache_implementation compile_config",
+        "constraints continuous_batching_config decoder_start_token_id disable_compile diversity_penalty do_sample",
+        "dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty eos_token_id",
+        "epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id",
+        "forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_cache_len max_length",
+        "max_matching_ngram_size max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size",
+        "num_assistant_tokens num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences",
+        "output_attentions output_hidden_states output_logits output_scores pad_token_id penalty_alpha",
+        "prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits repetition_penalty",
+        "return_dict_in_generate sequence_bias speculation_type stop_strings suppress_tokens target_lookbehind",
+        "temperature token_healing top_h top_k top_p transformers_version typical_p use_cache use_mtp",
+        "watermarking_config",
+    )
+    for word in line.split()
+)
 """Fields of the GenerationConfig of transformers 5.17.0, the oldest release that is supported."""
 
 
