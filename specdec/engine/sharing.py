@@ -392,10 +392,11 @@ class SharedEngine:
                 call.inbox.put(None)
 
     def _at_home(self) -> AbstractContextManager[object]:
-        """What is a thread's own in torch, the same for every round: device, stream, no autocast."""
+        """What is a thread's own in torch, the same for every round: devices, stream, no autocast."""
         use_own_threads()
         autocast = torch.is_autocast_enabled(self._device_type)
-        if self._stream is None and not autocast:
+        default = torch.get_default_device().type
+        if self._stream is None and not autocast and default == "cpu":
             return nullcontext()
         home = ExitStack()
         if self._stream is not None:
@@ -403,6 +404,8 @@ class SharedEngine:
             home.enter_context(torch.cuda.stream(self._stream))
         if autocast:
             home.enter_context(torch.autocast(self._device_type, enabled=False))
+        if default != "cpu":  # as it was at loading: `specdec.torch_state`
+            home.enter_context(torch.device("cpu"))
         return home
 
     def _after_fork(self) -> None:

@@ -26,6 +26,7 @@ from specdec.values import short
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
 _EQUAL_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
 """transformers' own attention functions: they differ by rounding."""
+_SAME_IN_TRAINING = (nn.Linear, nn.ModuleList, nn.ModuleDict)
 _MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"
 
@@ -33,9 +34,10 @@ _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …
 def part_in_training(model: nn.Module) -> str | None:
     """Name of a part of the model in training mode, where dropout changes the output; None when there is none.
 
-    Linear layers are the same in both modes and are made in training mode, ours among them.
+    Linear layers and containers are the same in both modes and are made in training mode, ours and slices of a list of
+    layers among them.
     """
-    named = ((name, m) for name, m in model.named_modules() if m.training and not isinstance(m, nn.Linear))
+    named = ((name, m) for name, m in model.named_modules() if m.training and not isinstance(m, _SAME_IN_TRAINING))
     return next((name or type(m).__name__ for name, m in named), None)
 
 

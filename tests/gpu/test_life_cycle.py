@@ -76,3 +76,19 @@ def test_of_two_models_with_graphs_the_second_goes_on_when_the_first_is_closed()
     second.close()
     assert not any(isinstance(m, SiblingLinear) for m in target.modules())
     assert all(hooks_of(m) == (0, 0) for m in target.modules())
+
+
+def test_a_default_device_of_the_callers_changes_nothing() -> None:
+    """It names the GPU, where no generator of the CPU can make a tensor."""
+    target, head = pair(torch.bfloat16)
+    plain = wrapped(target, head, True)
+    tokens = [completion.token_ids for completion in plain.generate(PROMPTS, SHORT)]
+    plain.close()
+    torch.set_default_device("cuda")
+    try:
+        model = wrapped(target, head, True)
+        assert [completion.token_ids for completion in model.generate(PROMPTS, SHORT)] == tokens
+        assert model.refresh() == model.self_test_error
+        model.close()
+    finally:
+        torch.set_default_device(None)

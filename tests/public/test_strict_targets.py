@@ -143,6 +143,19 @@ def test_no_refresh_under_running_requests() -> None:
     assert [u.completion.token_ids for u in stream if u.completion] == [hf_greedy(PROMPT, 6)]
 
 
+def test_a_slice_of_the_layers_is_in_no_mode() -> None:
+    """torch makes such a list anew, and new modules are in training mode; it has no dropout."""
+    model = tiny_llama()
+    model.model.layers = model.model.layers[:3]
+    model.config.num_hidden_layers = 3
+    with torch.no_grad():
+        ids = torch.tensor([PROMPT])
+        own = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False)
+    with load(model) as wrapped:
+        found = wrapped.generate(PROMPT, SamplingParams(max_new_tokens=4))[0].token_ids
+    assert found == own[0, ids.shape[1] :].tolist()
+
+
 def test_a_part_in_training_mode_is_not_wrapped() -> None:
     model = tiny_llama()
     model.model.layers[1].train()

@@ -95,3 +95,22 @@ def test_a_model_by_name_and_its_head(state: str) -> None:
     assert model.device == torch.device("cpu") and model.dtype == torch.float32
     assert answer.token_ids == model.generate("Tom has 3 boxes.", SamplingParams(max_new_tokens=NEW))[0].token_ids
     assert model.self_test_error < EXACT
+
+
+class Careless(torch.nn.Module):
+    """A norm that makes a tensor where the caller's default device is."""
+
+    def __init__(self, norm: torch.nn.Module) -> None:
+        super().__init__()
+        self.norm = norm
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.norm(states) + torch.zeros(states.shape[-1])
+
+
+def test_rounds_of_a_model_that_names_no_device() -> None:
+    model = tiny_llama()
+    model.model.norm = Careless(model.model.norm).eval()
+    with wrap(model, table_head(tiny_llama()), num_speculative_tokens=3) as wrapped, default_device():
+        found = wrapped.generate(PROMPT, SamplingParams(max_new_tokens=NEW))[0].token_ids
+    assert found == hf_greedy(PROMPT, NEW)
