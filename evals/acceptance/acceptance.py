@@ -18,6 +18,7 @@ from evals.runs.provenance import data_facts, model_facts, versions
 from evals.runs.runner import Asking, Configuration
 from evals.runs.store import RunStore
 from evals.runs.worker import Work
+from specdec.interrupts import interrupts_as_they_are
 
 BASELINE = "target alone"
 SCHEMA_VERSION = 1
@@ -66,6 +67,7 @@ def settings(plan: Plan, facts: Json) -> Json:
     return as_json
 
 
+@interrupts_as_they_are()
 def run(executor: Executor, plan: Plan, store: RunStore, report: Report) -> Json:
     """Run the plan, continuing what the store holds, and return the JSON document.
 

@@ -24,6 +24,7 @@ from evals.runs.answers import Answer
 from evals.runs.provenance import model_facts, versions
 from evals.runs.runner import Configuration
 from evals.runs.store import RunStore
+from specdec.interrupts import interrupts_as_they_are
 
 SCHEMA_VERSION = 1
 OWN_TASKS = ("specdec_arithmetic", "specdec_humaneval")
@@ -107,6 +108,7 @@ def _check_generates(name: str, output_type: str) -> None:
         )
 
 
+@interrupts_as_they_are()
 def run(model: Any, facts: Mapping[str, Any], prepared: Prepared, store: RunStore, report: Report) -> Json:
     """Evaluate both configurations and return the document."""
     plan = prepared.plan

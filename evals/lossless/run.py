@@ -19,6 +19,7 @@ from evals.runs.executor import Executor, Report, collect
 from evals.runs.runner import Asking
 from evals.runs.store import RunStore
 from evals.runs.verdict import Verdict, together
+from specdec.interrupts import interrupts_as_they_are
 
 SCHEMA_VERSION = 2
 
@@ -40,6 +41,7 @@ class Check:
         return Plan(self.data, sweep(self.ks), self.asking, self.batch_size, warmup=0)
 
 
+@interrupts_as_they_are()
 def check(executor: Executor, plan: Check, store: RunStore, report: Report, sample_prompts: int = 2) -> Json:
     """Run the check and return its document; `verdict` is one of `Verdict`, `passed` whether it is PASS."""
     document: Json = {

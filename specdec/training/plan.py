@@ -17,6 +17,7 @@ from drafters.training.objective import Features
 from drafters.training.state import FREE_SETTINGS, Save, TrainedHead
 from drafters.training.trainer import TrainingData, TrainResult, train
 from specdec.errors import InvalidInputError
+from specdec.interrupts import interrupts_as_they_are
 from specdec.model import SpeculativeModel
 from specdec.requests.sampling import SamplingParams
 from specdec.requests.stats import pool_requests
@@ -80,6 +81,7 @@ class TrainingPlan(Generic[TrainedHead]):
             release(output)
         claim(output, {**self.settings, **data}, _results(output))
 
+    @interrupts_as_they_are()
     def run(self, answers: AnswerSet, output: Path, console: Console) -> TrainResult:
         """Train; goes on from the newest checkpoint in `output`.
 
