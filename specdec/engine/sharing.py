@@ -36,6 +36,7 @@ from specdec.engine.stats import EngineStats
 from specdec.errors import ClosedModelError, SpecdecError
 from specdec.requests.request import Update
 from specdec.requests.submission import Resumption, Submission
+from specdec.torch_state import has_default_device, no_default_device
 
 _LONGEST_SLEEP = 0.5
 """Seconds after which a sleeping call looks around unasked: an interrupted thread may not have woken it."""
@@ -395,8 +396,8 @@ class SharedEngine:
         """What is a thread's own in torch, the same for every round: devices, stream, no autocast."""
         use_own_threads()
         autocast = torch.is_autocast_enabled(self._device_type)
-        default = torch.get_default_device().type
-        if self._stream is None and not autocast and default == "cpu":
+        default = has_default_device()
+        if self._stream is None and not autocast and not default:
             return nullcontext()
         home = ExitStack()
         if self._stream is not None:
@@ -404,8 +405,8 @@ class SharedEngine:
             home.enter_context(torch.cuda.stream(self._stream))
         if autocast:
             home.enter_context(torch.autocast(self._device_type, enabled=False))
-        if default != "cpu":  # as it was at loading: `specdec.torch_state`
-            home.enter_context(torch.device("cpu"))
+        if default:
+            home.enter_context(no_default_device())
         return home
 
     def _after_fork(self) -> None:
