@@ -12,7 +12,7 @@ from torch.nn.modules import module as of_every_module
 from torch.nn.utils.parametrize import ParametrizationList
 
 _KNOWN = (
-    *("attention", "drafters", "specdec", "evals", "torch", "transformers", "peft", "accelerate"),
+    *("attention", "drafters", "specdec", "torch", "transformers", "peft", "accelerate"),
     *("compressed_tensors", "torchao", "optimum", "bitsandbytes", "kernels", "gptqmodel", "awq"),
 )
 """Packages whose hooks and forwards keep their state in modules, parameters and buffers, where it is seen."""

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 from fakes import LetterTokenizer, eagle3_head, hf_greedy, hooks_of, random_prompts, table_head, tiny_llama, wrap
-from hybrids import tiny_hybrid
 from torch._subclasses.fake_tensor import FakeTensor
 
 from specdec import (
@@ -26,6 +25,7 @@ from specdec import (
     SpeculativeModel,
 )
 from specdec.engine import sharing
+from tests.hybrids import tiny_hybrid
 
 pytestmark = pytest.mark.usefixtures("every_self_test")
 

@@ -257,7 +257,8 @@ def test_pages_of_weights_that_were_replaced_are_not_found(replaced: str) -> Non
     ids = torch.tensor(PROMPTS[:1])
     expected = target.generate(ids, max_new_tokens=NEW, do_sample=False, attention_mask=torch.ones_like(ids))
     assert first.token_ids == second.token_ids == expected[0, ids.shape[1] :].tolist()
-    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 24)
+    unseen = replaced in ("hooked", "forward")  # each call begins an epoch: what these read nobody can see
+    assert (first.stats.cached_tokens, second.stats.cached_tokens) == (0, 0 if unseen else 24)
 
 
 class Named:

@@ -51,7 +51,12 @@ class UsersForward:
 
     def while_inside(self, run: Callable[[], Any]) -> Any:
         """`run`, begun while the forward is in the model's second layer."""
-        hook = self._model.model.layers[1].register_forward_pre_hook(self._pause)
+
+        def pause(module: torch.nn.Module, args: Any) -> None:
+            self._pause()
+
+        pause.__module__ = "peft"  # a hook of which nobody knows what it reads would be refused
+        hook = self._model.model.layers[1].register_forward_pre_hook(pause)
         self._waited_for.clear()
         self._thread.start()
         assert self._inside.wait(60)
@@ -64,7 +69,7 @@ class UsersForward:
         with torch.no_grad():
             self.logits = self._model(torch.tensor([PROMPTS[0]])).logits
 
-    def _pause(self, module: torch.nn.Module, args: Any) -> None:
+    def _pause(self) -> None:
         if threading.current_thread() is self._thread:
             self._inside.set()
             assert self._waited_for.wait(60), "nobody came to the gate"
