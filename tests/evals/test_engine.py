@@ -46,7 +46,7 @@ def verdict(plant: SimpleNamespace, worker: Worker, folder: Path, **more: Any) -
 
 @pytest.mark.slow
 def test_the_engine_passes(plant: SimpleNamespace, worker: Worker, tmp_path: Path) -> None:
-    found = verdict(plant, worker, tmp_path / "run")
+    found = verdict(plant, worker, tmp_path / "run", samples=100)
     assert found["passed"]
     assert found["greedy"]["arms"][0]["identical"] == 8
     assert [fit["arm"] for fit in found["sampled"]["arms"]] == ["target alone", "K=3"]
