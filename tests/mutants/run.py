@@ -46,7 +46,8 @@ _LEAST_LIMIT_S = 60.0
 _LIMIT_FACTOR = 10.0
 """A run that takes so many times as long as without an edit, and at least `_LEAST_LIMIT_S`, hangs: it counts as killed."""
 _PAUSE_S = 0.02
-_SLOWEST_BASELINE_S = 1800.0
+_LIMIT_S = 1800.0
+"""Of a run that there is nothing to compare with."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +267,7 @@ def run_all(tasks: Iterable[tuple[Task, Next]], limit_s: Callable[[Task], float]
 
 def baselines(mutants: Sequence[Mutant], jobs: int) -> dict[tuple[tuple[str, ...], str], Ran]:
     """How each set of tests ends without an edit, by tests and place."""
-    wanted = sorted({(mutant.tests, place) for mutant in mutants for place in PLACES})
+    wanted = sorted({(m.tests, place) for m in mutants for place in PLACES if place == "quick" or m.killed != "quick"})
     found: dict[tuple[tuple[str, ...], str], Ran] = {}
 
     def noting(key: tuple[tuple[str, ...], str]) -> Next:
@@ -276,7 +277,7 @@ def baselines(mutants: Sequence[Mutant], jobs: int) -> dict[tuple[tuple[str, ...
 
         return note
 
-    run_all(((Task(None, *key), noting(key)) for key in wanted), lambda task: _SLOWEST_BASELINE_S, jobs)
+    run_all(((Task(None, *key), noting(key)) for key in wanted), lambda task: _LIMIT_S, jobs)
     return found
 
 
@@ -322,7 +323,8 @@ def judge_all(mutants: Sequence[Mutant], jobs: int) -> list[Judged]:
         print(f"{mark}{len(judged)}/{len(mutants)} {each.mutant.id}: {each.found} ({_short(each.by)})", flush=True)
 
     def limit_s(task: Task) -> float:
-        return max(_LEAST_LIMIT_S, _LIMIT_FACTOR * unedited[task.tests, task.place].seconds)
+        ran = unedited.get((task.tests, task.place))
+        return _LIMIT_S if ran is None else max(_LEAST_LIMIT_S, _LIMIT_FACTOR * ran.seconds)
 
     judgings = [Judging(mutant, done) for mutant in mutants]
     run_all(((judging.first, judging.after) for judging in judgings), limit_s, jobs)
