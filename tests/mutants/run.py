@@ -168,10 +168,12 @@ def _in_child(task: Task, folder: Path) -> None:
     finder, failure, code = None, FirstFailure(), 3
     try:
         import pytest
-        from hypothesis import settings
+        from hypothesis import Phase, settings
 
-        # The same examples in every run, and none remembered: what is found does not depend on runs before.
-        settings.register_profile("mutants", database=None, derandomize=True)
+        # The same examples in every run, and none remembered: what is found does not depend on runs before. That one
+        # fails is enough: searching for a smaller one takes minutes.
+        phases = (Phase.explicit, Phase.generate)
+        settings.register_profile("mutants", database=None, derandomize=True, phases=phases)
         settings.load_profile("mutants")
         if task.mutant is not None:
             finder = EditedFinder(task.mutant)

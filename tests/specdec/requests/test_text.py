@@ -246,3 +246,34 @@ def test_the_space_that_is_dropped_at_the_start_is_no_text(cuts: list[int]) -> N
     """Also where it is spelled as a byte."""
     for ids in ([1 + 0x20, 258], [1 + 0x20, 1 + 0x61, 1 + 0x20, 258], [265, 1 + 0x20, 1 + 0x20, 1 + 0x61]):
         check("byte_fallback", ids, [" "], cuts)
+
+
+@pytest.mark.parametrize("stops", [[], ["xyz"]])
+def test_a_stream_that_goes_back_shows_nothing_twice(stops: list[str]) -> None:
+    """After a failed round a request goes on from what was reported, tokens and characters."""
+    ids = LetterTokenizer()("abcdefgh")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), stops)
+    text.push(ids, 3)
+    assert text.show() == "abc"
+    text.push(ids, 7)
+    assert text.show() == "defg", "of a round that failed after it: never reported"
+    text.rewind(ids[:3], 3)
+    assert text.num_shown == 3 and text.show() == ""
+    other = [*ids[:3], *LetterTokenizer()("mn")["input_ids"]]
+    text.push(other, 5)
+    assert text.show() == "mn" and text.finish(other) == ("abcmn", "")
+
+
+def test_a_stream_that_goes_back_holds_what_may_become_a_stop() -> None:
+    ids = LetterTokenizer()("abxyz")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["xyz"])
+    text.push(ids, 4)
+    assert text.show() == "ab"
+    text.rewind(ids[:4], 2)
+    assert text.show() == "" and text.push(ids, 5) == 5 and text.finish(ids) == ("ab", "")
+
+
+def test_two_stop_strings_cut_at_the_first() -> None:
+    ids = LetterTokenizer()("qqabc")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["bc", "abc"])
+    assert text.push(ids, 5) == 5 and text.finish(ids)[0] == "qq"
