@@ -311,7 +311,7 @@ class WindowsMachine(RuleBasedStateMachine):
 
 
 TestWindows = WindowsMachine.TestCase
-TestWindows.settings = settings(max_examples=examples(100), stateful_step_count=25, deadline=None)
+TestWindows.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
 
 
 def windowed_cache(num_windowed: int = PAGES, **sizes: Any) -> PrefixCache:

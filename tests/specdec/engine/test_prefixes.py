@@ -47,6 +47,7 @@ class Made:
         begin = len(found.pages) * SIZE
         request.row = self.table.open(request.committed, MOST, drafts, 1, params, begin=begin, long=request.long_rope)
         self.prefixes.enter(request, found)
+        request.found = found
         for tables in (self.target, *self.windowed, *([self.head] if drafts else [])):
             tables.extend([request.row], [len(tokens) + 4])
         return request
@@ -79,11 +80,14 @@ def test_rows_that_run_while_all_is_forgotten_leave_nothing(windows: bool) -> No
     made = Made(windows=windows)
     running = made.enter(TEXT[:13])
     made.read(running, 8)
+    other = made.enter(TEXT[20:33])
     assert made.found(TEXT[:13]).num_pages == 2
+    assert made.prefixes.worth_waiting(made.request(TEXT[20:33]), 13, NOTHING)
     made.prefixes.clear()
     assert made.found(TEXT[:13]) == Found(windowed=((),) * windows)
-    waiting = made.request(TEXT[:13])
-    assert not made.prefixes.worth_waiting(waiting, 13, NOTHING)
+    for tokens in (TEXT[:13], TEXT[20:33]):
+        assert not made.prefixes.worth_waiting(made.request(tokens), 13, NOTHING)
+    made.end(other)
     made.read(running, 13)
     made.end(running)
     assert not made.cache.pages.registered_pages() and made.found(TEXT[:13]).num_pages == 0
@@ -98,6 +102,7 @@ def test_rows_that_run_while_all_is_forgotten_leave_nothing(windows: bool) -> No
         (9, 8, 8, 1, (2, 2)),  # the token at 8 is committed: the head's entry at 7 is final
         (8, 11, 11, 1, (2, 1)),  # ended inside its drafts at a page's border: no committed token follows its last one
         (9, 11, 11, 1, (2, 2)),
+        (11, 12, 12, 1, (2, 2)),  # ended one token before a page's border: the token there was dropped
         (13, 12, 8, 1, (3, 2)),  # the head is behind
         (9, 8, 8, 2, (2, 1)),
         (10, 11, 11, 2, (2, 2)),
@@ -225,8 +230,22 @@ def test_modules_owe_no_page_whose_last_entries_need_tokens_after_the_prompt() -
     made = Made(following=2)
     reading = made.enter(TEXT[:8])
     made.read(reading, 5)
-    waiting = made.request(TEXT[:20])
-    assert not made.prefixes.worth_waiting(waiting, 20, made.prefixes.find(waiting, 20))
+    for drafts in (3, 0):
+        waiting = made.request(TEXT[:20], drafts)
+        assert not made.prefixes.worth_waiting(waiting, 20, made.prefixes.find(waiting, 20))
+    made.leave(reading)
+    again = made.enter(TEXT[:8])
+    assert len(again.found.pages) == 1, "all that it may register"
+    assert not made.prefixes.worth_waiting(made.request(TEXT[:20], 0), 20, Found(1, (1,)))
+
+
+def test_nobody_waits_for_a_page_that_is_registered() -> None:
+    """It was not found, because other pages are gone that the next token would see: it will not be."""
+    made = Made()
+    reading = made.enter(TEXT[:16])
+    made.read(reading, 9)
+    assert not made.prefixes.worth_waiting(made.request(TEXT[:16]), 16, Found(1, (1,), (1,)))
+    assert made.prefixes.worth_waiting(made.request(TEXT[:16]), 16, Found(2, (1, 2), (1, 2)))
 
 
 def test_pages_behind_a_window_are_registered_before_they_are_freed() -> None:
