@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from evals.data.datasets import Question
-from evals.lossless.greedy import Judge, Place, first_difference
+from evals.lossless.greedy import Judge, Place, compare_greedy, first_difference
 from evals.lossless.replay import Replay
 from evals.runs.answers import Answer, Turn
 from evals.runs.runner import Configuration
+from evals.runs.verdict import Verdict
+from specdec.requests.stats import RoundRecord
 
 FIRST, SECOND = (70, 71, 72, 73, 74), (80, 81, 82, 83)
 
@@ -78,3 +80,16 @@ def test_near_ties_in_half_precision_are_measured_by_the_best_logit(
         case = (Question("q", ("one?",)), answer(FIRST), Place(0, 0, FIRST[0], 99))
         (verdict,) = Judge(Configuration("k", 2), plant.asking(), (case,))(worker)
         assert verdict.allowed is allowed
+
+
+def test_answers_made_without_drafts_are_equal_and_not_tested(plant: SimpleNamespace) -> None:
+    arms, nobody = (Configuration("alone", 0), Configuration("k", 2)), SimpleNamespace()
+    executor: Any = nobody
+    verdicts = []
+    for rounds in ((), (RoundRecord(2, 1, 2),)):
+        turn = Turn("x", FIRST, "length", 1, 5, rounds)
+        kept = {arm.name: [Answer("0", arm.name, "all", "all", (turn,))] for arm in arms}
+        found = compare_greedy(executor, plant.questions(1), arms, kept, plant.asking())
+        assert found["arms"][0]["identical"] == 1 and found["arms"][0]["drafts"] == 2 * len(rounds)
+        verdicts.append(found["verdict"])
+    assert verdicts == [Verdict.NOT_TESTED, Verdict.PASS]

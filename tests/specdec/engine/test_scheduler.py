@@ -520,3 +520,38 @@ def test_pages_of_generated_tokens_are_found() -> None:
     scheduler.remove(running)
     assert scheduler.prefixes is not None
     assert scheduler.prefixes.cache.find(tokens, False).num_pages == 2
+
+
+def test_a_request_that_leaves_takes_no_surplus_along_and_owes_nothing() -> None:
+    """Its pages stay owned until they were read elsewhere; what it read is found by others; its row is free."""
+    scheduler = Made(num_pages=40, cached=True)
+    schedule = decoding(scheduler, request(0, prompt=9))
+    verified(scheduler, schedule, new_tokens=2)
+    (own,) = scheduler.running
+    tokens = scheduler.table.committed(own.row)
+    pages = scheduler.leave(own)
+    assert [len(each) for each in pages] == [3, 3] and scheduler.computed is not None
+    assert scheduler.idle and own.row == -1 and scheduler.table.num_free == 2
+    assert scheduler.prefixes is not None and scheduler.prefixes.cache.find(tokens, False).num_pages == 2
+    assert [pool.num_used for pool in scheduler.pools()] == [3, 3]
+    waiting = request(1, prompt=20)
+    assert not scheduler.prefixes.worth_waiting(waiting, 20, scheduler.prefixes.find(waiting, 20))
+
+
+def test_pages_behind_a_window_do_not_travel() -> None:
+    scheduler = Made(**WINDOWED)
+    verified(scheduler, decoding(scheduler, request(0, prompt=10)), new_tokens=4)
+    (own,) = scheduler.running
+    assert [len(each) for each in scheduler.leave(own)] == [4, 2, 4], "14 tokens; a query at 14 sees 9 … 14"
+
+
+def test_the_hit_rate_is_of_what_was_found() -> None:
+    """With drafts the last page found is read again: a hit, though not cached."""
+    scheduler = Made(num_pages=40, cached=True)
+    for number in range(2):
+        schedule = decoding(scheduler, request(number, prompt=8))
+        verified(scheduler, schedule, new_tokens=2)
+        scheduler.remove(scheduler.running[0])
+    stats = scheduler._counters.stats
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.cached_tokens) == (16, 8, 4)
+    assert stats.prefix_hit_rate == 0.5

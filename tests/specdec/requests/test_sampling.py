@@ -157,7 +157,17 @@ def test_min_p_alone_is_a_filter() -> None:
 
 
 def test_the_smallest_probabilities_of_a_large_vocabulary_are_drawn() -> None:
-    """In float32 their sum would stop growing."""
+    """Sums rounded to float32 stand still over a hundred tokens of them."""
     weights = torch.full((1, 200_000), 1e-9)
     weights[0, 0] = 1.0
-    assert int(draw(weights, torch.tensor([1 - 2**-24]))[0]) > 100_000
+    cumulative = np.cumsum(weights[0].double().numpy())
+    for uniform in (0.99985, 0.9999, 1 - 2**-24):
+        u = float(np.float32(uniform))
+        right = np.searchsorted(cumulative, u * cumulative[-1], side="right")
+        assert int(draw(weights, torch.tensor([u]))[0]) == right > 100
+
+
+def test_several_greedy_completions_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="n=2 with temperature=0: greedy decoding has one completion"):
+        SamplingParams(n=2)
+    assert SamplingParams(n=2, temperature=0.5).n == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -277,3 +278,25 @@ def test_two_stop_strings_cut_at_the_first() -> None:
     ids = LetterTokenizer()("qqabc")["input_ids"]
     text = TextStream(Vocabulary(LetterTokenizer()), ["bc", "abc"])
     assert text.push(ids, 5) == 5 and text.finish(ids)[0] == "qq"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_short_streams_are_what_the_definition_says(name: str) -> None:
+    """The property above on fixed sequences, for the quick tests."""
+    rng = random.Random(name)
+    for _ in range(60):
+        ids = [rng.choice(COMMON[name]) for _ in range(rng.randrange(1, 14))]
+        ids = [token for token in ids if token != 9999]
+        stops = ["".join(rng.choice(STOPS[name]) for _ in range(rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.4:
+            stops.append(rng.choice((SPECIAL, "a" + SPECIAL, SPECIAL + "b", SPECIAL + SPECIAL)))
+        check(name, ids, stops, [rng.randrange(1, 4) for _ in range(3)])
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "byte_level", "metaspace", "word_piece"])
+def test_windows_of_a_long_answer_join_without_a_seam(name: str) -> None:
+    """Long enough for the window to move several times, at every place of a short cycle of tokens."""
+    rng = random.Random(name)
+    for length in range(3, 9):
+        cycle = [token for token in (rng.choice(COMMON[name]) for _ in range(length)) if token != 9999] or [1]
+        check(name, (cycle * 40)[:90], [], [1 + length % 3])
