@@ -109,3 +109,8 @@ def test_a_prompt_that_goes_on_accepts_nothing() -> None:
     assert accepted_by_row(target, np.array([2, 1])).tolist() == [2, 0, 1]
     every: Any = SimpleNamespace(decided=np.arange(2), start=np.zeros(2))
     assert accepted_by_row(every, np.array([2, 1])).tolist() == [2, 1]
+
+
+def test_accepted_drafts_take_from_what_the_limits_leave() -> None:
+    target: Any = SimpleNamespace(wanted=np.array([3, 3, 3, 0]), room=np.array([4, 4, 2, 9]))
+    assert drafts_after(target, np.array([0, 2, 3, 0])).tolist() == [3, 2, 0, 0]

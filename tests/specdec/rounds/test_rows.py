@@ -99,3 +99,12 @@ def test_committed_tokens_are_a_copy() -> None:
     kept = table.committed(0)
     table.tokens[0] = 0
     assert kept.tolist() == list(range(7))
+
+
+def test_every_sampling_parameter_is_the_requests_own() -> None:
+    table = RowTable(2, 32)
+    for params in (SamplingParams(temperature=0.7, top_k=5, top_p=0.5, min_p=0.25), SamplingParams()):
+        table.open(np.arange(3), 20, 2, 5, params)
+    own = table.sampling(np.array([1, 0]))
+    assert own.temperature.tolist() == [0.0, np.float32(0.7)] and own.top_k.tolist() == [0, 5]
+    assert own.top_p.tolist() == [1.0, 0.5] and own.min_p.tolist() == [0.0, 0.25]
