@@ -6,6 +6,7 @@ import ast
 import tomllib
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,24 +48,25 @@ class Mutant:
         """The file with the edit.
 
         Raises:
-            WrongEntryError: the old text is not found exactly once, or the file with the edit is no Python.
+            WrongEntryError: the old text is not found exactly once.
         """
-        path = ROOT / self.file
-        if not path.is_file():
+        if not (ROOT / self.file).is_file():
             raise WrongEntryError(f"{self.id}: there is no file {self.file}; name the file that has the old text now")
-        text = path.read_text(encoding="utf-8")
+        text = _text_of(self.file)
         found = text.count(self.old)
         if found != 1:
             raise WrongEntryError(
                 f"{self.id}: the old text is found {found} times in {self.file}, it must be found once; give the text "
                 f"as it is now, with enough of its surroundings:\n{self.old}"
             )
-        edited = text.replace(self.old, self.new)
+        return text.replace(self.old, self.new)
+
+    def check_syntax(self) -> None:
+        """Raise WrongEntryError where the file with the edit is no Python: no test would be needed to see that."""
         try:
-            ast.parse(edited)
+            ast.parse(self.source())
         except SyntaxError as error:
             raise WrongEntryError(f"{self.id}: {self.file} with the edit is no Python: {error}") from error
-        return edited
 
     def check(self) -> None:
         """Raise WrongEntryError for an entry that cannot be run, or that does not say what becomes of it."""
@@ -80,6 +82,11 @@ class Mutant:
         missing = [name for name in self.tests if not (ROOT / name).is_file()]
         if missing:
             raise WrongEntryError(f"{self.id}: there are no tests {', '.join(missing)}")
+
+
+@cache
+def _text_of(file: str) -> str:
+    return (ROOT / file).read_text(encoding="utf-8")
 
 
 def read(path: Path = LIST) -> list[Mutant]:

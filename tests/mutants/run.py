@@ -20,7 +20,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -42,7 +44,7 @@ _PRELOADED = (
     "transformers",
     "transformers.models.llama.modeling_llama",
 )
-_LEAST_LIMIT_S = 60.0
+_LEAST_LIMIT_S = 30.0
 _LIMIT_FACTOR = 10.0
 """A run that takes so many times as long as without an edit, and at least `_LEAST_LIMIT_S`, hangs: it counts as killed."""
 _PAUSE_S = 0.02
@@ -110,7 +112,7 @@ class EditedLoader(SourceFileLoader):
         return self._text
 
 
-class EditedFinder:
+class EditedFinder(MetaPathFinder):
     """Finds the one module that is edited; `used` once it was imported."""
 
     def __init__(self, mutant: Mutant) -> None:
@@ -124,7 +126,7 @@ class EditedFinder:
             return None
         spec = PathFinder.find_spec(fullname, path)
         assert spec is not None and spec.origin is not None, f"{fullname} is not found"
-        spec.loader, spec.cached = EditedLoader(fullname, spec.origin, self._text), None
+        spec.loader = EditedLoader(fullname, spec.origin, self._text)
         self.used = True
         return spec
 
@@ -225,10 +227,8 @@ class Running:
 
     def _end_group(self) -> None:
         """Processes that its tests started and left."""
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
     def _ran(self, seconds: float) -> Ran:
         folder = Path(self._folder.name)
@@ -368,8 +368,13 @@ def _as_json(judged: Sequence[Judged]) -> list[dict[str, Any]]:
     return [asdict(each.mutant) | {key: getattr(each, key) for key in keys} for each in judged]
 
 
+def _stop(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the list. Returns 0 when every entry does what it says, else 1."""
+    signal.signal(signal.SIGTERM, _stop)  # so that children are ended, too
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2, help="children at a time")
     parser.add_argument("--only", nargs="*", default=["*"], help="patterns of ids or files")
@@ -379,6 +384,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         every = read(given.list)
         mutants = [m for m in every if any(fnmatch.fnmatch(name, p) for name in (m.id, m.file) for p in given.only)]
+        for mutant in mutants:
+            mutant.check_syntax()
         preload()
         judged = judge_all(mutants, given.jobs)
     except WrongEntryError as error:

@@ -431,6 +431,7 @@ def test_requests_from_other_engines_stand_before_prompts_that_are_read_on(broug
     (arrived,) = scheduler.take_arrived()
     assert (arrived.row, arrived.computed, arrived.num_drafts) == (came.row, 8, brought) and came.arrival is None
     assert not scheduler.take_arrived()
+    assert scheduler.table.begin[came.row] == 0, "modules have read what stands before, and go on there"
 
 
 def test_requests_from_other_engines_are_let_in_while_pages_and_tokens_last() -> None:

@@ -300,3 +300,33 @@ def test_windows_of_a_long_answer_join_without_a_seam(name: str) -> None:
     for length in range(3, 9):
         cycle = [token for token in (rng.choice(COMMON[name]) for _ in range(length)) if token != 9999] or [1]
         check(name, (cycle * 40)[:90], [], [1 + length % 3])
+
+
+def test_a_later_beginning_of_a_stop_string_is_held_back_too() -> None:
+    ids = LetterTokenizer()("acabac")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["abac"])
+    text.push(ids, 3)
+    assert text.show() == "ac", "'aca' is no beginning of 'abac', its last letter is"
+    assert text.push(ids, 6) == 6 and text.finish(ids) == ("ac", "")
+
+
+def test_a_character_after_many_broken_ones_is_not_shown_unfinished() -> None:
+    """Text that never looks finished is final some tokens back: further than a character has bytes."""
+    for length in range(58, 68):
+        ids = [0xE2] * length + [0x82, 0xAC, 0x61]
+        check("byte_level", ids, [], [1])
+        check("byte_level", ids, ["xyz"], [1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "cuts"),
+    [
+        ([258, 258, 258, 258, 131, 131, 258, 258, 131, 258, 131, 258, 131, 258, 258, 33, 258, 258, 33, 33, 131], [], [2, 4, 3]),
+        ([264, 264, 264, 258, 258, 264, 258, 258, 264, 264, 264, 264, 258, 264, 258, 264, 258, 258, 258], ["a \n"], [3, 4, 3]),
+        ([258] * 20 + [1 + 0xE2, 1 + 0x82, 1 + 0xAC, 1 + 0xE2, 258] * 8, [], [1]),
+        ([258] * 20 + [1 + 0xC3, 1 + 0xA9, 1 + 0x20, 1 + 0x61] * 10, ["zz"], [2]),
+    ],
+)
+def test_streams_that_once_went_wrong(ids: list[int], stops: list[str], cuts: list[int]) -> None:
+    """Where a window moves in the midst of bytes, spaces and beginnings of stop strings; found by planted defects."""
+    check("byte_fallback", ids, stops, cuts)
