@@ -1,4 +1,4 @@
-"""The list of mutants is one that can be run: every edit finds its place; what the runner says of a run is what happened."""
+"""The list of mutants can be run: every edit finds its place; what the runner says of a run is what happened."""
 
 from __future__ import annotations
 

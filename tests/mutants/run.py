@@ -1,8 +1,8 @@
 """The mutation run: every edit of the list is made in memory, and the tests named for it must fail.
 
 One process imports torch, transformers and pytest, and nothing of this repository. For each mutant it forks a child,
-which imports the edited file from memory and runs the tests: nothing is written to the source tree. Processes that tests
-start themselves import the file from disk, unedited.
+which imports the edited file from memory and runs the tests: nothing is written to the source tree. Processes that
+tests start themselves import the file from disk, unedited.
 
     python -m tests.mutants.run [--jobs 2] [--only PATTERN …] [--json PATH]
 """
@@ -46,7 +46,7 @@ _PRELOADED = (
 )
 _LEAST_LIMIT_S = 30.0
 _LIMIT_FACTOR = 10.0
-"""A run that takes so many times as long as without an edit, and at least `_LEAST_LIMIT_S`, hangs: it counts as killed."""
+"""A run that takes so many times as long as without an edit, and `_LEAST_LIMIT_S`, hangs: it counts as killed."""
 _PAUSE_S = 0.02
 _LIMIT_S = 1800.0
 """Of a run that there is nothing to compare with."""

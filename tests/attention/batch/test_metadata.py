@@ -98,7 +98,9 @@ def with_groups() -> tuple[HostBatch, StagingArena, Bucket]:
     """Two sliding-window groups beside the first one, on pages of their own."""
     own = rows_batch(np.array([0, 2, 3]), np.array([400, 9]), np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
     tables = [np.arange(begin, begin + 60, dtype=np.int32).reshape(2, 30) for begin in (100, 200)]
-    groups = tuple(windowed_batch(own, table, np.array([0, 1]), window) for table, window in zip(tables, (32, 100), strict=True))
+    groups = tuple(
+        windowed_batch(own, table, np.array([0, 1]), window) for table, window in zip(tables, (32, 100), strict=True)
+    )
     batch = replace(own, other_groups=groups)
     bucket = bucket_of(**batch_sizes("batch", 2, 3, 30), **group_sizes("batch", (40, 40)))
     return batch, StagingArena([*batch_fields("batch"), *group_fields("batch", 2)], bucket, CPU), bucket

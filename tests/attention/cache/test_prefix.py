@@ -339,7 +339,9 @@ def test_what_was_forgotten_may_be_evicted_no_more() -> None:
     cache.validate()
 
 
-@pytest.mark.parametrize(("gone", "left"), [([], 3), ([2], 1), ([1], 3), ([0, 1], 3), ([1, 2], 1), ([0, 2], 0), ([0, 1, 2], 0)])
+@pytest.mark.parametrize(
+    ("gone", "left"), [([], 3), ([2], 1), ([1], 3), ([0, 1], 3), ([1, 2], 1), ([0, 2], 0), ([0, 1, 2], 0)]
+)
 def test_as_many_pages_are_found_as_have_all_that_the_next_token_sees(gone: list[int], left: int) -> None:
     """The window of 4 sees from page n - 1 and a token of page n - 2 … on, so of pages 1 … n the last one or two."""
     cache = windowed_cache()
@@ -442,7 +444,7 @@ def test_what_a_request_without_drafts_uses_is_not_evicted_before_what_nobody_do
 
 
 def test_pages_that_only_go_on_differently_count_as_found() -> None:
-    """With three tokens on which a head's entry depends, two pages of two are read again; those that a head has read."""
+    """With three tokens on which a head's entry depends, two pages of two are read again, if a head has read them."""
     cache = PrefixCache(SIZE, PAGES, PAGES, 3)
     assert cache.head_pages is not None
     ids = np.array([1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6], np.int32)

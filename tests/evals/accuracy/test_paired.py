@@ -12,7 +12,7 @@ pytest.importorskip("scipy")
 
 
 def test_a_worked_interval() -> None:
-    """100 questions, 12 right in a alone and 5 in b alone: Agresti and Min add two questions, half a one to each cell."""
+    """100 questions, 12 right in a alone and 5 in b alone: Agresti and Min add half a question to each cell."""
     a = [True] * 12 + [False] * 5 + [True] * 60 + [False] * 23
     b = [False] * 12 + [True] * 5 + [True] * 60 + [False] * 23
     found = paired_accuracy(a, b)

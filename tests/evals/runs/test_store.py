@@ -65,7 +65,10 @@ def test_a_last_line_that_was_cut_off_is_dropped_and_written_over(tmp_path: Path
     lines = tmp_path / "run" / "answers.jsonl"
     whole = lines.read_bytes()
     lines.write_bytes(whole[:-5])
-    with pytest.warns(match=r"answers.jsonl:2: the last line was cut off"), RunStore(tmp_path / "run", {"k": 1}) as store:
+    with (
+        pytest.warns(match=r"answers.jsonl:2: the last line was cut off"),
+        RunStore(tmp_path / "run", {"k": 1}) as store,
+    ):
         assert list(store.answers) == [("1", "arm")]
         store.add([answer("2")])
     assert lines.read_bytes() == whole

@@ -69,7 +69,11 @@ def test_greedy_rows_are_judged_by_their_own_logits() -> None:
     greedy = torch.tensor([7, 8, 9, 7, 6, 5])
     result = judge_greedy(greedy, round_, Draft(torch.tensor([[7, 1], [7, 0]]), None))
     assert result.num_accepted.tolist() == [1, 1, 0]
-    assert result.tokens[:, :2].tolist() == [[7, 8], [7, 6], [5, 0]] and result.drafts.tolist() == [[7, 1], [7, 0], [0, 0]]
+    assert result.tokens[:, :2].tolist() == [[7, 8], [7, 6], [5, 0]] and result.drafts.tolist() == [
+        [7, 1],
+        [7, 0],
+        [0, 0],
+    ]
 
 
 def test_sampled_acceptance_is_given_each_rows_p_q_and_uniforms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,7 +89,7 @@ def test_an_interrupt_loses_no_token_and_reports_none_twice(model: Any, rounds: 
     engine.arrange(numbers)  # as those of one call are
     numbers.append(engine.submit(PROMPTS[2], PARAMS))
     streamed: dict[int, list[int]] = {n: [] for n in numbers}
-    texts = {n: "" for n in numbers}
+    texts = dict.fromkeys(numbers, "")
 
     def interrupt() -> None:
         engine.meanwhile.clear()

@@ -119,7 +119,10 @@ def test_pages_reserved_for_one_round_are_not_those_of_another() -> None:
     assert engine.before_commit([2, 1], TOKENS) is not None
     plain = engine.current(Verification)
     assert engine.lookahead.before_read(plain) is None
-    assert engine.lookahead.before_commit(plain, Outcome(np.array([2, 1]), np.array(TOKENS), np.array(TOKENS)), DRAFT) is None
+    assert (
+        engine.lookahead.before_commit(plain, Outcome(np.array([2, 1]), np.array(TOKENS), np.array(TOKENS)), DRAFT)
+        is None
+    )
 
 
 def test_a_chained_round_is_launched_before_the_read() -> None:

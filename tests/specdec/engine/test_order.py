@@ -135,4 +135,6 @@ def test_a_request_as_long_as_the_rows_share_of_all_begins_at_once() -> None:
     """Two rows, 5 + 1 + 1 + 1 tokens: shared evenly all is done at 4, but nothing is before 5, whoever begins when."""
     assert admission_order([1, 1, 1, 5], 2) == [3, 0, 1, 2]
     assert admission_order([1, 1, 1, 3], 2) == [3, 0, 1, 2]
-    assert admission_order([1, 1, 6, 9], 3) == [3, 0, 1, 2], "all is done at 9 at best: 6 may wait, though 17/3 are less"
+    assert admission_order([1, 1, 6, 9], 3) == [3, 0, 1, 2], (
+        "all is done at 9 at best: 6 may wait, though 17/3 are less"
+    )

@@ -85,7 +85,15 @@ def test_the_example_in_the_docstring() -> None:
 
 def test_every_logits_row_finds_its_token_in_the_result() -> None:
     """Results have a column more than the most drafts of a row, whatever its own."""
-    assert ahead_inputs(target_of([(5, 1, 3), (4, 1, 1), (3, 1, 0)], 16)).token_sources.tolist() == [0, 1, 2, 3, 4, 5, 8]
+    assert ahead_inputs(target_of([(5, 1, 3), (4, 1, 1), (3, 1, 0)], 16)).token_sources.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+    ]
 
 
 def test_later_modules_write_nothing_before_a_requests_own_beginning() -> None:

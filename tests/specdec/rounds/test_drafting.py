@@ -79,7 +79,7 @@ def test_what_is_known_before_the_commit_is_what_the_scheduler_finds_after_it(
 
 
 def test_the_head_reads_no_prompt_of_a_request_without_drafts_and_no_drafts_that_arrived() -> None:
-    """Row 0 drafts; row 1 reads on without drafts, row 2 with them; row 3 has brought its drafts from another engine."""
+    """Row 0 drafts; row 1 reads on without drafts, row 2 with them; row 3 has brought its own from another engine."""
     table = table_of([12, 30, 30, 9], [11, 16, 8, 8])
     table.drafts[1] = 0
     rows = np.array([0, 1, 2])

@@ -18,7 +18,7 @@ K = 3
 
 
 def round_() -> SamplingRound:
-    """Rows 2, 0 and 1 of a table: two decided, one of them with drafts; the token after the committed ones is at `first`."""
+    """Rows 2, 0 and 1 of a table: two decided, one of them with drafts."""
     table = RowTable(3, 32)
     for key, temperature in zip(KEYS, TEMPERATURES, strict=True):
         table.open(np.arange(4), 20, K, key, SamplingParams(temperature=temperature))

@@ -56,7 +56,11 @@ COLUMNS = ("length", "computed", "folded", "begin", "head_computed", "prefill", 
 def columns(table: RowTable, row: int) -> dict[str, object]:
     own: dict[str, object] = {name: getattr(table, name)[row].item() for name in (*COLUMNS, "previous", "key")}
     sampling = {name: values[row].item() for name, values in vars(table.sampling(np.arange(2))).items()}
-    return own | sampling | {"eos": [e for e in table.eos[row].tolist() if e >= 0], "tokens": table.committed(row).tolist()}
+    return (
+        own
+        | sampling
+        | {"eos": [e for e in table.eos[row].tolist() if e >= 0], "tokens": table.committed(row).tolist()}
+    )
 
 
 def test_a_row_used_again_is_a_new_one_in_every_column() -> None:

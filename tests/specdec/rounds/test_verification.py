@@ -124,7 +124,9 @@ def test_the_round_after_one_of_bonus_tokens_is_that_after_its_commit(rows: list
 @pytest.mark.parametrize(
     ("start", "told"), [([3, 0], [True, False]), ([7, 8], [True, False]), ([8, 3], None), ([9, 12], None)]
 )
-def test_only_rows_that_read_positions_with_other_factors_are_told_so(start: list[int], told: list[bool] | None) -> None:
+def test_only_rows_that_read_positions_with_other_factors_are_told_so(
+    start: list[int], told: list[bool] | None
+) -> None:
     """Row 0 has long factors from its first token on, row 1 has not; positions from 8 on have them anyway."""
     table = RowTable(2, MOST)
     for computed, long in zip(start, (True, False), strict=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterator
-from dataclasses import replace, fields
+from dataclasses import fields, replace
 from itertools import combinations
 
 import numpy as np
@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 
 import attention.batch.transforms.decode_first
 from attention.batch.host import HostBatch, rows_batch
-from attention.batch.transforms.windowed import windowed_batch
 from attention.batch.transforms.decode_first import decode_first_swaps, swapped, token_order
+from attention.batch.transforms.windowed import windowed_batch
 from attention.errors import InvalidInputError
 
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7)

@@ -14,7 +14,7 @@ from drafters.loops.chain.run import draft_chain
 
 
 class Head:
-    """Vectors are one number. The n-th call gives 1000·n, 1000·n + 1, …; feedback adds 7; draft id d is target id d + 50."""
+    """Vectors are one number. The n-th call gives 1000·n, 1000·n + 1, …; feedback adds 7; draft id d is d + 50."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[list[int], list[float], Any]] = []

@@ -82,7 +82,7 @@ def test_the_examples_in_the_docstrings() -> None:
 def test_rows_before_a_requests_own_beginning_are_on_the_null_page(
     rows: list[tuple[int, int, int]], module: int
 ) -> None:
-    """What stands before it, on pages of the prefix cache, is another's: module m reads it, and writes nothing there."""
+    """What stands before it, on pages of the prefix cache, is another's: module m reads it, and never writes it."""
     begins, read, lens = (np.array(x) for x in zip(*rows, strict=True))
     starts = np.concatenate([[0], np.cumsum(lens)])
     batch = shifted_batch(module, starts, begins + read, TABLE[: len(rows)], 4, begins)

@@ -1,4 +1,4 @@
-"""Which module reads what in a loop of several: tokens, vectors, cache layers. Modules that write down what they are given."""
+"""Which module reads what in a loop of several: tokens, vectors, cache layers. Its modules note what they are given."""
 
 from __future__ import annotations
 
