@@ -24,6 +24,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from os import _exit
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -186,7 +187,7 @@ def _in_child(task: Task, folder: Path) -> None:
         used = finder is None or finder.used
         (folder / "result").write_text(json.dumps({"code": code, "by": failure.name, "used": used}))
         sys.stdout.flush()
-        os._exit(0)
+        _exit(0)
 
 
 _VERDICTS = {0: "passed", 1: "failed", 2: "not importable", 5: "no tests"}

@@ -16,6 +16,7 @@ from specdec.config import EngineConfig, WindowedPool
 from specdec.engine.aside import put_aside
 from specdec.engine.prefixes import Prefixes
 from specdec.engine.scheduler import Scheduler, windowed_tables
+from specdec.engine.stats import Counters
 from specdec.requests.moved import Arrival
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
@@ -45,7 +46,16 @@ class Made(Scheduler):
         pages, head_pages = (BlockTables(n, max_num_seqs, 32, PAGE, own) for n, own in sizes)
         prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
         windowed = [windowed_tables(config, pool) for pool in config.windowed]
-        super().__init__(config, self.table, pages, head_pages, num_modules, windowed, prefixes=prefixes)
+        self.counted = Counters()
+        own: dict[str, Any] = {"prefixes": prefixes, "counters": self.counted}
+        super().__init__(config, self.table, pages, head_pages, num_modules, windowed, **own)
+
+    def narrow(self, **sizes: int) -> None:
+        """From now on with these sizes."""
+        self._config = replace(self._config, **sizes)
+
+    def preempt(self, request: Request) -> None:
+        self._preempt(request)
 
 
 def request(number: int, prompt: int, new: int = 20, num_drafts: int = 3, **options: Any) -> Request:
@@ -347,7 +357,7 @@ def test_a_prompt_that_finds_no_budget_is_not_in_the_round() -> None:
     verified(scheduler, schedule)
     schedule = scheduled(scheduler)
     assert schedule.num_new.tolist() == [1, 1, 4]
-    scheduler._config = replace(scheduler._config, max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler.narrow(max_num_seqs=2, max_num_batched_tokens=8)
     verified(scheduler, schedule)
     assert scheduled(scheduler).rows.tolist() == schedule.rows[:2].tolist()
 
@@ -440,7 +450,7 @@ def test_requests_from_other_engines_are_let_in_while_pages_and_tokens_last() ->
     scheduler.waiting.extend(arriving(scheduler, n, 5, 0) for n in range(3))
     assert len(scheduled(scheduler).rows) == 1
     scheduler = Made(num_pages=40, max_num_seqs=3, budget=12)
-    scheduler._config = replace(scheduler._config, max_num_seqs=1, max_num_batched_tokens=6)
+    scheduler.narrow(max_num_seqs=1, max_num_batched_tokens=6)
     scheduler.waiting.extend(arriving(scheduler, n, 6, 3) for n in range(2))
     assert scheduled(scheduler).num_drafts.tolist() == [3]
 
@@ -506,10 +516,10 @@ def test_what_a_request_found_is_what_it_found_at_first() -> None:
     (running,) = scheduler.running
     admitted = running.times.admitted
     verified(scheduler, schedule)
-    scheduler._preempt(running)
+    scheduler.preempt(running)
     scheduled(scheduler)
     assert running.row >= 0 and (running.prefix_hit_tokens, running.cached_tokens) == (0, 0)
-    assert running.times.admitted == admitted and scheduler._counters.stats.prefix_query_tokens == 9
+    assert running.times.admitted == admitted and scheduler.counted.stats.prefix_query_tokens == 9
 
 
 def test_pages_of_generated_tokens_are_found() -> None:
@@ -553,6 +563,6 @@ def test_the_hit_rate_is_of_what_was_found() -> None:
         schedule = decoding(scheduler, request(number, prompt=8))
         verified(scheduler, schedule, new_tokens=2)
         scheduler.remove(scheduler.running[0])
-    stats = scheduler._counters.stats
+    stats = scheduler.counted.stats
     assert (stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.cached_tokens) == (16, 8, 4)
     assert stats.prefix_hit_rate == 0.5

@@ -62,9 +62,21 @@ class Engine:
         return "usage"
 
 
-def shared_over(engine: Engine) -> SharedEngine:
+class Shared(SharedEngine):
+    """One that can be looked into."""
+
+    @property
+    def calls(self) -> Any:
+        return self._calls
+
+    def deliver_again(self) -> None:
+        """As after an interrupt."""
+        self._delivered = []
+
+
+def shared_over(engine: Engine) -> Shared:
     own: Any = engine
-    return SharedEngine(own, torch.device("cpu"))
+    return Shared(own, torch.device("cpu"))
 
 
 def asked(*prompts: str) -> Any:
@@ -76,7 +88,7 @@ def update(number: int, token: int, last: bool = False) -> Update:
     return Update(number, [token], "", DONE if last else None)
 
 
-def drained(shared: SharedEngine, call: Any) -> list[tuple[int, int]]:
+def drained(shared: Shared, call: Any) -> list[tuple[int, int]]:
     found = []
     while (one := shared.next(call)) is not None:
         found.append((one[0], one[1].token_ids[0]))
@@ -89,7 +101,7 @@ def test_every_call_gets_its_own_updates_and_is_forgotten_at_its_end() -> None:
     first, second = shared.submit(asked("a", "b")), shared.submit(asked("c"))
     assert drained(shared, second) == [(0, 2), (0, 4)] and engine.log == ["arrange [0, 1]", "step", "step"]
     assert drained(shared, first) == [(0, 1), (1, 3), (0, 5)]
-    assert engine.log[1:] == ["step"] * 3 and not shared._calls and not engine.aborted
+    assert engine.log[1:] == ["step"] * 3 and not shared.calls and not engine.aborted
 
 
 def test_requests_of_a_call_that_is_refused_are_ended() -> None:
@@ -115,7 +127,7 @@ def test_a_call_abandoned_while_others_are_ended_is_ended_too() -> None:
 
     engine.abort = aborting  # type: ignore[method-assign]
     shared.abandon(first)
-    assert engine.aborted == [0, 1] and not shared._calls
+    assert engine.aborted == [0, 1] and not shared.calls
 
 
 def test_a_refused_call_empties_the_prefix_cache_after_its_round_and_no_other() -> None:
@@ -163,7 +175,7 @@ def test_what_was_reported_before_close_is_handed_out() -> None:
         with pytest.raises(ClosedModelError, match="closed while this request was running"):
             shared.next(call)
         assert not call.places
-    assert not shared._calls and shared.stats == engine.stats
+    assert not shared.calls and shared.stats == engine.stats
     with pytest.raises(ClosedModelError, match="is closed"):
         shared.check_open()
 
@@ -174,7 +186,7 @@ def test_an_update_is_handed_out_once() -> None:
     shared = shared_over(engine)
     call = shared.submit(asked("a"))
     assert shared.next(call) == (0, update(0, 1))
-    shared._delivered = []
+    shared.deliver_again()
     assert drained(shared, call) == [(0, 2)]
 
 
