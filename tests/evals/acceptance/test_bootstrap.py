@@ -9,7 +9,7 @@ from evals.acceptance.bootstrap import LEVEL, Resampling
 from evals.acceptance.metrics import Metric
 
 MEAN = Metric("mean", "mean", "of a column", ("total",), ("questions",))
-QUESTIONS, DRAWS = 400, 20_000
+QUESTIONS, DRAWS = 200, 8_000
 
 
 def columns(values: np.ndarray) -> dict[str, np.ndarray]:
