@@ -9,9 +9,9 @@ JOBS ?= $(shell nproc)
 # Each worker has half of the tests in their order, and takes from another when it is done: what modules share is made once.
 PYTEST := $(BIN)/python -m pytest -q -n auto --dist worksteal
 # Test modules are compiled by pytest (its assertions), 4 s of each worker: kept for the next run whatever the shell says.
-test test-all test-quick: export PYTHONDONTWRITEBYTECODE =
+test test-all test-quick mutants: export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-quick sweep lint clean
+.PHONY: demo test test-all test-quick mutants sweep lint clean
 
 demo: $(RUN)
 	$(BIN)/python examples/demo.py
@@ -24,6 +24,10 @@ test-all: $(DEV)
 
 test-quick: $(DEV)
 	$(PYTEST) -m "not slow and not long"
+
+# Edits of tests/mutants/mutants.toml, each made in memory: the tests named for it must fail.
+mutants: $(DEV)
+	$(BIN)/python -m tests.mutants.run --jobs $(JOBS) --json build/mutants.json
 
 sweep: $(DEV)
 	$(BIN)/python -m benchmarks.sweep --jobs $(JOBS) --out benchmarks/results/sweep.json

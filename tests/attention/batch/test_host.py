@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attention.backends.reference import TorchBackend
-from attention.batch.host import HostBatch, flat_pages, rows_batch, slots_of
+from attention.batch.host import HostBatch, flat_pages, offsets_within, rows_batch, slots_of
 from attention.batch.metadata import single_batch_arena, stage
 from attention.cache.kv_cache import CacheGroup
 from attention.checking import check_mode
@@ -153,3 +153,8 @@ def test_a_page_beyond_the_pool_is_refused_by_builder_and_check_mode(page: int) 
         runner.plan(metadata)
     with check_mode(True), pytest.raises(InvariantError, match=f"page {page} in the block table"):
         runner.plan(metadata)
+
+
+def test_offsets_count_from_zero_in_every_row() -> None:
+    assert offsets_within(np.array([2, 0, 3, 1])).tolist() == [0, 1, 0, 1, 2, 0]
+    assert offsets_within(np.array([], np.int64)).tolist() == []

@@ -48,3 +48,19 @@ def test_over_another_block_table_the_buffers_stay() -> None:
     assert other.block_table.tolist() == (TABLE + 7).tolist()
     found.seq_lens[...] += 1
     assert other.seq_lens.tolist() == found.seq_lens.tolist()
+
+
+def test_lengths_and_last_pages_follow_the_buffers_too() -> None:
+    """Rows of other query lengths, that end elsewhere on their pages."""
+    first = rows_batch(np.array([0, 2, 4]), np.array([0, 5]), TABLE, 4)
+    second = rows_batch(np.array([0, 3, 4]), np.array([1, 6]), TABLE, 4)
+    found = live(first)
+    assert_same(found, first)
+    for field in fields(HostBatch):
+        buffer = getattr(found, field.name)
+        if isinstance(buffer, np.ndarray):
+            buffer[...] = getattr(second, field.name)
+    found.page_indptr[...] = second.page_indptr
+    assert_same(found, second)
+    for name in ("query_lens", "last_page_len"):
+        assert getattr(first, name).tolist() != getattr(second, name).tolist()

@@ -9,18 +9,21 @@ import pytest
 import torch
 
 from attention.backends.reference import TorchBackend
-from attention.batch.host import rows_batch
+from attention.batch.host import HostBatch, rows_batch
 from attention.batch.metadata import (
     BATCH_FIELDS,
     batch_arrays,
     batch_fields,
     batch_sizes,
+    group_fields,
+    group_sizes,
     single_batch_arena,
     stage,
     with_rows,
 )
-from attention.batch.staging import StagingArena, bucket_of
+from attention.batch.staging import Bucket, StagingArena, bucket_of
 from attention.batch.transforms.local_attention import local_attention
+from attention.batch.transforms.windowed import windowed_batch
 from attention.cache.kv_cache import CacheGroup
 from attention.errors import InvariantError, StaleMetadataError
 from attention.runner import GroupRunner
@@ -89,3 +92,34 @@ def test_attending_with_stale_metadata_raises() -> None:
         stage(BATCH, arena, bucket)
     with pytest.raises(StaleMetadataError):
         runner.attend(planned, 0, states, states, states)
+
+
+def with_groups() -> tuple[HostBatch, StagingArena, Bucket]:
+    """Two sliding-window groups beside the first one, on pages of their own."""
+    own = rows_batch(np.array([0, 2, 3]), np.array([400, 9]), np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
+    tables = [np.arange(begin, begin + 60, dtype=np.int32).reshape(2, 30) for begin in (100, 200)]
+    groups = tuple(
+        windowed_batch(own, table, np.array([0, 1]), window) for table, window in zip(tables, (32, 100), strict=True)
+    )
+    batch = replace(own, other_groups=groups)
+    bucket = bucket_of(**batch_sizes("batch", 2, 3, 30), **group_sizes("batch", (40, 40)))
+    return batch, StagingArena([*batch_fields("batch"), *group_fields("batch", 2)], bucket, CPU), bucket
+
+
+def test_every_group_has_slots_and_pages_of_its_own_and_shares_all_else() -> None:
+    batch, arena, bucket = with_groups()
+    metadata = stage(batch, arena, bucket)
+    assert arena.generation == 1 and len(metadata.other_groups) == 2
+    for group, host in zip(metadata.other_groups, batch.other_groups, strict=True):
+        assert group.host is host and group.block_table is None
+        for name in ("slot_mapping", "page_indices", "page_indptr"):
+            assert getattr(group, name).tolist() == getattr(host, name).tolist()
+            assert getattr(group, name).tolist() != getattr(metadata, name).tolist()
+        assert group.positions is metadata.positions and group.seq_lens is metadata.seq_lens
+
+
+def test_staging_validates_every_group() -> None:
+    batch, arena, bucket = with_groups()
+    batch.other_groups[1].slot_mapping[0] += 1
+    with pytest.raises(InvariantError, match="neither the one its row owns"):
+        stage(batch, arena, bucket)

@@ -99,6 +99,9 @@ def test_a_bucket_larger_than_the_arena_is_refused() -> None:
     arena = StagingArena(FIELDS, BIG, CPU)
     with pytest.raises(InvalidInputError, match="the arena has"):
         arena.send(bucket_of(tokens=4000, rows=6, pages=5), arrays(1, 1, 1))
+    most = dict(BIG)
+    with pytest.raises(InvalidInputError, match="the arena has"):
+        arena.send(bucket_of(**{**most, "tokens": most["tokens"] + 64}), arrays(1, 1, 1))
 
 
 def test_views_are_stale_once_the_ring_came_around() -> None:

@@ -47,3 +47,9 @@ def test_a_table_that_is_large_enough_is_not_copied() -> None:
     table = np.ones((2, 3), np.int32)
     assert covering(table, 2, 3) is table and covering(table, 2, 1) is table
     assert covering(table, 3, 3) is not table
+
+
+def test_a_table_that_is_too_narrow_is_widened_by_the_null_page() -> None:
+    table = np.array([[7, 9], [3, 4]], np.int32)
+    assert covering(table, 2, 3).tolist() == [[7, 9, 0], [3, 4, 0]]
+    assert covering(table, 3, 1).tolist() == [[7, 9], [3, 4], [0, 0]]

@@ -156,3 +156,10 @@ def test_a_defect_is_found_by_the_next_resize() -> None:
 
 def test_unused_entries_are_the_null_page() -> None:
     assert np.array_equal(filled().table[2:], np.zeros((2, 7)))
+
+
+def test_what_is_used_is_what_rows_hold() -> None:
+    tables = BlockTables(NUM_PAGES, ROWS, MOST, PAGE_SIZE)
+    assert tables.num_used == 0
+    tables.resize([0, 2], [9, 4])
+    assert tables.num_used == 4 == NUM_PAGES - 1 - tables.allocator.num_free

@@ -16,6 +16,7 @@ import attention.cache.prefix
 from attention.cache.pages import BlockTables
 from attention.cache.prefix import NOTHING, Found, PrefixCache
 from attention.cache.shared import SharedPages
+from attention.cache.windowed import WindowedTables
 from attention.errors import InvariantError, OutOfPagesError
 
 SIZE, ROWS, PAGES, MOST = 2, 3, 9, 12
@@ -227,3 +228,248 @@ def test_the_checkers_find_planted_defects() -> None:
     shared.allocate(1)
     with pytest.raises(InvariantError, match="1 pages are lost"):
         BlockTables(4, 1, 4, 2, shared).validate()
+
+
+WINDOW, NEAR = 3, 7
+
+
+class WindowsMachine(RuleBasedStateMachine):
+    """Without a head, and with a group of sliding-window layers that has fewer pages than the target's others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = PrefixCache(SIZE, PAGES, windows=[(WINDOW, NEAR)])
+        self.target = BlockTables(PAGES, ROWS, MOST, SIZE, self.cache.pages)
+        self.near = WindowedTables(NEAR, ROWS, MOST, SIZE, WINDOW, self.cache.windowed[0])
+        self.notes: tuple[dict[int, tuple[int, ...]], ...] = ({}, {})
+        self.rows: dict[int, tuple[int, ...]] = {}
+
+    @precondition(lambda self: len(self.rows) < ROWS)
+    @rule(tokens=st.lists(st.integers(0, 1), min_size=1, max_size=MOST))
+    def enter(self, tokens: list[int]) -> None:
+        """A request begins with what is found, and what it finds is its own tokens'."""
+        found = self.cache.find(np.array(tokens, np.int32), False)
+        own = self.target.pages_for(len(tokens)) - len(found.pages)
+        idle, pools = self.cache.num_idle(found), (self.cache.pages, self.cache.windowed[0])
+        if any(own + held > pool.num_free for held, pool in zip(idle, pools, strict=True)):
+            return
+        row = min(set(range(ROWS)) - self.rows.keys())
+        first = self.near.first_needed(len(found.pages) * SIZE)
+        assert len(found.windowed[0]) == len(found.pages) - min(first, len(found.pages)), "what the next token sees"
+        self.cache.hold(found)
+        self.target.begin(row, found.pages)
+        self.near.begin_behind(row, found.windowed[0], len(found.pages))
+        self.rows[row] = tuple(tokens)
+        for tables, notes, begin in ((self.target, self.notes[0], 0), (self.near, self.notes[1], first)):
+            for i, page in enumerate(tables.pages_of(row)[begin:], begin):
+                assert notes[page] == tuple(tokens[: (i + 1) * SIZE])
+            tables.extend([row], [len(tokens)])
+            written = tables.pages_of(row)[len(found.pages) :]
+            tables.allocator.check_writable(written)  # type: ignore[attr-defined]
+            notes.update({page: tuple(tokens[: (i + 1) * SIZE]) for i, page in enumerate(written, len(found.pages))})
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def register(self, data: st.DataObject) -> None:
+        """Then one like it finds all of its whole pages: its own last ones are what the next token sees."""
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        ids, whole = np.array(self.rows[row], np.int32), len(self.rows[row]) // SIZE
+        self.cache.register(ids, self.target.pages_of(row)[:whole], [])
+        self.cache.register_windowed(ids, 0, 0, self.near.pages_of(row)[:whole], False)
+        found = self.cache.find(np.append(ids, np.int32(7)), False)
+        assert len(found.pages) == found.num_pages == whole
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def move(self, data: st.DataObject) -> None:
+        """The window moves to the row's end; what is freed was registered before."""
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        ids = np.array(self.rows[row], np.int32)
+        first, pages = self.near.to_be_freed(row, len(ids))
+        self.cache.register_windowed(ids, 0, first, pages, False)
+        self.near.free_behind(np.array([row]), np.array([len(ids)]))
+
+    @precondition(lambda self: self.rows)
+    @rule(data=st.data())
+    def leave(self, data: st.DataObject) -> None:
+        row = data.draw(st.sampled_from(sorted(self.rows)))
+        del self.rows[row]
+        self.target.release(row)
+        self.near.release(row)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+        assert self.cache.find(np.zeros(MOST, np.int32), False).num_pages == 0
+        assert not self.cache.windowed[0].registered_pages() and not self.cache.pages.registered_pages()
+
+    @invariant()
+    def every_page_has_its_holders(self) -> None:
+        self.target.validate()
+        self.near.validate()
+        self.cache.validate()
+
+
+TestWindows = WindowsMachine.TestCase
+TestWindows.settings = settings(max_examples=examples(60), stateful_step_count=20, deadline=None)
+
+
+def windowed_cache(num_windowed: int = PAGES, **sizes: Any) -> PrefixCache:
+    """Pages 1, 2, 3 of the target and of a group whose window reaches two pages back hold [1, 1], [2, 2], [3, 3]."""
+    cache = PrefixCache(SIZE, PAGES, windows=[(4, num_windowed)], **sizes)
+    for pages in (cache.pages, cache.windowed[0]):
+        assert pages.allocate(3) == [1, 2, 3]
+    return cache
+
+
+TOKENS = np.array([1, 1, 2, 2, 3, 3], np.int32)
+NEXT = np.array([1, 1, 2, 2, 3, 3, 9], np.int32)
+
+
+def test_what_was_forgotten_may_be_evicted_no_more() -> None:
+    """After `clear` a page of a group of windows is as free as any, and nothing refers to it."""
+    cache = windowed_cache()
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 0, [1, 2, 3], False)
+    cache.clear()
+    cache.validate()
+    for pages in (cache.pages, cache.windowed[0]):
+        pages.release([1, 2, 3])
+        assert not pages.idle_pages() and len(pages.allocate(PAGES - 1)) == PAGES - 1
+    cache.validate()
+
+
+@pytest.mark.parametrize(
+    ("gone", "left"), [([], 3), ([2], 1), ([1], 3), ([0, 1], 3), ([1, 2], 1), ([0, 2], 0), ([0, 1, 2], 0)]
+)
+def test_as_many_pages_are_found_as_have_all_that_the_next_token_sees(gone: list[int], left: int) -> None:
+    """The window of 4 sees from page n - 1 and a token of page n - 2 … on, so of pages 1 … n the last one or two."""
+    cache = windowed_cache()
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 0, [0 if i in gone else i + 1 for i in range(3)], False)
+    right = max(n for n in range(4) if not set(gone) & set(range(max((2 * n - 3) // 2, 0), n)))
+    found = cache.find(NEXT, False)
+    assert (len(found.pages), found.num_pages) == (right, right if gone and right < 3 else 3)
+    first = max((2 * right - 3) // 2, 0)
+    assert found.windowed == (tuple(range(first + 1, right + 1)),)
+
+
+def test_windowed_pages_are_registered_from_where_they_begin() -> None:
+    cache = windowed_cache()
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 1, [2, 3], False)
+    assert cache.windowed[0].registered_pages() == {2, 3} and cache.find(NEXT, False).windowed == ((2, 3),)
+
+
+def test_windowed_pages_that_end_with_none_add_nothing() -> None:
+    cache = windowed_cache()
+    cache.register_windowed(TOKENS, 0, 0, [1, 0, 0], False)
+    cache.validate()
+    assert cache.windowed[0].registered_pages() == {1}
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_windowed_page_takes_the_place_of_an_idle_one_alone(held: bool) -> None:
+    cache = windowed_cache()
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 0, [1, 2, 3], False)
+    if not held:
+        cache.windowed[0].release([3])
+    new = cache.windowed[0].allocate(1)
+    cache.register_windowed(TOKENS, 0, 2, new, False)
+    cache.validate()
+    assert cache.find(NEXT, False).windowed[0][-1] == (3 if held else new[0])
+    assert cache.windowed[0].registered_pages() == ({1, 2, 3} if held else {1, 2, *new})
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_a_page_takes_the_place_of_an_idle_one_alone(held: bool) -> None:
+    """So a row that holds what it began with is not left with pages that nobody finds."""
+    cache = PrefixCache(SIZE, PAGES)
+    old, new = cache.pages.allocate(1), cache.pages.allocate(1)
+    cache.register(TOKENS, old, [])
+    if not held:
+        cache.pages.release(old)
+    cache.register(TOKENS, new, [])
+    cache.validate()
+    assert cache.find(NEXT, False).pages == tuple(old if held else new)
+    assert (old[0] in cache.pages.free_pages()) is not held
+
+
+def test_a_page_of_the_target_takes_its_windowed_pages_along_when_nothing_else_needs_them() -> None:
+    """Found without it they are of no use; beside another continuation they are."""
+    cache = PrefixCache(SIZE, 4, 4, windows=[(4, 6)])
+    assert cache.head_pages is not None
+    for last, number in ((5, 1), (6, 2)):
+        page, head = cache.pages.allocate(1), cache.head_pages.allocate(1)
+        cache.register(np.array([1, 1, last], np.int32), page, head)
+        assert page == head == [number]
+    (near,) = cache.windowed[0].allocate(1)
+    cache.register_windowed(np.array([1, 1, 5], np.int32), 0, 0, [near], False)
+    for pages in (cache.pages, cache.head_pages, cache.windowed[0]):
+        pages.release([1] if pages is cache.windowed[0] else [1, 2])
+    cache.pages.allocate(2)  # evicts one of the two
+    cache.validate()
+    assert cache.windowed[0].registered_pages() == {near}
+    cache.pages.allocate(1)  # and the other
+    cache.validate()
+    assert not cache.windowed[0].registered_pages() and near in cache.windowed[0].free_pages()
+
+
+def test_windowed_pages_alone_are_found_no_more_when_they_go() -> None:
+    """Pages of a row that was read while the target's others were another's: their nodes go with them."""
+    cache = windowed_cache(num_windowed=5)
+    cache.register_windowed(TOKENS, 0, 0, [0, 0, 3], False)
+    cache.validate()
+    cache.windowed[0].release([1, 2, 3])
+    cache.windowed[0].allocate(4)
+    cache.validate()
+    assert cache.find(NEXT, False).num_pages == 0
+
+
+def test_what_a_request_without_drafts_uses_is_not_evicted_before_what_nobody_does() -> None:
+    """It reads a page that a head has read into one of its own; that which others find counts as used now."""
+    cache = PrefixCache(SIZE, 6, 6)
+    assert cache.head_pages is not None
+    for tokens in ([1, 1, 5], [2, 2, 5]):
+        page, head = cache.pages.allocate(1), cache.head_pages.allocate(1)
+        cache.register(np.array(tokens, np.int32), page, head)
+        cache.pages.release(page)
+        cache.head_pages.release(head)
+    assert cache.pages.idle_pages() == [1, 2]
+    own = cache.pages.allocate(1)
+    cache.register(np.array([1, 1, 7], np.int32), own, [])
+    assert cache.pages.registered_pages() == {1, 2}, "of no use beside one that serves a request with drafts, too"
+    assert cache.pages.idle_pages() == [2, 1]
+
+
+def test_pages_that_only_go_on_differently_count_as_found() -> None:
+    """With three tokens on which a head's entry depends, two pages of two are read again, if a head has read them."""
+    cache = PrefixCache(SIZE, PAGES, PAGES, 3)
+    assert cache.head_pages is not None
+    ids = np.array([1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6], np.int32)
+    pages, heads = cache.pages.allocate(5), cache.head_pages.allocate(4)
+    cache.register(ids, pages, heads)
+    found = cache.find(np.array([1, 1, 2, 2, 3, 3, 4, 4], np.int32), True)
+    assert (len(found.pages), found.num_pages) == (2, 4)
+    found = cache.find(np.append(ids, [7, 8, 9]).astype(np.int32), True)
+    assert (len(found.pages), found.num_pages) == (4, 4), "the fifth has been read by no head"
+    assert cache.find(ids, False).num_pages == 5
+
+
+def test_the_two_kinds_of_rotary_factors_share_nothing() -> None:
+    cache = PrefixCache(SIZE, PAGES)
+    pages = cache.pages.allocate(3)
+    cache.register(TOKENS, pages, [], long=True)
+    assert cache.find(NEXT, False).num_pages == 0 and cache.find(NEXT, False, long=True).num_pages == 3
+
+
+def test_idle_pages_that_are_found_are_counted_in_every_group() -> None:
+    cache = windowed_cache()
+    cache.register(TOKENS, [1, 2, 3], [])
+    cache.register_windowed(TOKENS, 0, 0, [1, 2, 3], False)
+    found = cache.find(NEXT, False)
+    assert cache.num_idle(found) == [0, 0]
+    cache.pages.release([1, 2, 3])
+    cache.windowed[0].release([2, 3])
+    assert cache.num_idle(found) == [3, 2]

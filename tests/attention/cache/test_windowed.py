@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import doctest
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -9,6 +11,7 @@ from fakes import examples
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+import attention.cache.windowed
 from attention.cache.pages import NULL_PAGE
 from attention.cache.windowed import WindowedTables, most_owned_pages
 from attention.errors import InvariantError, OutOfPagesError
@@ -114,3 +117,51 @@ def test_the_checker_finds_a_freed_page_that_its_row_still_lists() -> None:
     tables.table[0, 6] = NULL_PAGE
     with pytest.raises(InvariantError, match="the null page has an owner"):
         tables.validate()
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(attention.cache.windowed)
+    assert outcome.failed == 0 and outcome.attempted == 2
+
+
+@pytest.mark.parametrize("tokens", [0, 8, 20, 24])
+def test_a_row_that_shrinks_behind_its_window_frees_each_page_once(tokens: int) -> None:
+    """Eight pages, the first five of them freed before: those are the null page, which nobody owns."""
+    tables = filled()
+    own = tables.pages_of(0)[5:]
+    tables.resize([0], [tokens])
+    kept = max(tokens // PAGE - 5, 0)
+    assert NULL_PAGE not in tables.allocator.free_pages()
+    assert set(own[kept:]) <= set(tables.allocator.free_pages()) and tables.num_used == kept + 3
+    tables.validate()
+    tables.release(0)
+    tables.resize([0], [30])
+    assert tables.table[0, :8].all(), "the next request of the row begins at its first page"
+
+
+def test_a_row_that_left_gives_the_next_one_its_first_page() -> None:
+    tables = filled()
+    pages = tables.detach(0)
+    assert len(pages) == 3 and tables.pages_of(0) == []
+    tables.resize([0], [9])
+    assert tables.table[0, :3].all()
+    tables.validate()
+
+
+def test_what_will_be_freed_is_freed() -> None:
+    """Row 0 owns its pages from the sixth on: a query at 33 sees 24 … 33."""
+    tables = filled()
+    tables.extend([0], [40])
+    for computed in (30, 32, 33, 37):
+        first, pages = tables.to_be_freed(0, computed)
+        before = tables.allocator.num_free
+        tables.free_behind(np.array([0]), np.array([computed]))
+        assert len(pages) == tables.allocator.num_free - before and set(pages) <= set(tables.allocator.free_pages())
+        assert first + len(pages) == np.flatnonzero(tables.table[0])[0] == max((computed - WINDOW + 1) // PAGE, 5)
+
+
+def test_pages_of_one_row_are_freed_whatever_others_need() -> None:
+    tables = filled()
+    tables.extend([0, 1], [40, 12])
+    tables.free_behind(np.array([1, 0]), np.array([0, 40]))
+    assert (np.flatnonzero(tables.table[0])[0], np.flatnonzero(tables.table[1])[0]) == (7, 0)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 
 from drafters.checkpoints.tensor_files import locate
 from drafters.eagle import describe_eagle, load_eagle, target_of
@@ -225,3 +226,11 @@ def test_a_config_without_a_name_of_a_target(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({"medusa_num_heads": 3}))
     with pytest.raises(HeadLoadError, match="Medusa"):
         target_of(folder)
+
+
+def test_a_head_that_does_not_name_its_epsilon_has_that_of_transformers(tmp_path: Path, facts: TargetFacts) -> None:
+    """LlamaConfig's default: a configuration written by `to_diff_dict` leaves it out."""
+    layout = LAYOUTS["safeailab"]()
+    config = {key: value for key, value in layout.config.items() if key != "rms_norm_eps"}
+    head = load(replace(layout, config=config).write(tmp_path), facts)
+    assert head.spec.rms_norm_eps == transformers.LlamaConfig().rms_norm_eps == 1e-6

@@ -44,3 +44,15 @@ def test_expected_tokens_lie_between_one_and_k_plus_one(rates: list[float], k: i
 def test_positions_that_were_never_reached_take_the_last_known_rate() -> None:
     assert expected_tokens([0.5, float("nan")], 2) == 1.75
     assert expected_tokens([float("nan")], 3) == 1.0
+
+
+def test_the_line_through_two_measured_k_leaves_out_the_round_without_drafts() -> None:
+    """A round without drafts has no head to run: it may lie anywhere."""
+    assert round_seconds({0: 0.1, 2: 1.4, 4: 1.8}, 3) == pytest.approx(1.6)
+    assert round_seconds({0: 0.1, 2: 1.4, 4: 1.8}, 8) == pytest.approx(2.6)
+
+
+def test_a_cell_is_extrapolated_beyond_either_measurement() -> None:
+    times = {1: {0: 1.0, 1: 1.2, 2: 1.4}}
+    assert [cell.extrapolated for cell in predict([0.8], times, (1, 2))] == [False, True], "acceptance of one position"
+    assert [cell.extrapolated for cell in predict([0.8, 0.7, 0.6], times, (2, 3))] == [False, True], "times of two"

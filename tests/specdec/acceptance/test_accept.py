@@ -117,3 +117,52 @@ def test_both_rules_decide_greedy_rows_alike(width: int) -> None:
     greedy, sampled = accept_greedy(drafts, n, target), accept_sampled(drafts, n, inputs)
     assert torch.equal(greedy.num_accepted, sampled.num_accepted)
     assert torch.equal(greedy.next_token, sampled.next_token)
+
+
+def drawn(p: torch.Tensor, q: torch.Tensor | None, drafts: list[int], n: int, accept: float) -> torch.Tensor:
+    """[V] distribution of the next token over a grid of its uniform at its own place; p [K+1, V], q [K, V].
+
+    At the other places the uniform is 0: the first token of p is drawn there.
+    """
+    cells, k, size = GRID * 10, len(drafts), p.shape[1]
+    uniform = torch.zeros(cells, k + 1)
+    at = n if accept == 0 else 0
+    uniform[:, at] = (torch.arange(cells) + 0.5) / cells
+    inputs = SampledInputs(
+        p.expand(cells, k + 1, size),
+        None if q is None else q.expand(cells, k, size),
+        torch.full((cells, k), accept),
+        uniform,
+    )
+    result = accept_sampled(torch.tensor([drafts] * cells), torch.full((cells,), n), inputs)
+    assert result.num_accepted.eq(at).all()
+    return torch.bincount(result.next_token, minlength=size).double() / cells
+
+
+@pytest.mark.parametrize("n", [0, 1, 2])
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_after_the_last_draft_the_next_token_has_the_targets_distribution(n: int, one_hot: bool) -> None:
+    """Also in a row with fewer drafts than places for them: neither the remainder of a draft nor of a place without."""
+    p = torch.stack([distribution(seed, 5) for seed in range(3)])
+    q = None if one_hot else torch.stack([distribution(seed + 9, 5) for seed in range(2)])
+    drafts = [int(p[0].argmax()), int(p[1].argmax())]
+    assert torch.allclose(drawn(p, q, drafts, n, 0.0), p[n].double(), atol=0.003)
+
+
+def test_after_a_rejection_it_is_the_remainder_of_that_draft() -> None:
+    """Not of the first draft, and without mass, p itself."""
+    p, q = torch.tensor([[0.1, 0.6, 0.3]] * 3), torch.tensor([[0.5, 0.25, 0.25], [0.2, 0.2, 0.6]])
+    inputs = SampledInputs(p[None], q[None], torch.tensor([[0.1, 0.9]]), torch.tensor([[0.0, 0.5, 0.0]]))
+    for uniform, token in ((0.0, 1), (0.79, 1), (0.99, 1)):  # max(p - q[1], 0) = [0, 0.4, 0]
+        inputs.next_uniform[0, 1] = uniform
+        result = accept_sampled(torch.tensor([[1, 2]]), torch.tensor([2]), inputs)
+        assert (result.num_accepted.tolist(), result.next_token.tolist()) == ([1], [token])
+    same = SampledInputs(p[None, :2], p[None, :1], torch.tensor([[1.0]]), torch.tensor([[0.05, 0.9]]))
+    result = accept_sampled(torch.tensor([[1]]), torch.tensor([1]), same)  # rejected by a uniform that is not below 1
+    assert (result.num_accepted.tolist(), result.next_token.tolist()) == ([0], [0])
+
+
+def test_a_draft_that_the_target_excludes_is_never_accepted() -> None:
+    p, q = torch.tensor([[0.0, 1.0], [0.5, 0.5]]), torch.tensor([[0.5, 0.5]])
+    inputs = SampledInputs(p[None], q[None], torch.tensor([[0.0]]), torch.tensor([[0.3, 0.3]]))
+    assert accept_sampled(torch.tensor([[0]]), torch.tensor([1]), inputs).num_accepted.tolist() == [0]

@@ -93,3 +93,36 @@ def test_ending_tokens_are_those_of_each_rows_own_ids() -> None:
     tokens, ids = np.array([[1, 2], [2, 1]]), np.array([[2, -1], [-1, -1]])
     assert ending_tokens(tokens, np.array([2, 2]), ids).tolist() == [[False, True], [False, False]]
     assert not ending_tokens(tokens, np.array([1, 1]), ids).any()
+
+
+def read_by_the_head(head_has_read: bool) -> list[int]:
+    """Rows 0 and 2 verify 2 drafts and accept 1, row 1 has none; before, 3 tokens of each were read by the target."""
+    table = opened(20, 20, 20)
+    table.head_computed[:] = 1
+    target: Any = SimpleNamespace(decided=np.arange(3), num_drafts=np.array([2, 2, 0]), query_start_loc=np.zeros(4))
+    target.folded_after = lambda folded: folded
+    schedule = Schedule(np.array([0, 2, 1]), np.ones(3, np.int64), np.array([2, 2, 0]))
+    outcome = Outcome(np.array([1, 1, 0]), np.full((3, 3), 5), np.full((3, 2), 5))
+    commit(schedule, target, outcome, table, head_has_read)
+    return table.head_computed.tolist()
+
+
+def test_how_far_the_head_has_read_decides_which_of_its_pages_are_found() -> None:
+    """Its drafts came from a pass over what was committed before the round; a pass that is launched goes to its end."""
+    assert read_by_the_head(False) == [3, 1, 3]
+    assert read_by_the_head(True) == [5, 4, 5]
+
+
+def test_any_of_several_eos_ids_ends_a_row() -> None:
+    tokens, ids = np.array([[1, 2], [3, 1]]), np.array([[7, 2], [3, 8]])
+    assert ending_tokens(tokens, np.array([2, 2]), ids).tolist() == [[False, True], [True, False]]
+    assert ending_tokens(np.array([[2, 2]]), np.array([1]), np.array([[2]])).tolist() == [[True, False]]
+
+
+def test_a_rows_share_has_no_drafts_that_it_did_not_have() -> None:
+    table = opened(20, 20)
+    target: Any = SimpleNamespace(decided=np.arange(2), num_drafts=np.array([2, 1]), query_start_loc=np.zeros(3))
+    target.folded_after = lambda folded: folded
+    schedule = Schedule(np.arange(2), np.ones(2, np.int64), np.array([2, 1]))
+    done = commit(schedule, target, Outcome(np.array([2, 0]), np.full((2, 3), 5), np.full((2, 2), 6)), table)
+    assert [share.drafts for share in done.rounds] == [(6, 6), (6,)]

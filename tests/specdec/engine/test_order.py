@@ -129,3 +129,12 @@ def test_the_order_does_not_change_what_unseeded_requests_draw() -> None:
         answers = wrap(tiny_llama(), max_num_seqs=2).generate(prompts, params)
         drawn.append([answer.token_ids[:3] for answer in answers])
     assert drawn[0] == drawn[1]
+
+
+def test_a_request_as_long_as_the_rows_share_of_all_begins_at_once() -> None:
+    """Two rows, 5 + 1 + 1 + 1 tokens: shared evenly all is done at 4, but nothing is before 5, whoever begins when."""
+    assert admission_order([1, 1, 1, 5], 2) == [3, 0, 1, 2]
+    assert admission_order([1, 1, 1, 3], 2) == [3, 0, 1, 2]
+    assert admission_order([1, 1, 6, 9], 3) == [3, 0, 1, 2], (
+        "all is done at 9 at best: 6 may wait, though 17/3 are less"
+    )

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from attention.cache.pages import BlockTables
-from specdec.config import EngineConfig
-from specdec.engine.scheduler import Scheduler
+from attention.cache.prefix import PrefixCache
+from attention.checking import check_mode
+from specdec.config import EngineConfig, WindowedPool
+from specdec.engine.aside import put_aside
+from specdec.engine.prefixes import Prefixes
+from specdec.engine.scheduler import Scheduler, windowed_tables
+from specdec.engine.stats import Counters
+from specdec.requests.moved import Arrival
 from specdec.requests.request import Request, Times
 from specdec.requests.sampling import SamplingParams
 from specdec.rounds.rows import RowTable
@@ -21,11 +29,33 @@ PAGE = 4
 class Made(Scheduler):
     """A scheduler of small sizes, with a head; K = 3."""
 
-    def __init__(self, num_pages: int = 20, max_num_seqs: int = 2, budget: int = 16) -> None:
-        config = EngineConfig(3, 32, max_num_seqs, budget, PAGE, num_pages)
+    def __init__(
+        self,
+        num_pages: int = 20,
+        max_num_seqs: int = 2,
+        budget: int = 16,
+        num_modules: int = 1,
+        cached: bool = False,
+        **options: Any,
+    ) -> None:
+        config = EngineConfig(3, 32, max_num_seqs, budget, PAGE, num_pages, **options)
         self.table = RowTable(max_num_seqs, 32)
-        pages, head_pages = (BlockTables(n, max_num_seqs, 32, PAGE) for n in (num_pages, config.num_head_pages))
-        super().__init__(config, self.table, pages, head_pages)
+        cache = PrefixCache(PAGE, num_pages, config.num_head_pages) if cached else None
+        allocators = (None, None) if cache is None else (cache.pages, cache.head_pages)
+        sizes = zip((num_pages, config.num_head_pages), allocators, strict=True)
+        pages, head_pages = (BlockTables(n, max_num_seqs, 32, PAGE, own) for n, own in sizes)
+        prefixes = None if cache is None else Prefixes(cache, self.table, pages, head_pages)
+        windowed = [windowed_tables(config, pool) for pool in config.windowed]
+        self.counted = Counters()
+        own: dict[str, Any] = {"prefixes": prefixes, "counters": self.counted}
+        super().__init__(config, self.table, pages, head_pages, num_modules, windowed, **own)
+
+    def narrow(self, **sizes: int) -> None:
+        """From now on with these sizes."""
+        self._config = replace(self._config, **sizes)
+
+    def preempt(self, request: Request) -> None:
+        self._preempt(request)
 
 
 def request(number: int, prompt: int, new: int = 20, num_drafts: int = 3, **options: Any) -> Request:
@@ -196,3 +226,343 @@ def test_a_row_that_cannot_be_opened_is_refused_alone() -> None:
     assert schedule is not None and [r.id for r in scheduler.running] == [1]
     ((refused, error),) = scheduler.refused
     assert refused is bad and isinstance(error, OverflowError)
+
+
+def scheduled(scheduler: Made) -> Schedule:
+    schedule = scheduler.schedule()
+    assert schedule is not None
+    return schedule
+
+
+def test_requests_are_not_let_in_on_the_same_pages() -> None:
+    """Five pages; each needs three for its prompt and one more token, though this round writes two."""
+    scheduler = Made(num_pages=6)
+    scheduler.waiting.extend(request(n, prompt=8) for n in range(2))
+    scheduled(scheduler)
+    assert [r.id for r in scheduler.running] == [0] and [r.id for r in scheduler.waiting] == [1]
+    scheduler = Made(num_pages=7)
+    scheduler.waiting.extend(request(n, prompt=8) for n in range(2))
+    scheduled(scheduler)
+    assert [r.id for r in scheduler.running] == [0, 1]
+
+
+def test_a_request_that_was_refused_a_row_leaves_its_pages_to_the_next() -> None:
+    scheduler = Made(num_pages=4)
+    bad = request(0, prompt=8)
+    bad.key = -(2**70)
+    scheduler.waiting.extend([bad, request(1, prompt=8)])
+    scheduled(scheduler)
+    assert [r.id for r in scheduler.running] == [1]
+
+
+def test_a_preempted_request_comes_before_those_that_wait() -> None:
+    scheduler = Made(num_pages=7)
+    schedule = decoding(scheduler, request(0, prompt=8), request(1, prompt=8))
+    scheduler.waiting.append(request(2, prompt=2))
+    assert not scheduler.idle
+    while not scheduler.num_preemptions:
+        verified(scheduler, schedule, new_tokens=2)
+        schedule = scheduled(scheduler)
+    assert [r.id for r in scheduler.waiting] == [1, 2] and [r.id for r in scheduler.running] == [0]
+
+
+def test_a_preempted_request_without_drafts_reads_all_its_tokens_at_once() -> None:
+    scheduler = Made()
+    back = request(0, prompt=4, num_drafts=0)
+    back.committed = np.arange(9, dtype=np.int32)
+    scheduler.waiting.append(back)
+    assert scheduled(scheduler).num_new.tolist() == [9]
+
+
+def test_an_engine_with_requests_that_wait_is_not_idle() -> None:
+    scheduler = Made()
+    scheduler.waiting.append(request(0, prompt=4))
+    assert not scheduler.idle
+
+
+def test_surplus_pages_go_back_before_anybody_is_preempted() -> None:
+    """Row 0 has pages of rejected drafts; row 1 needs one."""
+    scheduler = Made(num_pages=9)
+    schedule = decoding(scheduler, request(0, prompt=5), request(1, prompt=6))
+    verified(scheduler, schedule, new_tokens=2)
+    scheduler.target_pages.extend([schedule.rows[0]], [4 * (scheduler.target_pages.allocator.num_free + 2)])
+    while scheduler.target_pages.allocator.num_free:
+        scheduler.target_pages.allocator.allocate(1)
+    scheduler.table.computed[schedule.rows[1]] += 2
+    scheduler.table.length[schedule.rows[1]] += 2
+    with check_mode(False):  # pages were taken out of the pool above
+        scheduled(scheduler)
+    assert not scheduler.num_preemptions
+
+
+def test_the_heads_pages_reach_to_the_drafts_after_this_round() -> None:
+    """Drafting may begin before the commit: K tokens beyond what the target writes, but never beyond the table."""
+    scheduler = Made(num_pages=30)
+    schedule = decoding(scheduler, request(0, prompt=4))
+    (row,) = schedule.rows
+    assert scheduler.head_pages is not None
+    pools = (scheduler.target_pages, scheduler.head_pages)
+    assert [len(pool.pages_of(row)) for pool in pools] == [2, 3], "4 + 1 + 3 tokens, and 3 more"
+    verified(scheduler, schedule, new_tokens=2)
+    scheduled(scheduler)
+    assert [len(pool.pages_of(row)) for pool in pools] == [3, 4]
+    last = decoding(Made(num_pages=30), request(0, prompt=27))
+    assert last.num_drafts.tolist() == [3], "27 + 1 + 3 + 3 tokens would be a page more than a row may have"
+
+
+def test_a_request_without_drafts_has_no_pages_of_the_head() -> None:
+    scheduler = Made()
+    scheduler.waiting.append(request(0, prompt=9, num_drafts=0))
+    verified(scheduler, scheduled(scheduler))
+    scheduled(scheduler)
+    assert scheduler.head_pages is not None and not scheduler.head_pages.num_used
+
+
+def test_prompts_of_running_and_of_new_requests_share_one_budget() -> None:
+    """Two rows decode; row 2 has 5 tokens of its prompt left, and 8 prompt tokens are allowed beside them."""
+    scheduler = Made(num_pages=40, max_num_seqs=4, budget=32, max_num_prefill_tokens=8)
+    schedule = decoding(scheduler, request(0, prompt=3), request(1, prompt=3))
+    scheduler.waiting.append(request(2, prompt=13))
+    read = []
+    for _ in range(3):
+        verified(scheduler, schedule)
+        schedule = scheduled(scheduler)
+        if len(scheduler.running) == 3:
+            scheduler.waiting.append(request(3, prompt=13))
+        read.append(schedule.num_new[schedule.num_drafts == 0].tolist())
+    assert read == [[8], [5, 3], [10]] or read == [[8], [5, 3], [8]]
+
+
+def test_new_requests_share_one_budget() -> None:
+    scheduler = Made(num_pages=40, max_num_seqs=3, budget=16)
+    scheduler.waiting.extend(request(n, prompt=10) for n in range(3))
+    assert scheduled(scheduler).num_new.tolist() == [10, 6]
+
+
+def test_running_prompts_share_one_budget() -> None:
+    scheduler = Made(num_pages=40, max_num_seqs=2, budget=16)
+    scheduler.waiting.extend(request(n, prompt=8) for n in range(2))
+    schedule = scheduled(scheduler)
+    verified(scheduler, schedule)
+    scheduler.table.computed[schedule.rows] = 0  # as if both had to be read again
+    scheduler.table.length[schedule.rows] = scheduler.table.prefill[schedule.rows] = 12
+    assert scheduled(scheduler).num_new.tolist() == [12, 4]
+
+
+def test_a_prompt_that_finds_no_budget_is_not_in_the_round() -> None:
+    """Two verifications of four tokens each are all that fits."""
+    scheduler = Made(num_pages=40, max_num_seqs=3, budget=12)
+    schedule = decoding(scheduler, request(0, prompt=3), request(1, prompt=3))
+    scheduler.waiting.append(request(2, prompt=20))
+    verified(scheduler, schedule)
+    schedule = scheduled(scheduler)
+    assert schedule.num_new.tolist() == [1, 1, 4]
+    scheduler.narrow(max_num_seqs=2, max_num_batched_tokens=8)
+    verified(scheduler, schedule)
+    assert scheduled(scheduler).rows.tolist() == schedule.rows[:2].tolist()
+
+
+def test_a_short_request_drafts_no_more_than_its_modules_have_rows_for() -> None:
+    scheduler = Made(num_modules=3)
+    schedule = decoding(scheduler, request(0, prompt=1))
+    assert schedule.num_drafts.tolist() == [2]
+    verified(scheduler, schedule)
+    assert scheduled(scheduler).num_drafts.tolist() == [3]
+
+
+@pytest.mark.parametrize(("computed", "reserved"), [(1, False), (2, True)])
+def test_no_round_is_reserved_while_a_row_is_too_short_for_modules(computed: int, reserved: bool) -> None:
+    """At position 2 of 3 modules all drafts are allowed: what is reserved is what would be scheduled."""
+    scheduler = Made(num_modules=3)
+    schedule = decoding(scheduler, request(0, prompt=computed))
+    assert scheduler.table.computed[schedule.rows].tolist() == [computed]
+    assert scheduler.reserve_next(schedule) is reserved
+
+
+def test_nothing_is_reserved_while_a_prompt_is_read() -> None:
+    scheduler = Made(num_pages=40, budget=8)
+    scheduler.waiting.append(request(0, prompt=12))
+    assert not scheduler.reserve_next(scheduled(scheduler))
+
+
+WINDOWED = {"windowed": (WindowedPool(6, 12),), "num_pages": 40}
+
+
+def test_pages_behind_windows_are_freed_when_the_next_round_is_reserved() -> None:
+    """Rounds launched ahead never come to `schedule`."""
+    scheduler = Made(**WINDOWED)
+    schedule = decoding(scheduler, request(0, prompt=10))
+    (pages,) = scheduler.windowed_pages
+    assert (pages.table[schedule.rows[0], :3] > 0).tolist() == [False, True, True]
+    verified(scheduler, schedule, new_tokens=4)
+    assert scheduler.reserve_next(schedule)
+    assert (pages.table[schedule.rows[0], :3] > 0).tolist() == [False, False, True]
+
+
+def test_a_request_is_let_in_when_its_verifications_will_have_windowed_pages_too() -> None:
+    """A chunk of two tokens needs three pages of a window of 7, a verification of four tokens four."""
+    for free, let_in in ((3, [0]), (4, [0, 1])):
+        scheduler = Made(num_pages=40, max_num_prefill_tokens=2, windowed=(WindowedPool(7, 30),))
+        schedule = decoding(scheduler, request(0, prompt=4))
+        verified(scheduler, schedule)
+        (pages,) = scheduler.windowed_pages
+        with check_mode(False):  # pages are taken out of the pool
+            pages.extend(schedule.rows, [9])
+            pages.allocator.allocate(pages.allocator.num_free - free)
+            scheduler.waiting.append(request(1, prompt=20))
+            scheduled(scheduler)
+        assert [r.id for r in scheduler.running] == let_in
+
+
+def arriving(scheduler: Made, number: int, length: int, num_drafts: int) -> Request:
+    """A request with `length` committed tokens from another engine: its pages are aside, its drafts with it."""
+    came = request(number, prompt=length - 1)
+    came.committed = np.arange(length, dtype=np.int32)
+    counts = [pool.pages_for(length - 1) for pool in scheduler.pools()]
+    tensors = {"drafts": torch.arange(num_drafts)} if num_drafts else {}
+    came.arrival = Arrival(put_aside(scheduler.pools(), counts), tensors)
+    return came
+
+
+@pytest.mark.parametrize(("brought", "expected"), [(3, [3, 3, 0]), (0, [3, 0, 0])])
+def test_requests_from_other_engines_stand_before_prompts_that_are_read_on(brought: int, expected: list[int]) -> None:
+    """Row 0 verifies, row 1 reads a chunk; what comes verifies the drafts that it has brought, or its bonus token."""
+    scheduler = Made(num_pages=40, max_num_seqs=3, budget=32, max_num_prefill_tokens=8)
+    schedule = decoding(scheduler, request(0, prompt=3))
+    scheduler.waiting.append(request(1, prompt=29, new=2))
+    verified(scheduler, schedule)
+    verified(scheduler, scheduled(scheduler))
+    came = arriving(scheduler, 2, 9, brought)
+    scheduler.waiting.append(came)
+    schedule = scheduled(scheduler)
+    rows = [scheduler.running[i].row for i in (0, 2, 1)]
+    assert schedule.rows.tolist() == rows and schedule.num_drafts.tolist() == expected
+    assert schedule.num_arrived == (brought > 0) and schedule.num_new.tolist()[:2] == [1, 1]
+    (arrived,) = scheduler.take_arrived()
+    assert (arrived.row, arrived.computed, arrived.num_drafts) == (came.row, 8, brought) and came.arrival is None
+    assert not scheduler.take_arrived()
+    assert scheduler.table.begin[came.row] == 0, "modules have read what stands before, and go on there"
+
+
+def test_requests_from_other_engines_are_let_in_while_pages_and_tokens_last() -> None:
+    """Each has its page, and needs another one for its bonus token; one is free. Then: tokens for one more row."""
+    scheduler = Made(num_pages=5, max_num_seqs=3)
+    scheduler.waiting.extend(arriving(scheduler, n, 5, 0) for n in range(3))
+    assert len(scheduled(scheduler).rows) == 1
+    scheduler = Made(num_pages=40, max_num_seqs=3, budget=12)
+    scheduler.narrow(max_num_seqs=1, max_num_batched_tokens=6)
+    scheduler.waiting.extend(arriving(scheduler, n, 6, 3) for n in range(2))
+    assert scheduled(scheduler).num_drafts.tolist() == [3]
+
+
+def test_a_request_from_another_engine_verifies_no_more_than_its_limit_allows() -> None:
+    scheduler = Made()
+    came = arriving(scheduler, 0, 9, 3)
+    came.limit = 11
+    scheduler.waiting.append(came)
+    assert scheduled(scheduler).num_drafts.tolist() == [1]
+
+
+def test_an_aborted_request_from_another_engine_gives_its_pages_back() -> None:
+    scheduler = Made()
+    came = arriving(scheduler, 0, 9, 3)
+    scheduler.waiting.append(came)
+    assert scheduler.target_pages.num_used == 2
+    scheduler.remove(came)
+    assert scheduler.idle and not any(pool.num_used for pool in scheduler.pools())
+    for pool in scheduler.pools():
+        pool.validate()
+
+
+def test_a_request_takes_no_pages_for_what_it_finds() -> None:
+    """Row 0 holds the first two pages of both; row 1 needs one of its own, and one is left."""
+    for num_pages, let_in in ((5, [0, 1]), (4, [0])):
+        scheduler = Made(num_pages=num_pages, cached=True)
+        first = request(0, prompt=10, new=2, num_drafts=0)
+        scheduler.waiting.append(first)
+        verified(scheduler, scheduled(scheduler))
+        scheduler.waiting.append(request(1, prompt=10, new=2, num_drafts=0))
+        scheduled(scheduler)
+        assert [r.id for r in scheduler.running] == let_in
+
+
+def test_pages_that_a_request_finds_are_not_free_for_it() -> None:
+    """Two idle pages are found, one page is free, and it needs two more than it finds."""
+    for num_pages, let_in in ((4, []), (5, [1])):
+        scheduler = Made(num_pages=num_pages, cached=True)
+        first = request(0, prompt=9, new=1, num_drafts=0)
+        scheduler.waiting.append(first)
+        verified(scheduler, scheduled(scheduler))
+        scheduler.remove(first)
+        assert scheduler.prefixes is not None and len(scheduler.prefixes.cache.pages.idle_pages()) == 2
+        scheduler.waiting.append(request(1, prompt=12, new=2, num_drafts=0))
+        scheduler.schedule()
+        assert [r.id for r in scheduler.running] == let_in
+
+
+def test_requests_that_wait_for_pages_keep_their_order() -> None:
+    scheduler = Made(num_pages=40, max_num_seqs=4, budget=16, cached=True)
+    scheduler.waiting.append(request(0, prompt=12))
+    scheduled(scheduler)
+    scheduler.waiting.extend([request(1, prompt=12), request(2, prompt=12)])
+    scheduled(scheduler)
+    assert [r.id for r in scheduler.waiting] == [1, 2] and [r.id for r in scheduler.running] == [0]
+
+
+def test_what_a_request_found_is_what_it_found_at_first() -> None:
+    """After a preemption it finds its own pages; those were not a hit."""
+    scheduler = Made(num_pages=40, cached=True)
+    schedule = decoding(scheduler, request(0, prompt=9))
+    (running,) = scheduler.running
+    admitted = running.times.admitted
+    verified(scheduler, schedule)
+    scheduler.preempt(running)
+    scheduled(scheduler)
+    assert running.row >= 0 and (running.prefix_hit_tokens, running.cached_tokens) == (0, 0)
+    assert running.times.admitted == admitted and scheduler.counted.stats.prefix_query_tokens == 9
+
+
+def test_pages_of_generated_tokens_are_found() -> None:
+    scheduler = Made(num_pages=40, cached=True)
+    schedule = decoding(scheduler, request(0, prompt=5, num_drafts=3))
+    verified(scheduler, schedule, new_tokens=4)
+    (running,) = scheduler.running
+    tokens = scheduler.table.committed(running.row)
+    scheduler.remove(running)
+    assert scheduler.prefixes is not None
+    assert scheduler.prefixes.cache.find(tokens, False).num_pages == 2
+
+
+def test_a_request_that_leaves_takes_no_surplus_along_and_owes_nothing() -> None:
+    """Its pages stay owned until they were read elsewhere; what it read is found by others; its row is free."""
+    scheduler = Made(num_pages=40, cached=True)
+    schedule = decoding(scheduler, request(0, prompt=9))
+    verified(scheduler, schedule, new_tokens=4)
+    (own,) = scheduler.running
+    tokens = scheduler.table.committed(own.row)
+    pages = scheduler.leave(own)
+    assert [len(each) for each in pages] == [4, 4]
+    assert scheduler.idle and own.row == -1 and scheduler.table.num_free == 2
+    assert scheduler.prefixes is not None and scheduler.prefixes.cache.find(tokens, False).num_pages == 3
+    assert [pool.num_used for pool in scheduler.pools()] == [4, 4]
+    waiting = request(1, prompt=20)
+    assert not scheduler.prefixes.worth_waiting(waiting, 20, scheduler.prefixes.find(waiting, 20))
+
+
+def test_pages_behind_a_window_do_not_travel() -> None:
+    scheduler = Made(**WINDOWED)
+    verified(scheduler, decoding(scheduler, request(0, prompt=10)), new_tokens=4)
+    (own,) = scheduler.running
+    assert [len(each) for each in scheduler.leave(own)] == [4, 2, 4], "14 tokens; a query at 14 sees 9 … 14"
+
+
+def test_the_hit_rate_is_of_what_was_found() -> None:
+    """With drafts the last page found is read again: a hit, though not cached."""
+    scheduler = Made(num_pages=40, cached=True)
+    for number in range(2):
+        schedule = decoding(scheduler, request(number, prompt=8))
+        verified(scheduler, schedule, new_tokens=2)
+        scheduler.remove(scheduler.running[0])
+    stats = scheduler.counted.stats
+    assert (stats.prefix_query_tokens, stats.prefix_hit_tokens, stats.cached_tokens) == (16, 8, 4)
+    assert stats.prefix_hit_rate == 0.5

@@ -124,3 +124,18 @@ def test_it_is_a_deque(data: st.DataObject) -> None:
         assert list(queue) == list(model) and len(queue) == len(model) and bool(queue) == bool(model)
         assert all(request in queue for request in model)
         assert queue.arrived() == [request for request in model if request.arrival is not None]
+
+
+def test_nobody_waits_after_clear() -> None:
+    """Nor with pages from another engine."""
+
+    class Queued:
+        def __init__(self, arrival: object) -> None:
+            self.arrival = arrival
+
+    waiting = WaitingRequests()
+    each: Any = [Queued(object()), Queued(None)]
+    waiting.extend(each)
+    assert waiting.arrived() == each[:1] and len(waiting) == 2
+    waiting.clear()
+    assert not waiting.arrived() and not waiting

@@ -118,3 +118,56 @@ def test_a_value_out_of_range_is_refused_by_name(name: str) -> None:
 def test_a_single_stop_string_is_one_stop() -> None:
     assert SamplingParams(stop="abc").stop == ("abc",)  # type: ignore[arg-type]
     assert SamplingParams.from_dict({"top_k": 3, "stop": ["a"]}) == SamplingParams(top_k=3, stop=("a",))
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-8, 6e-8])
+def test_the_smallest_top_p_keeps_the_most_probable_token(top_p: float) -> None:
+    """1 - top_p is 1 in float32: every token's mass lies below it."""
+    logits = torch.tensor([[0.0, 2.0, 1.0, -9.0], [3.0, 3.0, 3.0, 3.0]])
+    probs = target_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=top_p)] * 2))
+    assert probs[0].tolist() == [0.0, 1.0, 0.0, 0.0]
+    assert probs[1].tolist() == [0.0, 0.0, 0.0, 1.0], "of equal ones that which the sort puts last"
+
+
+def test_top_p_of_one_keeps_every_token() -> None:
+    """Beside a row with a filter; one whose share of the mass rounds to nothing, too."""
+    logits = torch.tensor([[0.0, -80.0, 1.0], [0.0, -80.0, 1.0]])
+    params = [SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, top_p=0.9)]
+    probs = target_probs(logits, tensors(params))
+    assert probs[0, 1] > 0 and probs[1, 1] == 0
+
+
+def test_top_p_drops_a_token_at_the_very_border() -> None:
+    """Masses that floats hold exactly: the smaller half is all that may go."""
+    logits = torch.tensor([[0.25, 0.5, 0.25]]).log()
+    probs = target_probs(logits, tensors([SamplingParams(temperature=1.0, top_p=0.5)]))
+    assert probs[0].tolist() == [0.0, 1.0, 0.0]
+
+
+def test_filters_renormalise_in_their_order() -> None:
+    """top-k first: of the two that it keeps, 0.55 and 0.45, top-p 0.5 keeps one; before it, two are needed."""
+    logits = torch.tensor([[0.44, 0.36, 0.2]]).log()
+    probs = target_probs(logits, tensors([SamplingParams(temperature=1.0, top_k=2, top_p=0.5)]))
+    assert probs[0].tolist() == [1.0, 0.0, 0.0]
+
+
+def test_min_p_alone_is_a_filter() -> None:
+    arrays = SamplingArrays.of([SamplingParams(temperature=1.0, min_p=0.2)])
+    assert arrays.filters and not SamplingArrays.of([SamplingParams(temperature=1.0)]).filters
+
+
+def test_the_smallest_probabilities_of_a_large_vocabulary_are_drawn() -> None:
+    """Sums rounded to float32 stand still over a hundred tokens of them."""
+    weights = torch.full((1, 200_000), 1e-9)
+    weights[0, 0] = 1.0
+    cumulative = np.cumsum(weights[0].double().numpy())
+    for uniform in (0.99985, 0.9999, 1 - 2**-24):
+        u = float(np.float32(uniform))
+        right = np.searchsorted(cumulative, u * cumulative[-1], side="right")
+        assert int(draw(weights, torch.tensor([u]))[0]) == right > 100
+
+
+def test_several_greedy_completions_are_refused() -> None:
+    with pytest.raises(InvalidInputError, match="n=2 with temperature=0: greedy decoding has one completion"):
+        SamplingParams(n=2)
+    assert SamplingParams(n=2, temperature=0.5).n == 2

@@ -107,3 +107,8 @@ def test_a_stop_inside_a_round_is_trimmed_in_the_rate() -> None:
 def test_requests_pool_their_rounds() -> None:
     one, two = RequestStats(rounds=(RoundRecord(2, 1, 2),)), RequestStats(rounds=(RoundRecord(2, 2, 3),))
     assert pool_requests([one, two]) == pool([RoundRecord(2, 1, 2), RoundRecord(2, 2, 3)])
+
+
+def test_the_acceptance_length_counts_what_was_emitted() -> None:
+    """A round that ended at a stop inside its drafts gave no token of the target's own."""
+    assert pool([RoundRecord(5, 4, 2)]).tau == 2.0 and pool([RoundRecord(5, 4, 2), RoundRecord(5, 1, 2)]).tau == 2.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -246,3 +247,94 @@ def test_the_space_that_is_dropped_at_the_start_is_no_text(cuts: list[int]) -> N
     """Also where it is spelled as a byte."""
     for ids in ([1 + 0x20, 258], [1 + 0x20, 1 + 0x61, 1 + 0x20, 258], [265, 1 + 0x20, 1 + 0x20, 1 + 0x61]):
         check("byte_fallback", ids, [" "], cuts)
+
+
+@pytest.mark.parametrize("stops", [[], ["xyz"]])
+def test_a_stream_that_goes_back_shows_nothing_twice(stops: list[str]) -> None:
+    """After a failed round a request goes on from what was reported, tokens and characters."""
+    ids = LetterTokenizer()("abcdefgh")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), stops)
+    text.push(ids, 3)
+    assert text.show() == "abc"
+    text.push(ids, 7)
+    assert text.show() == "defg", "of a round that failed after it: never reported"
+    text.rewind(ids[:3], 3)
+    assert text.num_shown == 3 and text.show() == ""
+    other = [*ids[:3], *LetterTokenizer()("mn")["input_ids"]]
+    text.push(other, 5)
+    assert text.show() == "mn" and text.finish(other) == ("abcmn", "")
+
+
+def test_a_stream_that_goes_back_holds_what_may_become_a_stop() -> None:
+    ids = LetterTokenizer()("abxyz")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["xyz"])
+    text.push(ids, 4)
+    assert text.show() == "ab"
+    text.rewind(ids[:4], 2)
+    assert text.show() == "" and text.push(ids, 5) == 5 and text.finish(ids) == ("ab", "")
+
+
+def test_two_stop_strings_cut_at_the_first() -> None:
+    ids = LetterTokenizer()("qqabc")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["bc", "abc"])
+    assert text.push(ids, 5) == 5 and text.finish(ids)[0] == "qq"
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_short_streams_are_what_the_definition_says(name: str) -> None:
+    """The property above on fixed sequences, for the quick tests."""
+    rng = random.Random(name)
+    for _ in range(60):
+        ids = [rng.choice(COMMON[name]) for _ in range(rng.randrange(1, 14))]
+        ids = [token for token in ids if token != 9999]
+        stops = ["".join(rng.choice(STOPS[name]) for _ in range(rng.randrange(1, 4))) for _ in range(rng.randrange(3))]
+        if rng.random() < 0.4:
+            stops.append(rng.choice((SPECIAL, "a" + SPECIAL, SPECIAL + "b", SPECIAL + SPECIAL)))
+        check(name, ids, stops, [rng.randrange(1, 4) for _ in range(3)])
+
+
+@pytest.mark.parametrize("name", ["byte_fallback", "byte_level", "metaspace", "word_piece"])
+def test_windows_of_a_long_answer_join_without_a_seam(name: str) -> None:
+    """Long enough for the window to move several times, at every place of a short cycle of tokens."""
+    rng = random.Random(name)
+    for length in range(3, 9):
+        cycle = [token for token in (rng.choice(COMMON[name]) for _ in range(length)) if token != 9999] or [1]
+        check(name, (cycle * 40)[:90], [], [1 + length % 3])
+
+
+def test_a_later_beginning_of_a_stop_string_is_held_back_too() -> None:
+    ids = LetterTokenizer()("acabac")["input_ids"]
+    text = TextStream(Vocabulary(LetterTokenizer()), ["abac"])
+    text.push(ids, 3)
+    assert text.show() == "ac", "'aca' is no beginning of 'abac', its last letter is"
+    assert text.push(ids, 6) == 6 and text.finish(ids) == ("ac", "")
+
+
+def test_a_character_after_many_broken_ones_is_not_shown_unfinished() -> None:
+    """Text that never looks finished is final some tokens back: further than a character has bytes."""
+    for length in range(58, 68):
+        ids = [0xE2] * length + [0x82, 0xAC, 0x61]
+        check("byte_level", ids, [], [1])
+        check("byte_level", ids, ["xyz"], [1])
+
+
+@pytest.mark.parametrize(
+    ("ids", "stops", "cuts"),
+    [
+        (
+            [258, 258, 258, 258, 131, 131, 258, 258, 131, 258, 131, 258, 131, 258, 258, 33, 258, 258, 33, 33, 131],
+            [],
+            [2, 4, 3],
+        ),
+        (
+            [264, 264, 264, 258, 258, 264, 258, 258, 264, 264, 264, 264, 258, 264, 258, 264, 258, 258, 258],
+            ["a \n"],
+            [3, 4, 3],
+        ),
+        ([258] * 20 + [1 + 0xE2, 1 + 0x82, 1 + 0xAC, 1 + 0xE2, 258] * 8, [], [1]),
+        ([258] * 20 + [1 + 0xC3, 1 + 0xA9, 1 + 0x20, 1 + 0x61] * 10, ["zz"], [2]),
+    ],
+)
+def test_streams_that_once_went_wrong(ids: list[int], stops: list[str], cuts: list[int]) -> None:
+    """Where a window moves in the midst of bytes, spaces and beginnings of stop strings; found by planted defects."""
+    check("byte_fallback", ids, stops, cuts)

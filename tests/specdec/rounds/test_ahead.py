@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import given
@@ -80,3 +81,25 @@ def test_one_pass_carries_nothing() -> None:
 def test_the_example_in_the_docstring() -> None:
     outcome = doctest.testmod(specdec.rounds.ahead)
     assert outcome.failed == 0 and outcome.attempted == 4
+
+
+def test_every_logits_row_finds_its_token_in_the_result() -> None:
+    """Results have a column more than the most drafts of a row, whatever its own."""
+    assert ahead_inputs(target_of([(5, 1, 3), (4, 1, 1), (3, 1, 0)], 16)).token_sources.tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        5,
+        8,
+    ]
+
+
+def test_later_modules_write_nothing_before_a_requests_own_beginning() -> None:
+    """Both rows stand at position 6; the second one begins there, after pages of the prefix cache."""
+    target = replace(target_of([(6, 1, 1), (6, 1, 1)], 4), begins=np.array([0, 6]))
+    assert target.head_table is not None
+    _, later = ahead_inputs(target, 2, MOST).batches
+    pages = target.head_table[:, 1]
+    assert later.slot_mapping.tolist() == [pages[0] * 4 + 1, pages[0] * 4 + 2, 0, pages[1] * 4 + 2]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
 from drafters.loops.lengths import num_drafts_allowed
 from specdec.requests.sampling import SamplingParams
-from specdec.rounds.drafting import draft_input, drafts_after, rows_after
+from specdec.rounds.drafting import accepted_by_row, draft_input, drafts_after, rows_after
 from specdec.rounds.rows import RowTable
 from specdec.rounds.schedule import Schedule
 from specdec.rounds.verification import TargetArrays, Verified, target_arrays
@@ -73,3 +76,41 @@ def test_what_is_known_before_the_commit_is_what_the_scheduler_finds_after_it(
     assert found.tolist() == num_drafts_allowed(table.drafts[own], 60, table.computed[own], left).tolist()
     assert after.committed_lens.tolist() == table.computed[own].tolist()
     assert after.num_drafts.tolist() == found.tolist()
+
+
+def test_the_head_reads_no_prompt_of_a_request_without_drafts_and_no_drafts_that_arrived() -> None:
+    """Row 0 drafts; row 1 reads on without drafts, row 2 with them; row 3 has brought its own from another engine."""
+    table = table_of([12, 30, 30, 9], [11, 16, 8, 8])
+    table.drafts[1] = 0
+    rows = np.array([0, 1, 2])
+    table.mark_batch(rows)
+    verified = Verified(np.array([0, 4, 12, 20]), rows, np.array([3, 0, 0]), np.array([1, 0, 0]))
+    schedule = Schedule(np.array([0, 3, 1, 2]), np.array([1, 1, 8, 8]), np.array([3, 2, 0, 0]), num_arrived=1)
+    draft = draft_input(verified, schedule, table, PAGES, 4)
+    assert draft is not None
+    assert draft.request_rows.tolist() == [0, 2] and draft.num_drafts_next.tolist() == [3]
+    alone = draft_input(verified, schedule, table, PAGES, 4, reading=False)
+    assert alone is not None and alone.request_rows.tolist() == [0]
+
+
+def test_rows_are_found_where_they_stood_in_the_last_batch() -> None:
+    """The rows of the next round come in another order than those of the last one."""
+    table = table_of([12, 10, 8], [11, 9, 7])
+    rows = np.array([2, 0, 1])
+    table.mark_batch(rows)
+    verified = Verified(np.array([0, 4, 8, 12]), rows, np.array([3, 3, 3]), np.array([1, 2, 0]))
+    draft = draft_input(verified, Schedule(np.array([0, 1, 2]), np.ones(3, int), np.full(3, 3)), table, PAGES, 4)
+    assert draft is not None and draft.order.tolist() == [1, 2, 0] and draft.request_rows.tolist() == [0, 1, 2]
+
+
+def test_a_prompt_that_goes_on_accepts_nothing() -> None:
+    """Rows 0 and 2 of the batch are decided, row 1 is not."""
+    target: Any = SimpleNamespace(decided=np.array([0, 2]), start=np.zeros(3))
+    assert accepted_by_row(target, np.array([2, 1])).tolist() == [2, 0, 1]
+    every: Any = SimpleNamespace(decided=np.arange(2), start=np.zeros(2))
+    assert accepted_by_row(every, np.array([2, 1])).tolist() == [2, 1]
+
+
+def test_accepted_drafts_take_from_what_the_limits_leave() -> None:
+    target: Any = SimpleNamespace(wanted=np.array([3, 3, 3, 0]), room=np.array([4, 4, 2, 9]))
+    assert drafts_after(target, np.array([0, 2, 3, 0])).tolist() == [3, 2, 0, 0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import doctest
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import combinations
 
 import numpy as np
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import attention.batch.transforms.decode_first
 from attention.batch.host import HostBatch, rows_batch
 from attention.batch.transforms.decode_first import decode_first_swaps, swapped, token_order
+from attention.batch.transforms.windowed import windowed_batch
 from attention.errors import InvalidInputError
 
 ROWS = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=7)
@@ -101,3 +102,13 @@ def test_swaps_that_are_none_are_refused(swaps: list[list[int]]) -> None:
 def test_a_decode_of_no_tokens_is_refused(longest: int) -> None:
     with pytest.raises(InvalidInputError, match=f"longest_decode={longest}"):
         decode_first_swaps(np.array([1, 2]), longest)
+
+
+def test_further_groups_change_places_with_their_rows() -> None:
+    starts, first = np.array([0, 5, 6]), np.array([300, 40])
+    own = rows_batch(starts, first, np.arange(1, 61, dtype=np.int32).reshape(2, 30), 16)
+    group = windowed_batch(own, np.arange(100, 160, dtype=np.int32).reshape(2, 30), np.array([0, 1]), 32)
+    found = swapped(replace(own, other_groups=(group,)), np.array([[0, 1]])).other_groups[0]
+    assert found.slot_mapping.tolist() == group.slot_mapping[[5, 0, 1, 2, 3, 4]].tolist()
+    assert found.seq_lens.tolist() == group.seq_lens[::-1].tolist()
+    assert found.block_table.tolist() == group.block_table[::-1].tolist()

@@ -160,3 +160,11 @@ def test_rows_with_recurrent_states_are_not_sliced() -> None:
     batch = replace(plain, states=StateIndex(one, 0 * one, 0 * one, 4 * one))
     with pytest.raises(InvalidInputError, match="recurrent states cannot be sliced"):
         token_slices(batch, [2])
+
+
+def test_rows_without_queries_before_all_others_are_in_the_first_slice() -> None:
+    table = np.array([[1], [2], [3]], np.int32)
+    own = rows_batch(np.array([0, 0, 2, 4]), np.array([3, 0, 0]), table, 8)
+    first, second = token_slices(own, [2])
+    assert first.block_table[:, 0].tolist() == [1, 2] and second.block_table[:, 0].tolist() == [3]
+    assert first.query_lens.tolist() == [0, 2] and first.seq_lens.tolist() == [3, 2]

@@ -115,3 +115,11 @@ def test_slices_and_reordered_rows_keep_their_groups() -> None:
         assert own.page_indices.tolist() == right.page_indices.tolist()
         assert own.slot_mapping.tolist() == right.slot_mapping.tolist()
         assert own.query_start_loc.tolist() == found.query_start_loc.tolist()
+
+
+def test_keys_are_written_to_the_rows_own_pages_wherever_it_is_in_the_table() -> None:
+    own = rows_batch(np.array([0, 2, 3]), np.array([30, 9]), np.arange(1, 9, dtype=np.int32).reshape(2, 4), 16)
+    table = np.arange(100, 116, dtype=np.int32).reshape(4, 4)
+    found = windowed_batch(own, table, np.array([3, 1]), 32)
+    assert found.slot_mapping.tolist() == [113 * 16 + 14, 113 * 16 + 15, 104 * 16 + 9]
+    assert found.page_indices.tolist() == [112, 113, 104]

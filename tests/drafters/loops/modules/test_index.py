@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import doctest
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+import drafters.loops.modules.index
 from drafters.loops.chain.index import draft_steps, step_batch
-from drafters.loops.modules.index import module_batch, module_rows, module_step, step_width
+from drafters.loops.modules.index import module_batch, module_rows, module_step, shifted_batch, step_width
 
 TABLE = np.array(
     [[9, 3, 14, 1, 20, 6, 11, 2], [5, 12, 7, 19, 4, 17, 8, 10], [13, 15, 16, 18, 21, 22, 23, 24]], np.int32
@@ -65,3 +68,34 @@ def test_one_module_is_the_ordinary_chain(rows: list[tuple[int, int]]) -> None:
         for name in ("positions", "seq_lens", "slot_mapping", "block_table", "query_start_loc"):
             assert getattr(chain, name).tolist() == getattr(ours, name).tolist(), name
     assert module_rows(lens, np.ones_like(lens), 1) == ()
+
+
+def test_the_examples_in_the_docstrings() -> None:
+    outcome = doctest.testmod(drafters.loops.modules.index)
+    assert outcome.failed == 0 and outcome.attempted >= 8
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(1, 6)), min_size=1, max_size=3),
+    st.integers(1, 4),
+)
+def test_rows_before_a_requests_own_beginning_are_on_the_null_page(
+    rows: list[tuple[int, int, int]], module: int
+) -> None:
+    """What stands before it, on pages of the prefix cache, is another's: module m reads it, and never writes it."""
+    begins, read, lens = (np.array(x) for x in zip(*rows, strict=True))
+    starts = np.concatenate([[0], np.cumsum(lens)])
+    batch = shifted_batch(module, starts, begins + read, TABLE[: len(rows)], 4, begins)
+    batch.validate()
+    token = 0
+    for b, (begin, before, count) in enumerate(rows):
+        for i in range(count):
+            own = begin + before + i - module
+            slot = TABLE[b, own // 4] * 4 + own % 4 if own >= begin else batch.slot_mapping[token]
+            assert batch.slot_mapping[token] == slot and (slot >= 4) == (own >= begin)
+            assert own < begin or batch.positions[token] == own
+            token += 1
+    least = np.zeros_like(begins)
+    other = shifted_batch(module, starts, begins + read, TABLE[: len(rows)], 4)
+    same = shifted_batch(module, starts, begins + read, TABLE[: len(rows)], 4, least)
+    assert other.slot_mapping.tolist() == same.slot_mapping.tolist()
