@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from attention.hf.gate import gate_of
+from attention.hf.interface import ATTENTION_NAME
 from specdec.errors import ModelChangedError
 from specdec.target.settings import Held, Settings
 from specdec.target.unseen import hook_ids, hook_tables, unseen_state
@@ -24,8 +25,12 @@ from specdec.target.versions import addresses_of, equal_buffers, writes_to
 from specdec.values import short
 
 _AGAIN = "; wrap it again with SpeculativeModel.from_pretrained(model, …)"
-_EQUAL_ATTENTION = (None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-"""transformers' own attention functions: they differ by rounding."""
+_EQUAL_ATTENTION = (
+    *(None, "eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention"),
+    ATTENTION_NAME,
+)
+"""transformers' own attention functions: they differ by rounding. Ours is named for a moment longer where an interrupt
+strikes while a forward puts the user's back."""
 _SAME_IN_TRAINING = (nn.Linear, nn.ModuleList, nn.ModuleDict)
 _MOVING_FREQUENCIES = ("dynamic", "longrope")
 _OR_AGAIN = ", or wrap it again with SpeculativeModel.from_pretrained(model, …)"

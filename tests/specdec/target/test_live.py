@@ -195,3 +195,14 @@ def test_other_weights_are_noticed_once(change: Callable[[Any], None], captured:
         change(model)
         seen = change is not same_buffer_anew and (change in IN_GRAPHS or not captured)
         assert versions.changed() == seen
+
+
+def test_the_name_of_our_own_attention_is_no_change() -> None:
+    """An interrupt may strike while a forward of ours puts the user's name back."""
+    model = tiny_llama()
+    live = LiveModel.of(model, captured=False)
+    model.config._attn_implementation_internal = "specdec"
+    live.check()
+    model.config._attn_implementation_internal = "own_attention"
+    with pytest.raises(ModelChangedError, match="is 'own_attention' now"):
+        live.check()
