@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Gemma2Config
 from transformers.models.auto import AutoModelForCausalLM
 
+from attention.hf.interface import ATTENTION_NAME, attention_implementation
 from specdec.errors import ModelChangedError
 from specdec.target.live import LiveModel, _Snapshot
 from specdec.target.versions import WeightVersions
@@ -201,8 +202,10 @@ def test_the_name_of_our_own_attention_is_no_change() -> None:
     """An interrupt may strike while a forward of ours puts the user's name back."""
     model = tiny_llama()
     live = LiveModel.of(model, captured=False)
-    model.config._attn_implementation_internal = "specdec"
-    live.check()
-    model.config._attn_implementation_internal = "own_attention"
-    with pytest.raises(ModelChangedError, match="is 'own_attention' now"):
+    with attention_implementation((model.config,), ATTENTION_NAME):
+        live.check()
+    with (
+        attention_implementation((model.config,), "own_attention"),
+        pytest.raises(ModelChangedError, match="is 'own_attention' now"),
+    ):
         live.check()
