@@ -27,11 +27,11 @@ from specdec.requests.stats import pool_requests
 _TAU = next(metric for metric in METRICS if metric.key == "tau")
 
 
-def tau(completions: Sequence[Completion]) -> dict[str, float]:
-    """Tokens a verification, pooled over all requests, and the interval."""
+def tau(completions: Sequence[Completion], drafts: int) -> dict[str, float]:
+    """Tokens a verification of K = `drafts`, pooled over all requests, and the interval."""
     pooled = [pool_requests([completion.stats]) for completion in completions]
     columns = {name: np.array([getattr(own, name) for own in pooled]) for name in (*_TAU.over, *_TAU.under)}
-    found = Resampling(len(pooled), seed=0).value(_TAU, columns)
+    found = Resampling(len(pooled), seed=0, k=drafts).value(_TAU, columns)
     return {"tau": found.estimate, "low": found.low, "high": found.high}
 
 
@@ -53,7 +53,7 @@ def main(count: int, drafts: int, temperatures: str, top_ps: str, out: Path | No
         with SpeculativeModel.from_pretrained("gsm-llama", draft="auto", **options) as model:
             for temperature, top_p in settings:
                 params = SamplingParams(max_new_tokens=160, temperature=temperature, top_p=top_p, seed=1)
-                found = tau(model.generate(asked, params))
+                found = tau(model.generate(asked, params), drafts)
                 lines.append({"draft_sampling": kind, "temperature": temperature, "top_p": top_p} | found)
                 click.echo(f"{kind} T={temperature} top_p={top_p}: tau {found['tau']:.3f}")
     publish({"benchmark": "draft_sampling", "questions": count, "drafts": drafts, "lines": lines}, out)

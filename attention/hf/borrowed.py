@@ -22,20 +22,35 @@ _borrowed: dict[int, dict[int, list[Value]]] = {}
 
 @contextmanager
 def borrowed(values: Iterable[Value]) -> Iterator[None]:
-    """Give attributes these values inside; after it they are as they were, those of classes uncovered."""
+    """Give attributes these values inside; after it they are as they were, those of classes uncovered.
+
+    An interrupt that strikes on the way out, before the last lines here, leaves the values until its traceback is
+    dropped; `settle` puts them back before.
+    """
     values = list(values)
     before = [(owner, name, vars(owner).get(name, _ABSENT)) for owner, name, _ in values]
     own = _borrowed.setdefault(get_ident(), {})
-    own[id(before)] = before  # first: a thread that forks between any two lines is to find all of them
     try:
+        own[id(before)] = before  # first: a thread that forks between any two lines is to find all of them
         for owner, name, value in values:
             setattr(owner, name, value)
         yield
     finally:
-        _put_back(before)
-        own.pop(id(before), None)
+        if own.get(id(before)) is before:  # not settled
+            _put_back(before)
+            own.pop(id(before), None)
         if not own:
             _borrowed.pop(get_ident(), None)
+
+
+def settle(owners: Iterable[object]) -> None:
+    """Put back what a forward that an interrupt ended has left borrowed of these; no forward of theirs may be open."""
+    wanted = set(map(id, owners))
+    for own in list(_borrowed.values()):
+        for key, before in list(own.items()):
+            if any(id(owner) in wanted for owner, _, _ in before):
+                _put_back(before)
+                own.pop(key, None)
 
 
 def _put_back(before: list[Value]) -> None:

@@ -49,6 +49,11 @@ class ForwardGate:
         if _HOLDER in self._holder and self._holder[_HOLDER] == mine:
             del self._holder[_HOLDER]
 
+    @property
+    def is_guarding(self) -> bool:
+        """Whether forwards of a model pass it: no private one of `gate_of`."""
+        return self in _gates.values()
+
     def is_mine(self) -> bool:
         """Whether this thread is in a forward already."""
         holder = self._holder.get(_HOLDER)

@@ -15,7 +15,7 @@ import torch
 from transformers import AttentionInterface
 
 from attention.errors import UnsupportedAttentionError
-from attention.hf.borrowed import borrowed
+from attention.hf.borrowed import borrowed, settle
 from attention.hf.gate import gate_of
 
 ATTENTION_NAME = "specdec"
@@ -50,9 +50,13 @@ def attention_implementation(configs: tuple[Any, ...], name: str) -> Iterator[No
     Only for the duration of a forward: the user's own `model.generate` keeps the attention it had. Meanwhile the gate
     of the model (the first config is its own) is held.
     """
-    named = ((config, "_attn_implementation_internal", name) for config in configs)
-    with gate_of(configs[0] if configs else None).held(), borrowed(named):
-        yield
+    gate = gate_of(configs[0] if configs else None)
+    outermost = gate.is_guarding and not gate.is_mine()
+    with gate.held():
+        if outermost:
+            settle(configs)
+        with borrowed((config, "_attn_implementation_internal", name) for config in configs):
+            yield
 
 
 def attention_configs(root: torch.nn.Module) -> tuple[Any, ...]:

@@ -23,9 +23,9 @@ FEW = 20
 """Questions below which intervals are Student's t."""
 DEFINITION = (
     f"{LEVEL:.0%} interval: percentiles over {DRAWS} bootstrap resamples of whole questions, shared by all arms; below "
-    f"{FEW} questions Student's t with the standard error of the resamples. Of times that were measured in several "
-    "runs: Student's t with the scatter of questions and of runs; of one run it has that of questions alone, and "
-    "another run on the same machine can lie outside."
+    f"{FEW} questions Student's t with the standard error of the resamples, cut at what is possible. Of times "
+    "that were measured in several runs: Student's t with the scatter of questions and of runs; of one "
+    "run it has that of questions alone, and another run on the same machine can lie outside."
 )
 
 
@@ -37,11 +37,19 @@ class Value:
     low: float
     high: float
 
+    def within(self, least: float, most: float) -> Value:
+        """The interval cut at what is possible."""
+        return Value(self.estimate, *(float(np.clip(end, least, most)) for end in (self.low, self.high)))
+
 
 class Resampling:
-    """Fixed resamples of `questions` questions: how often each question is drawn, [draws, questions]."""
+    """Fixed resamples of `questions` questions: how often each question is drawn, [draws, questions].
 
-    def __init__(self, questions: int, seed: int, draws: int = DRAWS) -> None:
+    k: drafts a round, which limits what can be.
+    """
+
+    def __init__(self, questions: int, seed: int, draws: int = DRAWS, k: float = np.inf) -> None:
+        self._k = k
         rng = np.random.default_rng(seed)
         self.questions = questions
         self._weights = rng.multinomial(questions, np.full(questions, 1 / questions), size=draws).astype(np.float64)
@@ -51,7 +59,7 @@ class Resampling:
         estimate, draws = metric.of(_total(columns, metric)), metric.of(self._resampled(columns, metric))
         if metric.timing and self.questions < FEW and estimate > 0:
             return _exp(self._interval(np.log(estimate), _logs(draws)))
-        return self._interval(estimate, draws)
+        return self._interval(estimate, draws).within(*metric.limits(self._k))
 
     def repeated(self, metric: Metric, runs: Sequence[Mapping[str, np.ndarray]]) -> Value:
         """One metric of times, from the columns [questions] of several runs: the interval has their scatter as well."""

@@ -25,6 +25,7 @@ class Metric:
         key: name in the JSON document; label: name in tables; definition: one sentence, printed beside the value.
         timing: whether it depends on wall time; baseline: whether it needs that of the target alone.
         digits: decimals shown.
+        share: whether it lies between 0 and 1; round_length: whether it lies between 1 and K + 1.
     """
 
     key: str
@@ -36,6 +37,14 @@ class Metric:
     timing: bool = False
     baseline: bool = False
     digits: int = 3
+    share: bool = False
+    round_length: bool = False
+
+    def limits(self, k: float) -> tuple[float, float]:
+        """Between which values it lies with K = `k`."""
+        if self.share:
+            return 0.0, 1.0
+        return (1.0, k + 1) if self.round_length else (-np.inf, np.inf)
 
     def of(self, sums: Mapping[str, np.ndarray]) -> np.ndarray:
         """The metric of summed columns, each of any one shape; NaN where a denominator is zero."""
@@ -54,6 +63,7 @@ METRICS: tuple[Metric, ...] = (
         "tokens after a stop are not counted; 1.0 without speculation, at most K+1.",
         ("emitted",),
         ("rounds",),
+        round_length=True,
     ),
     Metric(
         "tau_eagle",
@@ -62,6 +72,7 @@ METRICS: tuple[Metric, ...] = (
         "in the last round included.",
         ("untrimmed",),
         ("rounds",),
+        round_length=True,
     ),
     Metric(
         "tau_eagle_idxs",
@@ -78,6 +89,7 @@ METRICS: tuple[Metric, ...] = (
         "stop in the last step included.",
         ("untrimmed",),
         ("rounds",),
+        round_length=True,
     ),
     Metric(
         "tau_vllm",
@@ -86,6 +98,7 @@ METRICS: tuple[Metric, ...] = (
         ("raw_accepted",),
         ("drafting_rounds",),
         offset=1.0,
+        round_length=True,
     ),
     Metric(
         "tau_sglang",
@@ -101,6 +114,7 @@ METRICS: tuple[Metric, ...] = (
         "Accepted drafts / verified drafts; drafts that stand after a stop count in neither.",
         ("accepted",),
         ("drafted",),
+        share=True,
     ),
     Metric(
         "acceptance_rate_vllm",
@@ -108,6 +122,7 @@ METRICS: tuple[Metric, ...] = (
         "vLLM's: accepted drafts / verified drafts, drafts after a stop included.",
         ("raw_accepted",),
         ("raw_drafted",),
+        share=True,
     ),
     Metric(
         "acceptance_rate_sglang",
@@ -116,6 +131,7 @@ METRICS: tuple[Metric, ...] = (
         "counted also where a length limit leaves fewer drafts.",
         ("raw_accepted",),
         ("slots",),
+        share=True,
     ),
     Metric(
         "speedup",
@@ -196,7 +212,7 @@ def position_metrics(width: int) -> tuple[tuple[Metric, ...], tuple[Metric, ...]
 
 
 def _at(key: str, definition: str, position: int, over: str, under: str) -> Metric:
-    return Metric(f"{key}_{position}", f"position {position}", definition, (over,), (under,))
+    return Metric(f"{key}_{position}", f"position {position}", definition, (over,), (under,), share=True)
 
 
 def columns(answers: Sequence[Answer], k: int, baseline: Sequence[Answer] | None = None) -> dict[str, np.ndarray]:

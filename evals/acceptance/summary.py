@@ -42,7 +42,7 @@ def summarize(
     """
     sums = columns(answers, arm.k, baseline)
     runs = [sums, *(columns(own, arm.k, alone) for own, alone in repeats)]
-    resampling = Resampling(len(answers), seed)
+    resampling = Resampling(len(answers), seed, k=arm.k)
     return {
         "name": arm.name,
         "k": arm.k,
@@ -117,7 +117,7 @@ def _groups(runs: Sequence[Columns], labels: Sequence[str], seed: int, has_basel
     for name in names:
         inside = np.array([label == name for label in labels])
         parts = [{key: column[inside] for key, column in sums.items()} for sums in runs]
-        own = Resampling(int(inside.sum()), seed)
+        own = Resampling(int(inside.sum()), seed, k=k)
         groups[name] = {**_metrics(parts, own, has_baseline), **_positions(parts[0], own, k)}
     return groups
 

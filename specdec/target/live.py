@@ -20,7 +20,7 @@ from attention.hf.gate import gate_of
 from attention.hf.interface import ATTENTION_NAME
 from specdec.errors import ModelChangedError
 from specdec.target.settings import Held, Settings
-from specdec.target.unseen import hook_ids, hook_tables, unseen_state
+from specdec.target.unseen import hook_ids, hook_tables, new_hook
 from specdec.target.versions import addresses_of, equal_buffers, writes_to
 from specdec.values import short
 
@@ -289,7 +289,7 @@ class LiveModel:
                 raise ModelChangedError(f"the buffer {buffer.name} is another since the model was wrapped{_AGAIN}")
         found = self.settings.hidden() if self.held else _with_own_forward(self.uncalled)
         if hook_ids(self.hook_tables) != self.hooks:
-            found = found or unseen_state(self.model)
+            found = found or new_hook(self.model, self.uncalled, self.hooks)
         if found:
             raise ModelChangedError(
                 f"{found} is new since the model was wrapped, and {'graphs' if self.held else 'rounds'} do not call "

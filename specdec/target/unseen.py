@@ -16,6 +16,8 @@ _KNOWN = (
     *("compressed_tensors", "torchao", "optimum", "bitsandbytes", "kernels", "gptqmodel", "awq"),
 )
 """Packages whose hooks and forwards keep their state in modules, parameters and buffers, where it is seen."""
+_WATCHING = ("attention", "drafters", "specdec", "torch", "transformers")
+"""Packages whose hooks change no output: transformers puts them where a forward is to return hidden states."""
 
 
 def unseen_state(model: nn.Module) -> str:
@@ -43,6 +45,22 @@ def hook_tables(modules: Iterable[nn.Module]) -> tuple[dict[int, Any], ...]:
 def hook_ids(tables: tuple[dict[int, Any], ...]) -> list[int]:
     """Of the hooks that are registered; torch gives each a number of its own."""
     return [hook for table in tables if table for hook in table]
+
+
+def new_hook(model: nn.Module, uncalled: Iterable[nn.Module], known: Iterable[int]) -> str:
+    """The first hook on one of these modules, or on every module, whose number is not among `known`, in words.
+
+    "" for none. Hooks that only watch do not count, nor do those that known packages put on every module.
+    """
+    own, names = set(known), {module: name for name, module in model.named_modules()}
+    every = (of_every_module._global_forward_hooks, of_every_module._global_forward_pre_hooks)
+    for module in uncalled:
+        for table in (module._forward_hooks, module._forward_pre_hooks):
+            for number, hook in table.items():
+                if number not in own and _package(hook) not in _WATCHING:
+                    return f"a forward hook on {names.get(module) or type(module).__name__} ({_words(hook)})"
+    foreign = _first_foreign(hook for table in every for number, hook in table.items() if number not in own)
+    return f"a forward hook of every module ({foreign})" if foreign else ""
 
 
 def _of_module(module: nn.Module, patched: dict[type, str]) -> tuple[str, str] | None:
@@ -74,9 +92,13 @@ def _first_foreign(functions: Iterable[Any]) -> str:
     """The first that no known package has written, in words; "" for none."""
     for function in functions:
         if _package(function) not in _KNOWN:
-            plain = _unwrapped(function)
-            return f"{getattr(plain, '__qualname__', type(plain).__qualname__)} of {_file(plain)}"
+            return _words(function)
     return ""
+
+
+def _words(function: Any) -> str:
+    plain = _unwrapped(function)
+    return f"{getattr(plain, '__qualname__', type(plain).__qualname__)} of {_file(plain)}"
 
 
 def _unwrapped(function: Any) -> Any:

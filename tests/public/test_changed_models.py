@@ -570,6 +570,14 @@ def mla_model() -> Any:
     return model
 
 
+def new_hook_function(package: str) -> Any:
+    def hook(module: nn.Module, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        return 2 * output
+
+    hook.__module__ = package
+    return hook
+
+
 def test_a_projection_that_absorbed_rounds_do_not_call() -> None:
     """A hook that is there at loading is called; a later one would not be."""
     steering = Steering(1.0)
@@ -579,10 +587,12 @@ def test_a_projection_that_absorbed_rounds_do_not_call() -> None:
         for steering.strength in (1.0, 3.0):
             found = [completion.token_ids for completion in wrapped.generate(PROMPTS, GREEDY)]
             assert found == own_answers(model)
-        handle = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(steering.of_closure)
-        with pytest.raises(ModelChangedError, match=r"a forward hook on model.layers.\d.self_attn.kv_b_proj"):
-            wrapped.generate(PROMPTS, GREEDY)
-        handle.remove()
+        of_library = new_hook_function("accelerate.hooks")
+        for hook in (steering.of_closure, of_library):
+            handle = model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(hook)
+            with pytest.raises(ModelChangedError, match=r"a forward hook on model.layers.1.self_attn.kv_b_proj"):
+                wrapped.generate(PROMPTS, GREEDY)
+            handle.remove()
         assert [completion.token_ids for completion in wrapped.generate(PROMPTS, GREEDY)] == found
 
 

@@ -16,7 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from attention.backends.reference import TorchBackend
 from attention.errors import UnsupportedAttentionError
-from attention.hf.gate import gate_of, guard, unguard
+from attention.hf.borrowed import borrowed
+from attention.hf.gate import gate_of, guard, guarded, unguard
 from attention.hf.interface import ATTENTION_NAME, attention_implementation
 from attention.hf.port import AttentionPort
 from attention.hf.probe import probe
@@ -237,3 +238,20 @@ def test_a_forward_that_waited_while_the_guard_was_removed_leaves_the_gate() -> 
     started = time.perf_counter()
     with gate.held():
         assert time.perf_counter() - started < 0.5
+
+
+def test_what_an_interrupt_left_borrowed_is_put_back_before_the_next_forward() -> None:
+    # An interrupt within contextlib's exit leaves the generator as it is, until the traceback is dropped.
+    model = tiny_llama()
+    config = model.config
+    with guarded(model):
+        left = borrowed([(config, "use_cache", False)])
+        left.__enter__()
+        with attention_implementation((config,), ATTENTION_NAME):
+            assert config.use_cache is True
+            with borrowed([(config, "use_cache", False)]):
+                left.__exit__(None, None, None)
+                with attention_implementation((config,), "eager"):  # nested: what is open stays borrowed
+                    pass
+                assert config.use_cache is False
+        assert config.use_cache is True

@@ -40,3 +40,13 @@ def test_a_difference_is_taken_question_by_question() -> None:
     assert found.estimate == pytest.approx((right - left).mean())
     error = (right - left).std() / QUESTIONS**0.5
     assert z_scores(found.low, found.estimate, found.high, error) == pytest.approx([-1.96, 1.96], abs=0.1)
+
+
+def test_intervals_end_where_values_end() -> None:
+    accepted, drafted = np.array([3.0, 3.0, 3.0, 1.0]), np.full(4, 3.0)
+    rate = Metric("rate", "", "", ("accepted",), ("drafted",), share=True)
+    tau = Metric("tau", "", "", ("emitted",), ("rounds",), round_length=True)
+    found = Resampling(4, seed=0, k=3).value(rate, {"accepted": accepted, "drafted": drafted})
+    assert found.low > 0 and found.high == 1.0
+    of_rounds = Resampling(4, seed=0, k=3).value(tau, {"emitted": accepted + 1, "rounds": np.ones(4)})
+    assert of_rounds.low > 1 and of_rounds.high == 4.0
